@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.__main__ import parser as command_line
-from megatron.zero_bubble.job import options, rules
+from megatron.zero_bubble.job.effects import EFFECTS
 from megatron.zero_bubble.job.flags import add_flags
+from megatron.zero_bubble.job.options import OPTIONS
 from megatron.zero_bubble.megatron_lm import fork_flags
+from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
 from megatron.zero_bubble.training.arguments import build_parser
 from site_parts import refusals
 
@@ -96,12 +98,9 @@ SUMMARIZED = {
 
 def test_every_rule_of_the_tables_of_refusals_is_documented() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
-    for rule in rules._RULES:
-        said = rule.otherwise.format(schedule="…", last="…").rpartition("; ")
-        assert all(part in page for part in said), rule.flags
-        assert all(f"`--zero-bubble-{flag}`" in page for flag in rule.flags)
-    for option in options._OPTIONS:
-        assert f"`{option.name}`" in page and option.why in page and option.remedy in page
+    for rule in (*EFFECTS, *EXCLUSIONS, *OPTIONS):
+        parts = (rule.why.format(schedule="…", last="…"), rule.remedy, rule.subject.words)
+        assert all(part in page for part in parts), rule
 
 
 def test_every_package_that_refuses_something_is_in_a_table() -> None:

@@ -7,18 +7,28 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from megatron.zero_bubble.__main__ import parser as command_line
-from megatron.zero_bubble.job.flags import add_flags
+from megatron.zero_bubble.job.features import OPTIONS
+from megatron.zero_bubble.job.flags import add_flags, full_help
+from megatron.zero_bubble.job.option import TIERS
 from megatron.zero_bubble.training.arguments import build_parser
 from site_parts.markdown import code, table
 
 _OURS = "zero bubble"
+_HELP_ALL = "zero_bubble_help_all"
 
 
 def ours() -> str:
-    """The flags of zero-bubble training."""
+    """The flags of zero-bubble training, one table per tier."""
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser)
-    return _table(parser._actions)
+    full_help(parser)
+    actions = {action.dest: action for action in parser._actions}
+    parts = []
+    for tier, text in TIERS.items():
+        own = [actions[option.dest] for option in OPTIONS if option.tier == tier]
+        own += [actions[_HELP_ALL]] if tier == "core" else []
+        parts.append(f"### {tier.capitalize()}\n\n{text}\n\n{_table(own)}")
+    return "\n\n".join(parts)
 
 
 def of_verb(name: str) -> str:

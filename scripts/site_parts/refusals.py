@@ -9,9 +9,14 @@ import ast
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from megatron.zero_bubble.job import options, rules
-from megatron.zero_bubble.job.flags import parse_ours
+from megatron.zero_bubble.job.effects import EFFECTS
+from megatron.zero_bubble.job.features import OPTIONS
+from megatron.zero_bubble.job.flags import given, parse_ours
+from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
+from megatron.zero_bubble.planning.rule import Rule
 from site_parts.markdown import code, table
 
 _PACKAGE = Path(__file__).parent.parent.parent / "megatron/zero_bubble"
@@ -34,6 +39,8 @@ _JOBS = (
 """Flags of example jobs; the rules are tried on each of them, with and without Megatron-LM."""
 _TRAIN_ITERS = 2
 """Iterations of the example jobs."""
+_EVERYTHING = dict.fromkeys((*(option.name for option in OPTIONS), "num_chunks"), True)
+"""All options as if they were given."""
 GROUPS = {
     "job": ("job",),
     "megatron-lm": ("megatron_lm",),
@@ -49,38 +56,51 @@ GROUPS = {
 
 
 def of_flags() -> str:
-    """Where each of our flags has no effect, and what the refusal says."""
-    rows = []
-    for number, rule in enumerate(rules._RULES):
-        flags = ", ".join(code(f"--zero-bubble-{flag}") for flag in rule.flags)
-        rows.append((flags, _refused_in(number), *_divided(rule.otherwise.format(schedule=_ELLIPSIS, last=_ELLIPSIS))))
-    return table(("flag", "in", f"message, after the flag ({_ELLIPSIS}: your value)", "remedy"), rows)
+    """What each of our options has an effect with."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for rule in EFFECTS:
+        text = f"works only with {rule.what}{rule.why.format(schedule=_ELLIPSIS, last=_ELLIPSIS)}"
+        names = rows.setdefault((_refused_in(rule), text, rule.remedy), [])
+        names += [_flag(field) for field in rule.subject.shown_by(_EVERYTHING)]
+    listed = [(", ".join(names), *key) for key, names in rows.items()]
+    return table(("flag", "in", f"message, after the flag ({_ELLIPSIS}: your value)", "remedy"), listed)
 
 
-def _refused_in(number: int) -> str:
-    """The programs in which a rule is the first to refuse one of its flags."""
+def _flag(field: str) -> str:
+    return code(next((f"--zero-bubble-{option.flag}" for option in OPTIONS if option.name == field), field))
+
+
+def _refused_in(rule: Rule) -> str:
+    """The programs in which a rule is the first to refuse its option."""
     programs = []
     for under_launcher, program in ((True, "Megatron-LM jobs"), (False, code("scripts/pretrain_gpt.py"))):
         jobs = [rules.Job(parse_ours(flags)[0], under_launcher, train_iters=_TRAIN_ITERS) for flags in _JOBS]
-        if any(_first_refusal(flag, job) == number for flag in rules._RULES[number].flags for job in jobs):
+        if any(_first_refusal(rule, given(job.options) | job.facts) is rule for job in jobs):
             programs.append(program)
-    return "both" if len(programs) > 1 else "".join(programs)
+    return "both" if len(programs) != 1 else "".join(programs)
 
 
-def _first_refusal(flag: str, job: rules.Job) -> int | None:
-    refused = (n for n, rule in enumerate(rules._RULES) if flag in rule.flags and not rule.applies(job))
-    return next(refused, None)
+def _first_refusal(rule: Rule, choices: dict[str, Any]) -> Rule | None:
+    (field,) = rule.subject.shown_by(_EVERYTHING)
+    choices = {field: True, **choices}
+    return next(
+        (each for each in EFFECTS if field in each.subject.shown_by({field: 1}) and each.sentence(choices)), None
+    )
 
 
 def of_options() -> str:
-    """The Megatron options that a schedule cannot honour."""
+    """The Megatron options that a choice cannot honour."""
     rows = []
-    for option in options._OPTIONS:
-        where = "" if option.anywhere else "with stages on a V"
-        where = "with post-validation" if option.post_validation else where
-        remedy = option.remedy or f"drop {option.flag}"
-        rows.append((code(option.name), code(repr(option.allowed)), where, option.why, remedy))
-    return table(("option", "the one value that works", "only", "because", "remedy"), rows)
+    for rule in options.OPTIONS:
+        subject = rule.subject.plural or f"schedules with {rule.subject.words}"
+        rows.append((subject, code(rule.what), code(repr(rule.value)), rule.why, rule.remedy))
+    return table(("what needs it", "option", "the one value that works", "because", "remedy"), rows)
+
+
+def of_exclusions() -> str:
+    """The choices that exclude each other."""
+    rows = [(rule.subject.words, rule.what, rule.why, rule.remedy) for rule in EXCLUSIONS]
+    return table(("choice", "other choice", "because", "remedy"), rows)
 
 
 def of_group(name: str) -> str:
@@ -177,6 +197,7 @@ def _divided(message: str) -> tuple[str, str]:
 PARTS: dict[str, Callable[[], str]] = {
     "refusals-flags": of_flags,
     "refusals-options": of_options,
+    "refusals-exclusions": of_exclusions,
     "refusals-schedules": of_schedules,
     **{f"refusals-{name}": partial(of_group, name) for name in GROUPS},
 }

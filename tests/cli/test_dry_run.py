@@ -216,7 +216,7 @@ def test_flags_of_megatron_lm_jobs_are_accepted(capsys: Capture) -> None:
     looped = run(capsys, own, [*job, "--num-layers-per-virtual-pipeline-stage", "2"])
     assert rows(looped)[0][3] == "0: embedding+2, 4: 2"
     assert "invalid choice: 'tpu'" in refusal(capsys, own, [*job, "--zero-bubble-device", "tpu"])
-    assert "--zero-bubble-trace x needs a zero-bubble schedule to measure, got none" in refusal(
+    assert "--zero-bubble-trace x works only with a zero-bubble schedule to measure; got none" in refusal(
         capsys, own, [*job, "--zero-bubble-trace", "x"]
     )
     few = ["--nodes", "3", *FOUR, "--megatron-lm"]

@@ -17,11 +17,10 @@ import pytest
 
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.job.flags import parse_ours
-from megatron.zero_bubble.job.options import _OPTIONS
-from megatron.zero_bubble.job.rules import _RULES
 from megatron.zero_bubble.megatron_lm import checks, fork_flags
 from tests.helpers.megatron_lm import BASE_FLAGS, VARIABLE, Checkout, checkouts, environment
 from tests.helpers.ranks import RankPool
+from tests.helpers.refusals import H1, V, jobs_of_effects, jobs_of_exclusions, jobs_of_options
 from tests.helpers.refused_jobs import num_ranks
 
 CHECKOUTS = checkouts()
@@ -31,50 +30,7 @@ SHAPES = (
     "--pipeline-model-parallel-size 2 --train-iters 10"
 ).split()
 BATCH = ["--global-batch-size", "6"]
-H1, V = "--zero-bubble-schedule zb-h1", "--zero-bubble-schedule zb-v"
 LOOPED = "--zero-bubble-schedule interleaved-1f1b"
-VALUES = {
-    "cuda_graph_impl": "local",
-    "cpu_offloading_num_layers": "1",
-    "mtp_num_layers": "1",
-    "logits_save_dir": "x",
-    "logits_load_dir": "x",
-    "moe_routing_trace_path": "x",
-    "context_parallel_size": "2",
-    "experimental_attention_variant": "gated_delta_net",
-    "label_smoothing_factor": "0.1",
-    "tp_comm_overlap": "--tensor-model-parallel-size 2 --sequence-parallel",
-}
-"""Unsupported values of the options that are not switches, and flags without which Megatron refuses a switch."""
-OUR_VALUES = {
-    "post-receives": "late", "nccl-ctas": "1", "offload": "all", "host-memory": "1GiB", "shard-transport": "on-demand",
-    "unit-microbatches": "2", "whole-stages": "1", "num-slices": "2", "slice-ends": "16,32", "attention-share": "0.1",
-    "vocabulary-parallel": "2", "placement": "vee", "memory-limit": "1p", "costs": "x", "rollback": "inverse",
-    "trace": "x", "record-costs": "x", "trace-iterations": "50-60", "nccl-collective-ctas": "4",
-}  # fmt: skip
-"""Values of our own flags that are not switches."""
-JOBS_OF_RULES = (
-    "",
-    "",
-    H1,
-    H1,
-    H1,
-    H1,
-    H1,
-    "",
-    H1,
-    H1,
-    H1,
-    H1,
-    H1,
-    "",
-    "",
-    None,  # applies to scripts/pretrain_gpt.py only
-    H1,
-    f"{H1} --zero-bubble-trace x",
-    f"{H1} --zero-bubble-log-bubble",
-)
-"""Per rule of the table: a job without its flags in which it refuses them."""
 OTHERS = (
     f"{H1} --hybrid-layer-pattern M-M*",
     f"{H1} --yaml-cfg x.yaml",
@@ -108,26 +64,10 @@ NEED_NO_CASE = ("Megatron-LM needs stages 0 to", "zero-bubble schedules need --n
 """Begin of sentences for which there is no schedule by name, or that another rule precedes in a dry run."""
 
 
-def of_options() -> list[str]:
-    """One job per row of the table of options."""
-    jobs = []
-    for option in _OPTIONS:
-        schedule = H1 if option.anywhere else V
-        schedule += " --zero-bubble-post-validation" if option.post_validation else ""
-        schedule = "--zero-bubble-schedule seq-zb-h1" if option.slices else schedule
-        schedule += " --zero-bubble-vocabulary-parallel 2" if option.vocabulary else ""
-        value = VALUES.get(option.name, "") if isinstance(option.allowed, bool) else VALUES[option.name]
-        jobs.append(f"{schedule} {option.flag} {value}")
-    return jobs
-
-
-def of_rules() -> list[str]:
-    """One job per flag of every row of the table of our flags."""
-    jobs = []
-    for rule, job in zip(_RULES, JOBS_OF_RULES, strict=True):
-        for flag in rule.flags if job is not None else ():
-            jobs.append(f"{job} --zero-bubble-{flag} {OUR_VALUES.get(flag, '')}")
-    return jobs
+def of_tables() -> list[str]:
+    """One job per rule of the tables."""
+    rows = (*jobs_of_options(), *jobs_of_effects(under_launcher=True), *jobs_of_exclusions(under_launcher=True))
+    return list(dict.fromkeys(words for _, words in rows))
 
 
 def of_the_fork() -> list[str]:
@@ -136,7 +76,7 @@ def of_the_fork() -> list[str]:
     return [*jobs, f"--enable-zero-bubble {H1}", "--enable-zero-bubble --zero-bubble-max-pending-backward x"]
 
 
-ALL = [*of_options(), *of_rules(), *of_the_fork(), *OTHERS]
+ALL = [*of_tables(), *of_the_fork(), *OTHERS]
 
 
 def sentences_of_runs(rank: int, jobs: Sequence[Sequence[str]]) -> list[str]:

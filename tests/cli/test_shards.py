@@ -97,8 +97,6 @@ def test_dry_run_counts_shards(capsys: Capture) -> None:
         ("--schedule zero-pp --gather-ms 1", "--gather-ms applies only to --shard-weights"),
         ("--schedule zb-h1 --unit-microbatches 4", "--unit-microbatches is for zero-pp, or for --shard-weights"),
         ("--schedule zb-h1 --shard-weights", "sharded units need 2 or more stages per rank"),
-        ("--schedule zb-auto --shard-weights", "--shard-weights needs a schedule that is known beforehand"),
-        ("--schedule zero-pp --shard-weights --offload all --host-ms 1", "--shard-weights works without --offload"),
         ("--schedule zero-pp --shard-weights --whole-stages 0", "--whole-stages must be from 1 to 1,000,000; got 0"),
         ("--schedule zero-pp --shard-weights --gather-ms 1 --replica-bandwidth 1", "leave out either"),
     ],

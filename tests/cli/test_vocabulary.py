@@ -93,7 +93,6 @@ def test_compare_has_a_row_for_each_variant(capsys: Capture, tmp_path: Path) -> 
         ([*TIMES, *SHARDS, "--recompute-logits"], "--recompute-logits changes only estimated times"),
         (["--costs", STOCK, *SHARDS], "--costs gives the times of all passes; leave out --output-ms"),
         (["--costs", STOCK, "--recompute-logits", "--vocabulary", "off"], "applies only to --vocabulary 1, 2 or auto"),
-        (["--costs", STOCK, "--layout", "auto", "--vocabulary", "2"], "--layout auto does not support vocabulary"),
         ([*TIMES, "--output-ms", "-1", "--output-wgrad-ms", "1"], "output_ms of rank 0 must be a finite number"),
     ],
 )

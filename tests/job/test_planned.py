@@ -73,11 +73,11 @@ def test_planned_sharding_is_what_runs(tmp_path: Path) -> None:
         ("--zero-bubble-vocabulary-parallel 2", "--zero-bubble-vocabulary-parallel must be .* off; got 2 with"),
         ("--zero-bubble-num-slices 2", "--zero-bubble-num-slices must be that of the schedule file, 1; got 2"),
         ("--zero-bubble-placement vee", "--zero-bubble-placement must be .* another one; got vee with"),
-        ("--zero-bubble-offload all", "shard_weights with offload=all; leave one of them out"),
-        ("--zero-bubble-post-validation", "got shard_weights with post_validation; leave one of them out"),
-        ("--zero-bubble-attention-share 0.3", "attention_share applies only to .*; got 0.3 with"),
+        ("--zero-bubble-offload all", "exclude each other.*got shard_weights and offload=all; leave one of them out"),
+        ("--zero-bubble-post-validation", "got shard_weights and post_validation; leave one of them out"),
+        ("--zero-bubble-attention-share 0.3", "attention_share=0.3 works only with .*; got "),
         ("--num-virtual-stages-per-pipeline-rank 3", "the schedule has 2 stages per rank, the job 3; drop"),
-        ("--zero-bubble-schedule-file other.json", "exclude each other; give one of them"),
+        ("--zero-bubble-schedule-file other.json", "exclude each other, because a job runs one schedule"),
     ],
 )
 def test_flags_that_contradict_the_file_are_refused(flags: str, sentence: str, tmp_path: Path) -> None:

@@ -5,48 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.ir import Kind
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.flags import config_of, parse_ours
+from megatron.zero_bubble.job.flags import parse_ours
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.planned import adopt
-from megatron.zero_bubble.job.rules import Job, check_flags
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.stages import place_stages
 from tests.planning.test_source import divided_plan
-
-
-@pytest.mark.parametrize(
-    "option, sentence",
-    [
-        ("delay_wgrad_compute", "already defers weight gradients; got True; drop --delay-wgrad-compute"),
-        ("overlap_dispatch_backward_with_experts_wgrad", "runs the W of experts inside their B; got True; drop"),
-        ("use_transformer_engine_op_fuser", "must defer to W; got True; drop --use-transformer-engine-op"),
-    ],
-)
-def test_other_delays_of_weight_gradients_are_rejected(option: str, sentence: str) -> None:
-    check_options(SimpleNamespace())
-    check_options(SimpleNamespace(**{option: False}))
-    with pytest.raises(ValueError, match=f"need {option}=False, because .*{sentence}"):
-        check_options(SimpleNamespace(**{option: True}))
-
-
-@pytest.mark.parametrize(
-    "option, sentence",
-    [
-        ("moe_paged_stash", "Megatron resets the pages only in its own schedules; got True; drop --moe-paged"),
-        ("overlap_p2p_comm_warmup_flush", "overlap with messages; got True; drop --overlap-p2p-communication-"),
-    ],
-)
-def test_options_of_megatrons_own_schedules_are_rejected(option: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"need {option}=False, because .*{sentence}"):
-        check_options(SimpleNamespace(**{option: True}))
 
 
 def test_nondefault_microbatch_group_size_is_rejected() -> None:
@@ -60,34 +30,6 @@ def test_nondefault_microbatch_group_size_is_rejected() -> None:
     check_options(job)
 
 
-def test_multi_token_prediction_on_a_v_is_rejected() -> None:
-    values = SimpleNamespace(mtp_num_layers=1)
-    check_options(values)
-    with pytest.raises(ValueError, match="stages on a V need mtp_num_layers=None, because .* got 1; drop --mtp-num-l"):
-        check_options(values, in_place=False)
-
-
-@pytest.mark.parametrize(
-    "option, value",
-    [
-        ("qk_clip", True),
-        ("log_max_attention_logit", True),
-        ("reuse_grad_buf_for_mxfp8_param_ag", True),
-        ("optimizer_cpu_offload", True),
-        ("optimizer_cuda_graph", True),
-        ("perform_rl_step", True),
-        ("vision_pretraining", True),
-        ("moe_routing_trace_path", "traces"),
-    ],
-)
-def test_options_that_post_validation_cannot_undo_are_rejected(option: str, value: object) -> None:
-    values = SimpleNamespace(**{option: value})
-    check_options(values)
-    sentence = f"schedules with post-validation need {option}=.* got {value!r}; drop --{option.replace('_', '-')}"
-    with pytest.raises(ValueError, match=sentence):
-        check_options(values, post_validation=True)
-
-
 def test_delayed_scaling_is_rejected_with_post_validation() -> None:
     for recipe in ("delayed", SimpleNamespace(value="delayed")):  # a flag, and an enumeration
         values = SimpleNamespace(fp8="hybrid", fp8_recipe=recipe)
@@ -99,59 +41,6 @@ def test_delayed_scaling_is_rejected_with_post_validation() -> None:
         SimpleNamespace(fp8=None, fp8_recipe="delayed"),
     ):
         check_options(fine, post_validation=True)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("context_parallel_size", 2),
-        ("mtp_num_layers", 1),
-        ("label_smoothing_factor", 0.1),
-        ("logits_save_dir", "logits"),
-        ("logits_load_dir", "logits"),
-        ("defer_embedding_wgrad_compute", True),
-        ("use_mup", True),
-        ("init_model_with_meta_device", True),
-    ],
-)
-def test_vocabulary_parallelism_refuses_options(option: str, value: object) -> None:
-    values = SimpleNamespace(**{option: value})
-    check_options(values)
-    with pytest.raises(UserError, match=f"schedules with vocabulary parallelism need {option}="):
-        check_options(values, vocabulary=True)
-
-
-@pytest.mark.parametrize(
-    ("flags", "under_launcher", "words"),
-    [
-        ("", False, "needs a zero-bubble schedule, into which its passes are inserted"),
-        ("", True, "needs a zero-bubble schedule, into which its passes are inserted"),
-    ],
-)
-def test_vocabulary_parallelism_refuses_flags(flags: str, under_launcher: bool, words: str) -> None:
-    options, _ = parse_ours([*flags.split(), "--zero-bubble-vocabulary-parallel", "2"])
-    with pytest.raises(UserError, match=words):
-        check_flags(Job(options, under_launcher=under_launcher))
-    options, _ = parse_ours(["--zero-bubble-schedule", "zb-h1", "--zero-bubble-vocabulary-parallel", "off"])
-    check_flags(Job(options, under_launcher=under_launcher))
-
-
-def test_recomputed_logits_need_vocabulary_parallelism() -> None:
-    recompute = ["--zero-bubble-recompute-logits", "--zero-bubble-schedule", "zb-h1"]
-    for flags in ([], ["--zero-bubble-vocabulary-parallel", "off"]):
-        with pytest.raises(UserError, match="--zero-bubble-recompute-logits has no effect without vocabulary"):
-            check_flags(Job(parse_ours([*recompute, *flags])[0]))
-    with pytest.raises(UserError, match="recompute_logits has no effect without vocabulary parallelism"):
-        ZeroBubbleConfig("zb-h1", recompute_logits=True)
-    options, _ = parse_ours([*recompute, "--zero-bubble-vocabulary-parallel", "1"])
-    check_flags(Job(options))
-    assert config_of(options).recompute_logits
-
-
-@pytest.mark.parametrize("given", [{"schedule": "seq-zb-h1"}, {"schedule": "zb-auto", "num_slices": 2}])
-def test_vocabulary_parallelism_needs_whole_sequences(given: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="vocabulary parallelism needs a schedule of whole sequences"):
-        ZeroBubbleConfig(vocabulary=2, **given)
 
 
 def test_vocabulary_of_a_schedule_file_cannot_be_left_undivided(tmp_path: Path) -> None:

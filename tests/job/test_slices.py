@@ -10,8 +10,8 @@ import pytest
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass, Slices
 from megatron.zero_bubble.job.options import check_options
+from megatron.zero_bubble.job.rules import check_slices
 from megatron.zero_bubble.job.runnable import check_runnable
-from megatron.zero_bubble.job.slices import check_slices
 from megatron.zero_bubble.schedules import build
 
 JOB = SimpleNamespace(seq_length=48, tensor_model_parallel_size=2, sequence_parallel=True)
@@ -20,12 +20,6 @@ JOB = SimpleNamespace(seq_length=48, tensor_model_parallel_size=2, sequence_para
 @pytest.mark.parametrize(
     "option, value, sentence",
     [
-        ("context_parallel_size", 2, "need context_parallel_size=1, because .*got 2; drop --context-parallel-size"),
-        ("mtp_num_layers", 1, "need mtp_num_layers=None, because .*got 1; drop --mtp-num-layers"),
-        ("multi_latent_attention", True, "need multi_latent_attention=False, because .*; drop --multi-latent"),
-        ("experimental_attention_variant", "dsa", "need experimental_attention_variant=None, .*got 'dsa'; drop"),
-        ("sft", True, "need sft=False, because .*packed.*got True; drop --sft"),
-        ("tp_comm_overlap", True, "need tp_comm_overlap=False, because its buffers .*got True; drop --tp-comm-overlap"),
         ("moe_router_load_balancing_type", "seq_aux_loss", "got .*seq_aux_loss and 4 slices; give aux_loss"),
         ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"], "and 4 slices; give aux_loss"),
     ],

@@ -97,7 +97,7 @@ def test_parse_ours_separates_our_flags_from_others() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--zero-bubble-shedule zb-h1", "unknown flag --zero-bubble-shedule; --help lists"),
+        ("--zero-bubble-shedule zb-h1", "unknown flag --zero-bubble-shedule; --zero-bubble-help-all lists"),
         ("--zero-bubble-device gpu", "invalid choice: 'gpu'"),
     ],
 )

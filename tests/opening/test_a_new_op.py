@@ -28,7 +28,7 @@ from megatron.zero_bubble.ir import Compute, Effects, Flow, Kind, Op, Plan, Slic
 from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.ir.ops import OPS, Memory, Times
 from megatron.zero_bubble.ir.passes import later
-from megatron.zero_bubble.ir.unrolled import Unrolled
+from megatron.zero_bubble.ir.plan import Unrolled
 from megatron.zero_bubble.measure.gather import gather_trace
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.plan import alike, communicate, lower, prove, with_validation

@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job.features import OPTIONS
+from megatron.zero_bubble.job.flags import full_help, parse_ours
 from megatron.zero_bubble.training.arguments import build_parser, parse
 from megatron.zero_bubble.training.config_file import RIVALS
 
@@ -12,7 +14,7 @@ OURS = """
 --config --metrics-file --no-dist-ckpt-optim-fully-reshardable --no-zero-bubble-fuse-wgrad
 --zero-bubble-attention-share --zero-bubble-balance-microbatches --zero-bubble-costs
 --zero-bubble-device --zero-bubble-exact
---zero-bubble-fuse-wgrad
+--zero-bubble-fuse-wgrad --zero-bubble-help-all
 --zero-bubble-host-memory --zero-bubble-log-bubble --zero-bubble-memory-limit
 --zero-bubble-nccl-collective-ctas --zero-bubble-nccl-ctas
 --zero-bubble-num-slices --zero-bubble-offload --zero-bubble-placement --zero-bubble-post-receives
@@ -58,10 +60,26 @@ def test_flags_are_exactly_the_listed_ones() -> None:
 
 
 def test_every_flag_has_a_description_with_its_default() -> None:
-    for action in build_parser()._actions:
+    parser = build_parser()
+    full_help(parser)
+    for action in parser._actions:
         assert action.help, action.option_strings
         if action.default not in (None, False, True, argparse.SUPPRESS):
             assert "default: " in action.help, action.option_strings
+
+
+def test_help_shows_the_core_and_all_of_the_rest_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    text = build_parser().format_help()
+    core = [option for option in OPTIONS if option.tier == "core"]
+    for option in OPTIONS:
+        assert (f"\n  --zero-bubble-{option.flag}" in text) is (option.tier == "core"), option.flag
+    assert len(core) <= 9 and "\n  --zero-bubble-help-all" in text
+    for command in (parse, parse_ours):
+        with pytest.raises(SystemExit) as ended:
+            command(["--zero-bubble-help-all"])
+        printed = capsys.readouterr().out
+        assert ended.value.code == 0
+        assert all(f"\n  --zero-bubble-{option.flag}" in printed for option in OPTIONS)
 
 
 def test_mutually_exclusive_names_are_flags() -> None:

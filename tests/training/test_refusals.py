@@ -66,7 +66,7 @@ BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "slices of a schedule without slices": (
         lambda _: [*BASE, *PAIR, *ZERO_BUBBLE, "--zero-bubble-num-slices", "2"],
-        "--zero-bubble-num-slices works only with a schedule of slices or zb-auto, got zb-h1; drop the flag",
+        "--zero-bubble-num-slices 2 works only with a schedule of slices or zb-auto; got zb-h1; leave",
     ),
     "slices of another length": (
         lambda _: [*BASE, *PAIR, *SLICES, "--zero-bubble-slice-ends", "4,9"],

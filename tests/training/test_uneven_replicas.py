@@ -71,19 +71,8 @@ def test_a_killed_replica_ends_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ("", "needs calculate_per_token_loss=True"),
-        ("--calculate-per-token-loss --num-experts 4", "needs num_moe_experts=None"),
-        ("--calculate-per-token-loss --reset-attention-mask", "needs reset_attention_mask=False"),
-        ("--calculate-per-token-loss --zero-bubble-post-validation", "got --zero-bubble-post-validation"),
-        ("--calculate-per-token-loss --zero-bubble-offload all", "got --zero-bubble-offload"),
-        ("--calculate-per-token-loss --zero-bubble-vocabulary-parallel 1", "got --zero-bubble-vocabulary-parallel"),
-        ("--calculate-per-token-loss --zero-bubble-trace x", "got --zero-bubble-trace"),
-        ("--calculate-per-token-loss --zero-bubble-schedule zb-auto", "got --zero-bubble-schedule zb-auto"),
-        ("--calculate-per-token-loss --zero-bubble-schedule seq-zb-h1", "needs a schedule of whole sequences"),
-        (
-            "--calculate-per-token-loss --zero-bubble-schedule zero-pp --num-layers 4 --zero-bubble-shard-weights",
-            "got --zero-bubble-shard-weights",
-        ),
+        ("", "balanced microbatches need calculate_per_token_loss=True"),
+        ("--calculate-per-token-loss --zero-bubble-offload all", "got balance_microbatches and offload=all"),
         ("--calculate-per-token-loss --global-batch-size 1", "one document or more per data-parallel replica, got 1"),
     ],
 )

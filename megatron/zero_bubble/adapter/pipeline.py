@@ -30,7 +30,7 @@ from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
 from megatron.zero_bubble.adapter.staging import Links
 from megatron.zero_bubble.adapter.versions import check_one_model, process_groups
-from megatron.zero_bubble.adapter.vocabulary.build import DividedVocabulary
+from megatron.zero_bubble.adapter.vocabulary_parallel import DividedVocabulary
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs.lengths import Shape
 from megatron.zero_bubble.errors import UserError

@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.shards import check_shards
+from megatron.zero_bubble.job.options import check_shards
 from megatron.zero_bubble.runtime.shards import Shards
 
 _GATHER_SINCE_0_18 = "start_param_sync_for_bucket_group_subset"

@@ -29,7 +29,7 @@ from megatron.zero_bubble.adapter.versions import skips_stages_without_embedding
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Op, Plan, Schedule
 from megatron.zero_bubble.ir.shards import Release
-from megatron.zero_bubble.job.shards import check_shards
+from megatron.zero_bubble.job.options import check_shards
 from megatron.zero_bubble.plan.shard import Sharding, check_chunks, shard
 from megatron.zero_bubble.runtime.groups import backend_of
 from megatron.zero_bubble.runtime.handler import Handler

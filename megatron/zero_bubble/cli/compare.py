@@ -14,6 +14,7 @@ from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
 from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, Made, most_chunks, with_offload
+from megatron.zero_bubble.cli.choices import common_choices
 from megatron.zero_bubble.cli.compare_table import Row, Table, ms_of, table_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout
@@ -27,6 +28,7 @@ from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.offload import check_copies
 from megatron.zero_bubble.planning.offload_search import search_limits
 from megatron.zero_bubble.planning.plans import bound, peak_memory, rank_memory
@@ -73,6 +75,7 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
 
 def compare(options: argparse.Namespace) -> str:
     """Make the table as ``--format`` requests: schedules within the limit first, shortest first."""
+    refuse_excluded(common_choices(options))
     offload = offloads(options)
     costs = with_copies(options, figures(options)) if offload else figures(options)
     if offload:

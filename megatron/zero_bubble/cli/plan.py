@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from megatron.zero_bubble.cli.choices import choices_of
 from megatron.zero_bubble.cli.divisions import division_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_summary
@@ -31,7 +32,7 @@ from megatron.zero_bubble.cli.shards import (
     with_shards,
 )
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
-from megatron.zero_bubble.cli.vocabulary import add_vocabulary, refuse_vocabulary, variants_of
+from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import Certificate, read_schedule_file
@@ -40,6 +41,7 @@ from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.runnable import check_trainable
 from megatron.zero_bubble.planning.cuts import Cuts, shortest
+from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan, lay_out
 from megatron.zero_bubble.planning.offload_search import best_offloaded, search_limits
@@ -168,6 +170,7 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     Raises:
         UserError: for incompatible flags, invalid figures, or a schedule that does not exist for them.
     """
+    refuse_excluded(choices_of(options))
     if options.schedule != AUTO and options.placement is not None:
         raise UserError(f"--placement applies only to {AUTO}; other schedules have a fixed placement; leave it out")
     if options.num_chunks is not None and options.schedule in (AUTO, None):
@@ -195,7 +198,6 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     costs = with_shards(options, costs) if sharding else costs
     started = time.perf_counter()
     if options.layout == BY_COST:
-        refuse_vocabulary(options, f"--layout {BY_COST}")
         costs = costs.evenly()
     make, limit = partial(_found, options, costs, cuts, file), _limit(options, costs)
     moved = units = None

@@ -10,7 +10,7 @@ from dataclasses import replace
 from megatron.zero_bubble.cli.figures import replicas
 from megatron.zero_bubble.costs.units import checked_figure, parse_memory_limit, refuse_huge
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.flags import unit_microbatches
+from megatron.zero_bubble.job.option import unit_microbatches
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plan_file import sharded_bound
@@ -111,11 +111,9 @@ def shards(options: argparse.Namespace) -> bool:
     """Whether weights are to be sharded.
 
     Raises:
-        UserError: for flags that have no effect without that, or that exclude it.
+        UserError: for flags that have no effect without that.
     """
     schedule = getattr(options, "schedule", None)
-    if schedule == AUTO and options.shard_weights:
-        raise UserError(f"--shard-weights needs a schedule that is known beforehand; got {AUTO}; give zero-pp")
     if options.unit_microbatches is not None and hasattr(options, "schedule"):
         units = schedule is not None and schedule != AUTO and recipe(schedule).has_units
         if not (units or options.shard_weights):
@@ -127,9 +125,6 @@ def shards(options: argparse.Namespace) -> bool:
             if getattr(options, name, None) is not None:
                 raise UserError(f"{_flag(name)} applies only to --shard-weights; give both, or leave {_flag(name)} out")
         return False
-    for name in ("offload", "vocabulary", "layout"):
-        if (value := getattr(options, name, None)) not in (None, "none", "off", "even"):
-            raise UserError(f"--shard-weights works without --{name} in this version; got {value}; leave one out")
     for name in ("whole_stages", "replicas"):
         if (count := getattr(options, name)) not in (None, AUTO_COUNT) and not 1 <= count <= _MOST:
             raise UserError(f"{_flag(name)} must be from 1 to {_MOST:,}; got {count}; give another number")

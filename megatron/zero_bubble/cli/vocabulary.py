@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.zero_bubble.cli.choices import choices_of
 from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.vocabulary import CHOICES, Choice, Variant, variants, with_times
 
@@ -63,14 +65,10 @@ def variants_of(
         choice = "1" if own == 1 else "2"
     if options.recompute_logits and choice == "off":
         raise UserError("--recompute-logits applies only to --vocabulary 1, 2 or auto; leave it out")
-    return variants(costs, choice, options.recompute_logits)
-
-
-def refuse_vocabulary(options: argparse.Namespace, flag: str) -> None:
-    """Raise ``UserError`` if a flag of vocabulary parallelism is given, which ``flag`` does not support."""
-    given = [name for name in ("vocabulary", *_TIMES) if getattr(options, name) not in (None, "off")]
-    if given:
-        raise UserError(f"{flag} does not support vocabulary parallelism; leave out --{given[0].replace('_', '-')}")
+    found = variants(costs, choice, options.recompute_logits)
+    if all(variant.algorithm for variant in found):  # the costs may have decided it
+        refuse_excluded(choices_of(options, "schedule", "num_slices", "slice_cuts") | {"vocabulary": choice or "auto"})
+    return found
 
 
 def _with_flags(options: argparse.Namespace, costs: Figures) -> Figures:

@@ -14,18 +14,23 @@ from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.formats.plan import PlanFile, read_plan_file
 from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.job.effects import EFFECTS
 from megatron.zero_bubble.job.planned import decisions, is_file
 from megatron.zero_bubble.plan import PostReceives
-from megatron.zero_bubble.plan.offload import NO_SHARE, MoveSelection, parse_share, select_longest
+from megatron.zero_bubble.plan.offload import MoveSelection, parse_share, select_longest
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding
+from megatron.zero_bubble.planning.exclusions import refuse_excluded
+from megatron.zero_bubble.planning.rule import check
 from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks, UnitChoice
-from megatron.zero_bubble.schedules import has_units, recipe, sliced
+from megatron.zero_bubble.schedules import has_units, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
 DEFAULT_NCCL_CTAS = 2
 DEFAULT_NCCL_COLLECTIVE_CTAS = 8
 PLANNED_OFFLOAD = "auto"
 """The choice of ``offload`` that is planned during the run."""
+
+_POSITIVE = ("nccl_ctas", "nccl_collective_ctas", "whole_stages", "unit_microbatches", "peer_timeout_s")
 
 
 class Ctas(NamedTuple):
@@ -129,53 +134,26 @@ class ZeroBubbleConfig:
     def __post_init__(self) -> None:
         if self.memory_limit is None and self.schedule == AUTO:
             object.__setattr__(self, "memory_limit", DEFAULT_LIMIT)
+        if self.schedule is None and self.schedule_file is None:
+            raise UserError("a configuration needs schedule or schedule_file; got neither; give one of them")
         if self.memory_limit is not None:
             parse_memory_limit(self.memory_limit)
         self._read_file()
-        if self.placement != "linear" and self.schedule != AUTO:
-            raise UserError(
-                f"placement={self.placement!r} applies only to {AUTO}, because every other schedule defines its "
-                "placement; leave it out"
-            )
-        if self.memory_limit is not None and self.schedule != AUTO and not self._chooses_units:
-            raise UserError(
-                f"memory_limit={self.memory_limit!r} applies only to {AUTO}, and to zero-pp without unit_microbatches, "
-                "because every other schedule has a fixed peak; leave it out"
-            )
-        if self.costs_file is not None and not self._chooses_units:
-            raise UserError(
-                f"costs_file={self.costs_file!r} applies only to zero-pp without unit_microbatches, whose units it "
-                f"chooses; got {self.schedule or self.schedule_file}; leave it out"
-            )
-        if self.rollback != "exact" and not self.post_validation:
-            raise UserError(f"rollback={self.rollback!r} has no effect without post_validation; leave it out")
-        if self.num_chunks is not None and not self.takes_chunks:
-            raise UserError(
-                f"num_chunks applies only to interleaved schedules selected by name; got {self.num_chunks} with "
-                f"{self.schedule or self.schedule_file}; leave it out"
-            )
-        self._check_slices()
-        self._check_vocabulary()
-        self._check_offload()
-        self._check_shards()
-        if self.wgrad_stream and (self.schedule == AUTO or not self.fuse_wgrad):
-            raise UserError(
-                f"wgrad_stream needs fused weight gradients and a schedule other than {AUTO}, which times every W pass "
-                f"and cannot on a separate stream; got fuse_wgrad={self.fuse_wgrad} and schedule={self.schedule!r}; "
-                "leave it out"
-            )
-        self._check_ctas()
-        if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
-            raise UserError(f"peer_timeout_s must be positive; got {self.peer_timeout_s}; give it in seconds")
+        if self.host_memory is not None:
+            parse_bytes(self.host_memory)
+        if self.offload is not None and not self.plans_offload:
+            parse_share(self.offload)
+        for name in _POSITIVE:
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise UserError(f"{name} must be positive; got {value}; give a larger value, or leave it out")
+        check(EFFECTS, self._choices)
+        refuse_excluded(self._choices)
+        self.cuts()
 
     def _read_file(self) -> None:
         """Read the schedule file, if there is one, and set the fields that it decides."""
-        if (self.schedule is None) == (self.schedule_file is None):
-            raise UserError(
-                "exactly one of schedule and schedule_file must be given; got "
-                f"schedule={self.schedule!r} and schedule_file={self.schedule_file!r}; give one of them"
-            )
         taken: dict[str, Any] = {"plan": None}
+        refuse_excluded({"schedule": self.schedule, "schedule_file": self.schedule_file})
         if self.schedule is not None and is_file(self.schedule):
             taken |= {"schedule": None, "schedule_file": self.schedule}
         if (file := taken.get("schedule_file", self.schedule_file)) is not None:
@@ -186,19 +164,25 @@ class ZeroBubbleConfig:
             object.__setattr__(self, name, getattr(type(self), name) if value is None else value)
 
     @property
+    def _choices(self) -> dict[str, Any]:
+        """What differs from the defaults, and ``moves`` if the schedule file decides what moves to host memory."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        choices = {name: value for name, (value, default) in values.items() if value != default and name != "plan"}
+        return choices | ({"moves": self.schedule_file} if self._files_moves else {})
+
+    @property
+    def _files_moves(self) -> bool:
+        return self.offload is None and self.plan is not None and bool(self.plan.moves)
+
+    @property
     def ctas(self) -> Ctas:
         """The CTAs of NCCL for messages and for collectives."""
         return Ctas(self.nccl_ctas, self.nccl_collective_ctas)
 
-    def _check_ctas(self) -> None:
-        for name, count, default in zip(("nccl_ctas", "nccl_collective_ctas"), self.ctas, Ctas(), strict=True):
-            if count < 1:
-                raise UserError(f"{name} must be positive; got {count}; leave it out for {default}")
-
     def selection(self, source: ScheduleSource) -> MoveSelection | None:
         """How to select what leaves the device between forward and backward; None if nothing does."""
         if self.offload is None:
-            return (lambda _: source.moves) if self._offloads else None
+            return (lambda _: source.moves) if self._files_moves else None
         share = 1.0 if self.plans_offload else parse_share(self.offload)
         return functools.partial(select_longest, share=share) if share else None
 
@@ -206,12 +190,6 @@ class ZeroBubbleConfig:
     def plans_offload(self) -> bool:
         """Whether what moves is planned during the run, from its measurements; ``selection`` is for the time before."""
         return self.offload == PLANNED_OFFLOAD
-
-    @property
-    def _offloads(self) -> bool:
-        if self.offload is None:
-            return self.plan is not None and bool(self.plan.moves)
-        return self.plans_offload or parse_share(self.offload) > 0
 
     def sharding(self, num_ranks: int) -> Sharding:
         """How chunks are sharded over their replicas with ``shard_weights``."""
@@ -222,90 +200,6 @@ class ZeroBubbleConfig:
     @property
     def _chooses_units(self) -> bool:
         return has_units(self.schedule) and self.unit_microbatches is None
-
-    def _check_shards(self) -> None:
-        excluded = {
-            f"schedule={AUTO}": self.schedule == AUTO,
-            "post_validation": self.post_validation,
-            f"offload={self._offloaded}": self._offloads,
-            f"vocabulary={self.vocabulary}": self.vocabulary is not None,
-            "wgrad_stream": self.wgrad_stream,
-        }
-        if self.shard_weights and (given := [name for name, is_given in excluded.items() if is_given]):
-            raise UserError(
-                "sharded units work without post-validation, offloading, vocabulary parallelism and wgrad_stream, and "
-                f"with any schedule but {AUTO}, in this version; got shard_weights with {given[0]}; leave one of them "
-                "out"
-            )
-        if self.whole_stages is not None and (self.whole_stages < 1 or not self.shard_weights):
-            raise UserError(
-                f"whole_stages must be 1 or more, and needs shard_weights; got {self.whole_stages} with "
-                f"shard_weights={self.shard_weights}; leave it out"
-            )
-        if self.shard_transport != "collective" and not self.shard_weights:
-            raise UserError(
-                "shard_transport exchanges the shards of shard_weights; got "
-                f"{self.shard_transport} without shard_weights; leave it out"
-            )
-        if self.unit_microbatches is None:
-            return
-        if self.unit_microbatches < 1:
-            raise UserError(
-                f"unit_microbatches must be 1 or more; got {self.unit_microbatches}; leave it out for one per rank"
-            )
-        if not self.shard_weights and not has_units(self.schedule):
-            raise UserError(
-                "unit_microbatches is for a schedule of units, such as zero-pp, or for shard_weights; got "
-                f"{self.unit_microbatches} with {self.schedule or self.schedule_file}; leave it out"
-            )
-
-    def _check_offload(self) -> None:
-        if self.host_memory is not None:
-            parse_bytes(self.host_memory)
-            if not self._offloads:
-                raise UserError(
-                    f"host_memory limits what offload moves; got host_memory={self.host_memory} with "
-                    f"offload={self.offload or NO_SHARE}, which moves nothing; leave it out, or give offload=all"
-                )
-        if self._offloads and self.wgrad_stream:
-            raise UserError(
-                "offloading needs all weight gradients on the stream of the passes, because another stream uses "
-                f"activations longer than planned; got wgrad_stream with offload={self._offloaded}; leave one of them "
-                "out"
-            )
-
-    @property
-    def _offloaded(self) -> str:
-        return self.offload or "the moves of the schedule file"
-
-    def _check_vocabulary(self) -> None:
-        cuts = self.cuts()
-        if self.vocabulary is not None and (self.schedule in sliced() or (cuts is not None and len(cuts) > 1)):
-            raise UserError(
-                "vocabulary parallelism needs a schedule of whole sequences; got "
-                f"vocabulary={self.vocabulary} with slices of sequences under {self.schedule}; choose another "
-                "schedule, for example zb-h1, or leave one of them out"
-            )
-        if self.recompute_logits and self.vocabulary is None:
-            raise UserError(
-                "recompute_logits has no effect without vocabulary parallelism, whose passes compute the logits; got "
-                f"vocabulary=None with {self.schedule or self.schedule_file}; leave it out"
-            )
-
-    def _check_slices(self) -> None:
-        given = {name: getattr(self, name) for name in ("num_slices", "slice_ends", "attention_share")}
-        given = {name: value for name, value in given.items() if value is not None}
-        if given and self.schedule not in (*sliced(), AUTO):
-            name, value = next(iter(given.items()))
-            raise UserError(
-                f"{name} applies only to {', '.join(sliced())} and {AUTO}; got {value} with "
-                f"{self.schedule or self.schedule_file}; leave it out"
-            )
-        if self.slice_ends is not None and len(given) > 1:
-            raise UserError(
-                f"slice_ends defines all cuts; got also {', '.join(given.keys() - {'slice_ends'})}; drop it"
-            )
-        self.cuts()
 
     def cuts(self) -> Slices | None:
         """The cuts of sequences; None for the schedule's default.

@@ -1,4 +1,4 @@
-"""The options of Megatron that zero-bubble schedules do not support, as a table.
+"""What options of Megatron must be under our choices, as a table of rules.
 
 An option that a later Megatron adds counts as disabled where it is missing.
 """
@@ -6,127 +6,147 @@ An option that a later Megatron adds counts as disabled where it is missing.
 from __future__ import annotations
 
 import argparse
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job.effects import SCHEDULE
+from megatron.zero_bubble.planning.exclusions import BALANCE, POST_VALIDATION, SHARDS, SLICES, VOCABULARY
+from megatron.zero_bubble.planning.rule import Choice, Rule, check, chosen
 
-
-class _Option(NamedTuple):
-    """A Megatron option that zero-bubble schedules do not support.
-
-    Attributes:
-        allowed: the only supported value; None is supported too.
-        remedy: the remedy for another value; default: drop the flag.
-        spelled: the flag; default: that with the option's name.
-        anywhere: whether the rule applies to every placement; False limits it to placements other than Megatron's.
-        post_validation: whether the rule applies only with post-validation.
-        slices: whether the rule applies only with sequence slices.
-        vocabulary: whether the rule applies only with vocabulary parallelism.
-    """
-
-    name: str
-    allowed: Any
-    why: str
-    remedy: str = ""
-    spelled: str = ""
-    anywhere: bool = True
-    post_validation: bool = False
-    slices: bool = False
-    vocabulary: bool = False
-
-    @property
-    def flag(self) -> str:
-        """The flag of Megatron-LM that sets the option."""
-        return self.spelled or f"--{self.name.replace('_', '-')}"
-
-    @property
-    def subject(self) -> str:
-        """What needs the option to have its allowed value."""
-        if self.vocabulary:
-            return "schedules with vocabulary parallelism"
-        if self.slices:
-            return "schedules with sequence slices"
-        if self.post_validation:
-            return "schedules with post-validation"
-        return "zero-bubble schedules" if self.anywhere else "schedules with stages on a V"
-
-
+ON_A_V = Choice("stages on a V", chosen("on_a_v"))
 _GRAPHS = "Megatron captures CUDA graphs in the order of its own 1F1B"
 _FSDP = "FSDP does not reduce gradients through DistributedDataParallel"
 _MAXIMUM = "forwards that run again would count twice in the maximum of the attention logits"
-_OPTIONS = (
-    _Option("enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
-    _Option("external_cuda_graph", False, _GRAPHS),
-    _Option("cuda_graph_impl", "none", _GRAPHS, "set --cuda-graph-impl none"),
-    _Option("overlap_moe_expert_parallel_comm", False, "this option itself orders B and W inside each layer"),
-    _Option("delay_wgrad_compute", False, "the schedule already defers weight gradients"),
-    _Option("overlap_dispatch_backward_with_experts_wgrad", False, "this option runs the W of experts inside their B"),
-    _Option(
+_EXPERTS = "experts are sharded over other groups, which this version does not support"
+OPTIONS = (
+    Rule(SCHEDULE, "enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
+    Rule(SCHEDULE, "external_cuda_graph", False, _GRAPHS),
+    Rule(SCHEDULE, "cuda_graph_impl", "none", _GRAPHS, "set --cuda-graph-impl none"),
+    Rule(SCHEDULE, "overlap_moe_expert_parallel_comm", False, "this option itself orders B and W inside each layer"),
+    Rule(SCHEDULE, "delay_wgrad_compute", False, "the schedule already defers weight gradients"),
+    Rule(
+        SCHEDULE,
+        "overlap_dispatch_backward_with_experts_wgrad",
+        False,
+        "this option runs the W of experts inside their B",
+    ),
+    Rule(
+        SCHEDULE,
         "use_transformer_engine_op_fuser",
         False,
         "fused operations compute weight gradients that the schedule must defer to W",
     ),
-    _Option("fine_grained_activation_offloading", False, "offloading assumes Megatron's order of chunks"),
-    _Option(
+    Rule(SCHEDULE, "fine_grained_activation_offloading", False, "offloading assumes Megatron's order of chunks"),
+    Rule(
+        SCHEDULE,
         "cpu_offloading",
         False,
         "offloading assumes Megatron's order of backward passes",
         "drop --cpu-offloading-num-layers",
     ),
-    _Option("cpu_offloading_num_layers", 0, "offloading assumes Megatron's order of backward passes"),
-    _Option("moe_paged_stash", False, "Megatron resets the pages only in its own schedules"),
-    _Option(
+    Rule(SCHEDULE, "cpu_offloading_num_layers", 0, "offloading assumes Megatron's order of backward passes"),
+    Rule(SCHEDULE, "moe_paged_stash", False, "Megatron resets the pages only in its own schedules"),
+    Rule(
+        SCHEDULE,
         "overlap_p2p_comm_warmup_flush",
         False,
         "the schedule decides which passes overlap with messages",
-        spelled="--overlap-p2p-communication-warmup-flush",
+        "drop --overlap-p2p-communication-warmup-flush",
     ),
-    _Option("variable_seq_lengths", False, "receives are posted before the shape is known", "pad to --seq-length"),
-    _Option("use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
-    _Option("use_legacy_models", False, "legacy models bypass the linears whose weight gradients are deferred"),
-    _Option("use_custom_fsdp", False, _FSDP),
-    _Option("use_megatron_fsdp", False, _FSDP),
-    _Option("use_torch_fsdp2", False, _FSDP),
-    _Option("overlap_param_gather_with_optimizer_step", False, "this overlap assumes Megatron's order of chunks"),
-    _Option("mtp_num_layers", None, "Megatron puts multi-token prediction on the last rank", anywhere=False),
-    _Option("init_model_with_meta_device", False, "a tied embedding is copied when the model is built", anywhere=False),
-    _Option("logits_save_dir", None, "Megatron looks for the output layer on the last rank", anywhere=False),
-    _Option("logits_load_dir", None, "Megatron looks for the output layer on the last rank", anywhere=False),
-    _Option("qk_clip", False, _MAXIMUM, post_validation=True),
-    _Option("log_max_attention_logit", False, _MAXIMUM, post_validation=True),
-    _Option(
+    Rule(
+        SCHEDULE, "variable_seq_lengths", False, "receives are posted before the shape is known", "pad to --seq-length"
+    ),
+    Rule(SCHEDULE, "use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
+    Rule(SCHEDULE, "use_legacy_models", False, "legacy models bypass the linears whose weight gradients are deferred"),
+    Rule(SCHEDULE, "use_custom_fsdp", False, _FSDP),
+    Rule(SCHEDULE, "use_megatron_fsdp", False, _FSDP),
+    Rule(SCHEDULE, "use_torch_fsdp2", False, _FSDP),
+    Rule(
+        SCHEDULE, "overlap_param_gather_with_optimizer_step", False, "this overlap assumes Megatron's order of chunks"
+    ),
+    Rule(ON_A_V, "mtp_num_layers", None, "Megatron puts multi-token prediction on the last rank"),
+    Rule(ON_A_V, "init_model_with_meta_device", False, "a tied embedding is copied when the model is built"),
+    Rule(ON_A_V, "logits_save_dir", None, "Megatron looks for the output layer on the last rank"),
+    Rule(ON_A_V, "logits_load_dir", None, "Megatron looks for the output layer on the last rank"),
+    Rule(POST_VALIDATION, "qk_clip", False, _MAXIMUM),
+    Rule(POST_VALIDATION, "log_max_attention_logit", False, _MAXIMUM),
+    Rule(
+        POST_VALIDATION,
         "reuse_grad_buf_for_mxfp8_param_ag",
         False,
         "weights are gathered into the memory of the gradients, which the validation may need",
-        post_validation=True,
     ),
-    _Option(
+    Rule(
+        POST_VALIDATION,
         "optimizer_cpu_offload",
         False,
         "the optimizer on the host keeps copies that a rollback does not restore",
-        post_validation=True,
     ),
-    _Option("optimizer_cuda_graph", False, "a captured step cannot be repeated or delayed", post_validation=True),
-    _Option("perform_rl_step", False, "rollouts would use weights that may be undone", post_validation=True),
-    _Option("vision_pretraining", False, "the teacher follows weights that may be undone", post_validation=True),
-    _Option("moe_routing_trace_path", None, "forwards that run again would be traced twice", post_validation=True),
-    _Option("context_parallel_size", 1, "context parallelism distributes every sequence over its ranks", slices=True),
-    _Option("mtp_num_layers", None, "multi-token prediction reads tokens of the next slice", slices=True),
-    _Option("multi_latent_attention", False, "its rotary embeddings begin at the first token", slices=True),
-    _Option("experimental_attention_variant", None, "its layers do not keep keys and values", slices=True),
-    _Option("sft", False, "its samples are packed, and a slice attends to the whole sequence before it", slices=True),
-    _Option("tp_comm_overlap", False, "its buffers have the size of whole sequences", slices=True),
-    _Option("context_parallel_size", 1, "every rank has rows for whole sequences", vocabulary=True),
-    _Option("mtp_num_layers", None, "multi-token prediction has an output layer of its own", vocabulary=True),
-    _Option("label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss", vocabulary=True),
-    _Option("logits_save_dir", None, "no rank has whole logits", vocabulary=True),
-    _Option("logits_load_dir", None, "no rank has whole logits", vocabulary=True),
-    _Option("defer_embedding_wgrad_compute", False, "T already defers the weight gradient", vocabulary=True),
-    _Option("use_mup", False, "its scaled logits are not supported", vocabulary=True),
-    _Option("init_model_with_meta_device", False, "initial weights are cut into shards", vocabulary=True),
+    Rule(POST_VALIDATION, "optimizer_cuda_graph", False, "a captured step cannot be repeated or delayed"),
+    Rule(POST_VALIDATION, "perform_rl_step", False, "rollouts would use weights that may be undone"),
+    Rule(POST_VALIDATION, "vision_pretraining", False, "the teacher follows weights that may be undone"),
+    Rule(POST_VALIDATION, "moe_routing_trace_path", None, "forwards that run again would be traced twice"),
+    Rule(SLICES, "context_parallel_size", 1, "context parallelism distributes every sequence over its ranks"),
+    Rule(SLICES, "mtp_num_layers", None, "multi-token prediction reads tokens of the next slice"),
+    Rule(SLICES, "multi_latent_attention", False, "its rotary embeddings begin at the first token"),
+    Rule(SLICES, "experimental_attention_variant", None, "its layers do not keep keys and values"),
+    Rule(SLICES, "sft", False, "its samples are packed, and a slice attends to the whole sequence before it"),
+    Rule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
+    Rule(VOCABULARY, "context_parallel_size", 1, "every rank has rows for whole sequences"),
+    Rule(VOCABULARY, "mtp_num_layers", None, "multi-token prediction has an output layer of its own"),
+    Rule(VOCABULARY, "label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss"),
+    Rule(VOCABULARY, "logits_save_dir", None, "no rank has whole logits"),
+    Rule(VOCABULARY, "logits_load_dir", None, "no rank has whole logits"),
+    Rule(VOCABULARY, "defer_embedding_wgrad_compute", False, "T already defers the weight gradient"),
+    Rule(VOCABULARY, "use_mup", False, "its scaled logits are not supported"),
+    Rule(VOCABULARY, "init_model_with_meta_device", False, "initial weights are cut into shards"),
+    Rule(
+        SHARDS,
+        "use_distributed_optimizer",
+        True,
+        "each replica steps its own shard",
+        "give --use-distributed-optimizer",
+    ),
+    Rule(SHARDS, "overlap_grad_reduce", False, "the schedule itself reduces gradients, during the passes"),
+    Rule(SHARDS, "overlap_param_gather", False, "the schedule itself gathers weights, during the passes"),
+    Rule(SHARDS, "save_wgrads_interval", None, "every replica has only its shard of the gradients"),
+    Rule(SHARDS, "num_moe_experts", None, _EXPERTS, "drop --num-experts"),
+    Rule(SHARDS, "num_experts", None, _EXPERTS),
+    Rule(SHARDS, "num_distributed_optimizer_instances", 1, "this version shards over all replicas"),
+    Rule(SHARDS, "context_parallel_size", 1, "this version shards only over replicas with whole sequences"),
+    Rule(SHARDS, "fp8", None, "TransformerEngine keeps whole copies of the weights in FP8", "drop --fp8-format"),
+    Rule(SHARDS, "fp4", None, "TransformerEngine keeps whole copies of the weights in FP4", "drop --fp4-format"),
+    Rule(SHARDS, "nccl_ub", False, "buffers that are registered with NCCL cannot be freed", "drop --use-nccl-ub"),
+    Rule(SHARDS, "optimizer_cpu_offload", False, "the optimizer steps shards where they are"),
+    Rule(
+        SHARDS,
+        "defer_embedding_wgrad_compute",
+        False,
+        "what it adds to gradients after the passes would not be reduced",
+    ),
+    Rule(SHARDS, "mtp_num_layers", None, "multi-token prediction is not supported in this version"),
+    Rule(
+        BALANCE,
+        "calculate_per_token_loss",
+        True,
+        "a mean over microbatches would weight tokens by the number of microbatches of their replica",
+        "give --calculate-per-token-loss",
+    ),
+    Rule(
+        BALANCE,
+        "num_moe_experts",
+        None,
+        "experts exchange tokens between replicas, which then need equally many microbatches, and would route the "
+        "padding",
+        "drop --num-experts",
+    ),
+    Rule(BALANCE, "mtp_num_layers", None, "the loss of multi-token prediction is a mean over microbatches", "drop it"),
+    Rule(BALANCE, "context_parallel_size", 1, "samples are not divided over ranks"),
+    Rule(BALANCE, "fp8", None, "FP8 needs samples of a multiple of 16 tokens", "drop --fp8-format"),
+    Rule(BALANCE, "reset_attention_mask", False, "every sample is one document already"),
 )
-
-
+"""For each subject, the only values that it supports; None is always supported."""
+_SPELLED = {"overlap_p2p_comm_warmup_flush": "overlap_p2p_communication_warmup_flush"}
 _BESIDE_THE_TABLE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--fp8-format", {"dest": "fp8"}),
     ("--fp8-recipe", {"default": "delayed"}),
@@ -140,20 +160,26 @@ _COUNTS = ("mtp_num_layers",)
 """Options whose only supported value, None, does not show that they are numbers."""
 
 
+def flag_of(option: str) -> str:
+    """The flag of Megatron-LM that sets an option."""
+    return f"--{_SPELLED.get(option, option).replace('_', '-')}"
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags that ``check_options`` reads, as Megatron-LM spells them, except those that the parser has."""
-    flags = {option.flag: _arguments(option) for option in reversed(_OPTIONS)} | dict(_BESIDE_THE_TABLE)
+    own = [rule for rule in reversed(OPTIONS) if rule.subject not in (SHARDS, BALANCE)]
+    flags = {flag_of(str(rule.needs)): _arguments(rule) for rule in own} | dict(_BESIDE_THE_TABLE)
     for flag, arguments in flags.items():
         if flag not in parser._option_string_actions:
             parser.add_argument(flag, **arguments)
 
 
-def _arguments(option: _Option) -> dict[str, Any]:
+def _arguments(rule: Rule) -> dict[str, Any]:
     """Return the arguments of ``add_argument`` for an option, which by default has its allowed value."""
-    if isinstance(option.allowed, bool):
-        return {"dest": option.name, "action": "store_true"}
-    kind = int if option.name in _COUNTS else str if option.allowed is None else type(option.allowed)
-    return {"dest": option.name, "type": kind, "default": option.allowed}
+    if isinstance(rule.value, bool):
+        return {"dest": rule.needs, "action": "store_true"}
+    kind = int if rule.needs in _COUNTS else str if rule.value is None else type(rule.value)
+    return {"dest": rule.needs, "type": kind, "default": rule.value}
 
 
 def check_options(
@@ -171,19 +197,8 @@ def check_options(
     Raises:
         UserError: the rule, the value and the remedy.
     """
-    for option in _OPTIONS:
-        value = getattr(values, option.name, option.allowed)
-        applies = (
-            (option.anywhere or not in_place)
-            and (post_validation or not option.post_validation)
-            and (num_slices > 1 or not option.slices)
-            and (vocabulary or not option.vocabulary)
-        )
-        if applies and value not in (option.allowed, None):
-            raise UserError(
-                f"{option.subject} need {option.name}={option.allowed!r}, because {option.why}; got {value!r}; "
-                + (option.remedy or f"drop {option.flag}")
-            )
+    choices = {"schedule": True, "on_a_v": not in_place, "post_validation": post_validation, "vocabulary": vocabulary}
+    check(OPTIONS, {**choices, "num_slices": num_slices}, values)
     recipe = getattr(values, "fp8_recipe", None)
     if post_validation and getattr(values, "fp8", None) and getattr(recipe, "value", recipe) == "delayed":
         raise UserError(
@@ -206,3 +221,15 @@ def check_options(
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} and {values.pipeline_model_parallel_size} "
             "ranks; drop the flag"
         )
+
+
+def check_shards(values: Any) -> None:
+    """Reject Megatron options that sharded units do not support.
+
+    Args:
+        values: a configuration of megatron-core, or the flags of a job; missing options count as supported.
+
+    Raises:
+        UserError: the rule, the value and the remedy.
+    """
+    check(OPTIONS, {"shard_weights": True}, values)

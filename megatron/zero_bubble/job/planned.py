@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import PlanFile, read_plan_file
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.planning.exclusions import refuse_excluded
 
 _UNDIVIDED = "off"
 
@@ -87,8 +88,7 @@ def adopt(options: argparse.Namespace) -> None:
         UserError: a schedule by name and a file, a bad file, or a flag that contradicts it.
     """
     schedule, file = options.zero_bubble_schedule, options.zero_bubble_schedule_file
-    if schedule and file:
-        raise UserError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; give one of them")
+    refuse_excluded({"schedule": schedule, "schedule_file": file})
     if schedule and is_file(schedule):
         file = options.zero_bubble_schedule_file = schedule
         options.zero_bubble_schedule = None

@@ -19,10 +19,9 @@ from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.host_memory import check_host_memory
 from megatron.zero_bubble.job.installed import check_writer
 from megatron.zero_bubble.job.model import stated_vocabulary, uneven_layout
-from megatron.zero_bubble.job.options import check_options
+from megatron.zero_bubble.job.options import check_options, check_shards
 from megatron.zero_bubble.job.rules import Job, check_flags, check_schedule
 from megatron.zero_bubble.job.runnable import is_megatrons_own
-from megatron.zero_bubble.job.shards import check_shards
 from megatron.zero_bubble.job.stages import place_stages
 from megatron.zero_bubble.megatron_lm.batches import check_batch_size
 from megatron.zero_bubble.planning.source import ScheduleSource

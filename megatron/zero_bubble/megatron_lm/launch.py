@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.errors import PatchError, PeerError, SeamError, UserError
-from megatron.zero_bubble.job.flags import add_flags, has_schedule, parse_ours
+from megatron.zero_bubble.job.flags import HELP_ALL, add_flags, full_help, has_schedule, parse_ours
 from megatron.zero_bubble.job.installed import check_installed
 from megatron.zero_bubble.job.planned import adopt
 from megatron.zero_bubble.job.rules import Job, check_flags
@@ -37,8 +37,8 @@ _OURS = ("--zero-bubble-", "--no-zero-bubble-", "--help", "-h")
 
 def main(argv: Sequence[str]) -> int:
     """Run the script ``argv[0]`` with the other arguments; return the exit code unless the script itself exits."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print(_help() if argv else f"usage: {_USAGE}", file=sys.stdout if argv else sys.stderr)
+    if not argv or argv[0] in ("-h", "--help", HELP_ALL):
+        print(_help(argv[0] == HELP_ALL) if argv else f"usage: {_USAGE}", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     script = Path(argv[0])
     if not script.is_file():
@@ -57,12 +57,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _help() -> str:
+def _help(everything: bool) -> str:
     parser = argparse.ArgumentParser(
         usage=_USAGE, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
     )
     add_flags(parser)
-    return parser.format_help()
+    return full_help(parser) if everything else parser.format_help()
 
 
 def join() -> None:

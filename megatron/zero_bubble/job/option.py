@@ -1,0 +1,127 @@
+"""The row of the table of options (``features.py``), and the parsers of their values."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Tier = Literal["core", "advanced", "expert"]
+TIERS: dict[Tier, str] = {
+    "core": "Which schedule, how much memory, exact or fast.",
+    "advanced": "Refinements, which a plan or the program decides where they are left out.",
+    "expert": "Measurements, and settings whose effect depends on the cluster.",
+}
+SWITCH, NEGATABLE = "switch", "negatable switch"
+_MOST_RECORDED = 1000
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One decision.
+
+    Attributes:
+        flag: after ``--zero-bubble-``.
+        tier: who needs it.
+        values: the accepted words; or the metavariable of a free value; or that it is a switch.
+        help: what it does, without the default.
+        default: what happens without the flag, in words; "" for a switch that is off.
+        parse: makes the value from the text.
+        field: the field of ``ZeroBubbleConfig`` that it sets, "" for what only a job decides; by default the flag's
+            name.
+    """
+
+    flag: str
+    tier: Tier
+    values: str | tuple[str, ...]
+    help: str
+    default: str = ""
+    parse: Callable[[str], Any] | None = None
+    field: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.field is None:
+            object.__setattr__(self, "field", self.flag.replace("-", "_"))
+
+    @property
+    def name(self) -> str:
+        """The name of the decision in the tables of refusals."""
+        return self.field or self.flag.replace("-", "_")
+
+    @property
+    def dest(self) -> str:
+        """The attribute of the parsed flags."""
+        return "zero_bubble_" + self.flag.replace("-", "_")
+
+    @property
+    def text(self) -> str:
+        """The help line."""
+        return f"{self.help}; default: {self.default}" if self.default else self.help
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``add_argument``, but for the help."""
+        if self.values == SWITCH:
+            return {"action": "store_true", "default": None}
+        if self.values == NEGATABLE:
+            return {"action": argparse.BooleanOptionalAction}
+        shown = {"choices": self.values} if isinstance(self.values, tuple) else {"metavar": self.values}
+        return shown if self.parse is None else {**shown, "type": self.parse}
+
+    def shown(self, value: object) -> str:
+        """The flag as the user gave it, with its value."""
+        if value is False:
+            return f"--no-zero-bubble-{self.flag}"
+        return f"--zero-bubble-{self.flag}" + (f" {value}" if value and type(value) in (str, int, float) else "")
+
+
+def token_counts(text: str) -> tuple[int, ...]:
+    """Parse numbers of tokens such as ``1536,2560,4096``.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"ends of slices are numbers of tokens, such as 1536,2560,4096; got {text!r}")
+    return tuple(map(int, parts))
+
+
+AUTO_UNIT = 0
+"""``auto`` as a number of microbatches, because a flag that is not given is None."""
+
+
+def unit_microbatches(text: str) -> int:
+    """Parse a number of microbatches, or ``auto``.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text, or a number below 1.
+    """
+    if text == "auto":
+        return AUTO_UNIT
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a unit has 1 or more microbatches, or auto; got {text!r}")
+    return int(text)
+
+
+def iterations(text: str) -> tuple[range, ...]:
+    """Parse numbers and ranges of iterations, both ends included, such as ``10-12,50``.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    matches = [_RANGE.fullmatch(part.strip()) for part in text.split(",")]
+    ranges = [range(int(m[1]), int(m[2] or m[1]) + 1) for m in matches if m]
+    if len(ranges) < len(matches) or not all(some and some[0] for some in ranges):
+        raise argparse.ArgumentTypeError(
+            f"iterations must be positive numbers or ranges of them, such as 10-12,50; got {text!r}"
+        )
+    if sum(len(some) for some in ranges) > _MOST_RECORDED:
+        raise argparse.ArgumentTypeError(
+            f"at most {_MOST_RECORDED} iterations can be recorded, because all are held in memory; got {text!r}; list "
+            "fewer"
+        )
+    return tuple(ranges)

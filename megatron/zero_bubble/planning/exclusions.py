@@ -1,0 +1,95 @@
+"""Which choices exclude each other: one symmetric table, asked before any search and before a job starts.
+
+A job, its dry run, ``plan``, ``compare`` and the playground ask the same rows, and so refuse in the same words.
+"""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.plan.offload import parse_share
+from megatron.zero_bubble.planning.rule import NOT_CHOSEN, Choice, Choices, Rule, check, chosen, is_value
+from megatron.zero_bubble.schedules import AUTO, sliced
+
+
+def refuse_excluded(choices: Choices) -> None:
+    """Refuse choices that exclude each other. Call it before any search, and before a job starts.
+
+    Raises:
+        UserError: two of them are made; the sentence names both.
+    """
+    check(EXCLUSIONS, choices)
+
+
+def _slices(choices: Choices) -> list[str]:
+    if choices.get("schedule") in sliced():
+        return ["schedule"]
+    if str(number := choices.get("num_slices")) == "1":
+        return []
+    if number is not None:
+        return ["num_slices"]
+    share = () if choices.get("balance_microbatches") else ("attention_share",)  # else it is for the cost of samples
+    return chosen("slice_ends", "slice_cuts", *share)(choices)
+
+
+def _offload(choices: Choices) -> list[str]:
+    share = choices.get("offload")
+    if share in NOT_CHOSEN or (share != "auto" and not parse_share(share)):
+        return chosen("moves")(choices)
+    return ["offload"]
+
+
+def _by_collectives(choices: Choices) -> list[str]:
+    return [] if choices.get("shard_transport") == "on-demand" else SHARDS.shown_by(choices)  # type: ignore[return-value]
+
+
+PLANS = Choice(AUTO, lambda choices: ["schedule"] if choices.get("schedule") == AUTO else [])
+SCHEDULE_FILE = Choice("a schedule file", chosen("schedule_file"))
+BY_NAME = Choice("a schedule by name", chosen("schedule"))
+SLICE_ENDS = Choice("ends of slices", chosen("slice_ends"))
+OTHER_CUTS = Choice("another choice of cuts", chosen("num_slices", "attention_share"))
+SLICES = Choice("sequence slices", _slices)
+VOCABULARY = Choice("vocabulary parallelism", chosen("vocabulary", "output_ms"))
+OFFLOAD = Choice("offloading", _offload)
+SHARDS = Choice("sharded units", chosen("shard_weights"), "sharded units")
+COLLECTIVES = Choice("sharded units without shard_transport=on-demand", _by_collectives)
+POST_VALIDATION = Choice("post-validation", chosen("post_validation"))
+LAYOUT = Choice("a layout by cost", chosen("layout"))
+WGRAD_STREAM = Choice("a stream for weight gradients", chosen("wgrad_stream"))
+EXACT = Choice(
+    "exact weight gradients", lambda choices: chosen("exact")(choices) or is_value("fuse_wgrad", False)(choices)
+)
+FUSED = Choice("fused weight gradients", is_value("fuse_wgrad", True))
+RECORDS = Choice("recorded iterations", chosen("trace", "record_costs"))
+MEASUREMENTS = Choice("measurements of passes", chosen("trace", "record_costs", "log_bubble"))
+BALANCE = Choice("balanced microbatches", chosen("balance_microbatches"), "balanced microbatches")
+_OTHER_LENGTHS = "the other one needs equally many microbatches of equal length on all replicas, in this version"
+
+EXCLUSIONS = (
+    Rule(BY_NAME, SCHEDULE_FILE, False, "a job runs one schedule"),
+    Rule(SLICE_ENDS, OTHER_CUTS, False, "the ends define all cuts"),
+    Rule(SLICES, VOCABULARY, False, "the passes of the vocabulary take whole sequences"),
+    Rule(
+        SHARDS, PLANS, False, "units need a schedule that is known beforehand", "give another schedule, such as zero-pp"
+    ),
+    Rule(SHARDS, POST_VALIDATION, False, "a rank that undoes a step would stop between the collectives of its units"),
+    Rule(SHARDS, OFFLOAD, False, "this version does not plan copies next to collectives"),
+    Rule(SHARDS, VOCABULARY, False, "this version does not shard a rank's part of the vocabulary"),
+    Rule(SHARDS, WGRAD_STREAM, False, "gradients would be reduced before another stream has computed them"),
+    Rule(SHARDS, LAYOUT, False, "layouts are compared without the collectives of units"),
+    Rule(LAYOUT, VOCABULARY, False, "layouts are compared without the passes of the vocabulary"),
+    Rule(WGRAD_STREAM, PLANS, False, "zb-auto times every W pass, and cannot on a separate stream"),
+    Rule(WGRAD_STREAM, EXACT, False, "only fused weight gradients are computed there"),
+    Rule(WGRAD_STREAM, OFFLOAD, False, "another stream uses activations longer than planned"),
+    Rule(WGRAD_STREAM, MEASUREMENTS, False, "these time only the stream of the passes, so that W would be hidden"),
+    Rule(EXACT, FUSED, False, "fused weight gradients are rounded once less than those of stock Megatron"),
+    Rule(BALANCE, SCHEDULE_FILE, False, "a file has one number of microbatches for all replicas"),
+    Rule(BALANCE, PLANS, False, _OTHER_LENGTHS, "give another schedule, such as zb-h1"),
+    Rule(BALANCE, SLICES, False, "slices would have another length in every microbatch"),
+    Rule(BALANCE, POST_VALIDATION, False, _OTHER_LENGTHS),
+    Rule(BALANCE, OFFLOAD, False, _OTHER_LENGTHS),
+    Rule(
+        BALANCE, COLLECTIVES, False, "replicas would wait for each other in every unit", "add the transport on demand"
+    ),
+    Rule(BALANCE, RECORDS, False, "passes of different lengths have no common times"),
+    Rule(BALANCE, VOCABULARY, False, _OTHER_LENGTHS),
+)
+"""What cannot be combined in this version."""

@@ -1,0 +1,106 @@
+"""For every row of the tables of refusals, the flags of a job, or of ``plan``, that break it."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.job.effects import EFFECTS
+from megatron.zero_bubble.job.features import OPTIONS as OURS
+from megatron.zero_bubble.job.options import OPTIONS, flag_of
+from megatron.zero_bubble.planning import exclusions
+from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
+from megatron.zero_bubble.planning.rule import Rule
+
+H1, V, SEQ = (f"--zero-bubble-schedule {name}" for name in ("zb-h1", "zb-v", "seq-zb-h1"))
+MEGATRONS_VALUES = {
+    "cuda_graph_impl": "local",
+    "cpu_offloading_num_layers": "1",
+    "mtp_num_layers": "1",
+    "logits_save_dir": "x",
+    "logits_load_dir": "x",
+    "moe_routing_trace_path": "x",
+    "context_parallel_size": "2",
+    "experimental_attention_variant": "gated_delta_net",
+    "label_smoothing_factor": "0.1",
+    "tp_comm_overlap": "--tensor-model-parallel-size 2 --sequence-parallel",
+}
+"""Unsupported values of the options that are not switches, and flags without which Megatron refuses a switch."""
+VALUES = {
+    "post-receives": "late", "nccl-ctas": "1", "offload": "all", "host-memory": "1GiB", "shard-transport": "on-demand",
+    "unit-microbatches": "2", "whole-stages": "1", "num-slices": "2", "slice-ends": "16,32", "attention-share": "0.1",
+    "vocabulary-parallel": "2", "placement": "vee", "memory-limit": "1p", "costs": "x", "rollback": "inverse",
+    "trace": "x", "record-costs": "x", "trace-iterations": "50-60", "nccl-collective-ctas": "4",
+}  # fmt: skip
+"""Values of our own flags that are not switches."""
+_SUBJECTS = {
+    "stages on a V": V,
+    "post-validation": f"{H1} --zero-bubble-post-validation",
+    "sequence slices": SEQ,
+    "vocabulary parallelism": f"{H1} --zero-bubble-vocabulary-parallel 2",
+}
+_CHOICES = {
+    exclusions.BY_NAME: (H1, ""),
+    exclusions.SCHEDULE_FILE: ("--zero-bubble-schedule-file plan.json", ""),
+    exclusions.SLICE_ENDS: (f"{SEQ} --zero-bubble-slice-ends 16,32", ""),
+    exclusions.OTHER_CUTS: ("--zero-bubble-num-slices 2", ""),
+    exclusions.SLICES: (SEQ, "--num-slices 2"),
+    exclusions.VOCABULARY: ("--zero-bubble-vocabulary-parallel 2", "--vocabulary auto"),
+    exclusions.PLANS: ("--zero-bubble-schedule zb-auto", "--schedule zb-auto"),
+    exclusions.OFFLOAD: ("--zero-bubble-offload all", "--offload auto"),
+    exclusions.SHARDS: ("--zero-bubble-shard-weights", "--shard-weights"),
+    exclusions.COLLECTIVES: ("--zero-bubble-shard-weights", ""),
+    exclusions.POST_VALIDATION: ("--zero-bubble-post-validation", ""),
+    exclusions.LAYOUT: ("", "--layout auto"),
+    exclusions.WGRAD_STREAM: ("--zero-bubble-wgrad-stream", ""),
+    exclusions.EXACT: ("--zero-bubble-exact", ""),
+    exclusions.FUSED: ("--zero-bubble-fuse-wgrad", ""),
+    exclusions.RECORDS: ("--zero-bubble-trace x", ""),
+    exclusions.MEASUREMENTS: ("--zero-bubble-log-bubble", ""),
+    exclusions.BALANCE: ("--zero-bubble-balance-microbatches", ""),
+}
+"""The flags that make a choice, in a job and in ``plan``; "" where it cannot be made."""
+
+
+def jobs_of_options() -> list[tuple[Rule, str]]:
+    """One job of Megatron-LM per option that a schedule does not support."""
+    found = []
+    for rule in OPTIONS:
+        if rule.subject not in (exclusions.SHARDS, exclusions.BALANCE):
+            value = MEGATRONS_VALUES.get(rule.what, "")
+            found.append((rule, f"{_SUBJECTS.get(rule.subject.words, H1)} {flag_of(rule.what)} {value}"))
+    return found
+
+
+def jobs_of_effects(under_launcher: bool) -> list[tuple[Rule, str]]:
+    """One job per option without effect, in which it is the first refusal."""
+    found = []
+    for rule in EFFECTS:
+        option = next((one for one in OURS if rule.subject.shown_by({one.name: 1})), None)
+        only_there = rule.what == "scripts/pretrain_gpt.py" or rule.why.startswith(" to measure")
+        only_here = "stock Megatron can be observed" in rule.why
+        if option is None or (only_here if under_launcher else only_there):
+            continue
+        job = "" if "got none" in rule.why or only_here else H1
+        job = f"{H1} --zero-bubble-trace x" if "{last}" in rule.why else job
+        found.append((rule, f"{job} --zero-bubble-{option.flag} {VALUES.get(option.flag, '')}".strip()))
+    return found
+
+
+def jobs_of_exclusions(under_launcher: bool) -> list[tuple[Rule, str]]:
+    """One job per pair of choices that a job can make."""
+    found = []
+    for rule in EXCLUSIONS:
+        (one, _), (other, _) = _CHOICES[rule.subject], _CHOICES[rule.needs]  # type: ignore[index]
+        if one and other and not (under_launcher and rule.subject is exclusions.BALANCE):
+            words = f"{one} {other}"
+            found.append((rule, words if "--zero-bubble-schedule" in words else f"{H1} {words}"))
+    return found
+
+
+def plans_of_exclusions() -> list[tuple[Rule, str]]:
+    """The flags of ``plan`` per pair of choices that it offers."""
+    found = []
+    for rule in EXCLUSIONS:
+        (_, one), (_, other) = _CHOICES[rule.subject], _CHOICES[rule.needs]  # type: ignore[index]
+        if one and other:
+            words = f"{one} {other}"
+            found.append((rule, words if "--schedule" in words else f"--schedule zero-pp {words}"))
+    return found

@@ -1,0 +1,185 @@
+"""Every row of the tables of refusals refuses what it says, in its own words, and nothing else.
+
+``tests/cli/test_megatron_job.py`` compares the same jobs in a dry run and in a run of a Megatron-LM job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.effects import EFFECTS
+from megatron.zero_bubble.job.flags import given, parse_ours
+from megatron.zero_bubble.job.options import OPTIONS, check_options, check_shards
+from megatron.zero_bubble.job.rules import Job, check_flags
+from megatron.zero_bubble.planning import plans, vocabulary
+from megatron.zero_bubble.planning.exclusions import BALANCE, EXCLUSIONS, SHARDS
+from megatron.zero_bubble.planning.rule import Choice, Rule, check, chosen
+from tests.helpers.refusals import MEGATRONS_VALUES, jobs_of_effects, jobs_of_exclusions, plans_of_exclusions
+
+TIMES = "--num-ranks 3 --num-microbatches 3 --forward-ms 1 --backward-ms 1 --wgrad-ms 1"
+UNDER: dict[str, dict[str, Any]] = {
+    "stages on a V": {"in_place": False},
+    "post-validation": {"post_validation": True},
+    "sequence slices": {"num_slices": 4},
+    "vocabulary parallelism": {"vocabulary": True},
+}
+"""The arguments of ``check_options`` that a subject needs."""
+OTHER_VALUES = {
+    "num_distributed_optimizer_instances": 2, "save_wgrads_interval": 5, "num_moe_experts": 4, "num_experts": 4,
+    "fp8": "e4m3", "fp4": "e2m1", "cpu_offloading_num_layers": 1, "mtp_num_layers": 1, "context_parallel_size": 2,
+}  # fmt: skip
+
+
+def named(rows: list[tuple[Rule, str]]) -> list[Any]:
+    return [pytest.param(*row, id=row[1]) for row in rows]
+
+
+@pytest.mark.parametrize("rule", OPTIONS, ids=lambda rule: f"{rule.subject.words}: {rule.needs}")
+def test_options_of_megatron(rule: Rule) -> None:
+    def ask(value: object, **more: Any) -> None:
+        values = SimpleNamespace(**{rule.what: value})
+        if rule.subject is SHARDS:
+            check_shards(values)
+        elif rule.subject is BALANCE:
+            check(OPTIONS, {"balance_microbatches": True}, values)
+        else:
+            check_options(values, **more)
+
+    under = UNDER.get(rule.subject.words, {})
+    ask(rule.value, **under)
+    ask(None, **under)
+    other = not rule.value if isinstance(rule.value, bool) else OTHER_VALUES.get(rule.what, "x")
+    other = MEGATRONS_VALUES.get(rule.what, other) if isinstance(other, str) else other
+    with pytest.raises(UserError) as caught:
+        ask(other, **under)
+    subject = rule.subject.plural or f"schedules with {rule.subject.words}"
+    assert str(caught.value).startswith(f"{subject} need {rule.needs}={rule.value!r}, because ")
+    assert str(caught.value).endswith(f"; got {other!r}; {rule.remedy}")
+    if under and all(each.needs != rule.needs for each in OPTIONS if each.subject.words not in UNDER):
+        ask(other)
+
+
+@pytest.mark.parametrize(
+    ("rule", "words", "under_launcher"),
+    [
+        pytest.param(rule, words, under, id=f"{words} {'under the launcher' if under else 'in our loop'}")
+        for under in (False, True)
+        for rule, words in (*jobs_of_effects(under), *jobs_of_exclusions(under))
+    ],
+)
+def test_flags_of_a_job(rule: Rule, words: str, under_launcher: bool) -> None:
+    options, _ = parse_ours(words.split())
+    job = Job(options, under_launcher, train_iters=10)
+    with pytest.raises(UserError) as caught:
+        check_flags(job)
+    flags = {option: f"--zero-bubble-{option}" for option in words.replace("--no-", "--").split() if "-" in option}
+    said = rule.sentence(given(options) | job.facts, spell=lambda *_: "")
+    assert said and str(caught.value).endswith(said)
+    assert rule.value is False or str(caught.value).split()[0] in flags
+
+
+def configurations() -> list[Any]:
+    """The fields of a configuration in the place of the flags, where a rule can be broken by these alone."""
+    names = {field.name for field in fields(ZeroBubbleConfig)}
+    found = []
+    for rule, words in (*jobs_of_effects(False), *jobs_of_exclusions(False)):
+        own = {name: value for name, value in given(parse_ours(words.split())[0]).items() if name in names}
+        if rule.sentence(own) and ("schedule" in own or "schedule_file" in own):
+            found.append(pytest.param(rule.sentence(own), own, id=words))
+    return found
+
+
+@pytest.mark.parametrize(("sentence", "own"), configurations())
+def test_fields_of_a_configuration(sentence: str, own: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as caught:
+        ZeroBubbleConfig(**own)
+    assert str(caught.value) == sentence
+
+
+def test_every_row_has_a_case() -> None:
+    assert len(configurations()) >= 20
+    of_jobs = [*jobs_of_effects(False), *jobs_of_effects(True), *jobs_of_exclusions(False), *plans_of_exclusions()]
+    tested = [rule for rule, _ in of_jobs]
+    missing = [rule for rule in (*EFFECTS, *EXCLUSIONS) if rule not in tested]
+    assert [rule.what for rule in missing] == ["interleaved schedules by name"]
+    with pytest.raises(
+        UserError, match="num_chunks=2 works only with interleaved schedules by name; got zb-auto; leav"
+    ):
+        ZeroBubbleConfig("zb-auto", num_chunks=2)
+
+
+def refusal(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a command says that is refused before it searches."""
+
+    def search(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it was searched")
+
+    for module, name in ((plans, "zb_auto"), (plans, "sliced_auto"), (plans, "fit"), (vocabulary, "auto")):
+        monkeypatch.setattr(module, name, search)
+    assert main(command.split()) == 2
+    return capsys.readouterr().err.strip()
+
+
+@pytest.mark.parametrize(("rule", "flags"), named(plans_of_exclusions()))
+@pytest.mark.parametrize("verb", ["plan", "compare"])
+def test_exclusions_are_asked_before_any_search(
+    rule: Rule, flags: str, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if verb == "compare":
+        flags = flags.partition("--schedule ")[2].partition(" ")[2] if "--schedule zero-pp" in flags else flags
+        flags = flags.replace("--vocabulary auto", "--vocabulary 2")
+        if "--schedule" in flags or ("--layout" in flags and "--shard-weights" not in flags):
+            pytest.skip("compare has no schedule, and rows of their own for layouts")
+    said = refusal(f"{verb} {TIMES} {flags}", capsys, monkeypatch)
+    words = f"{rule.subject.words} and {rule.what} exclude each other, because {rule.why}; got "
+    assert said.startswith(f"zero-bubble {verb}: {words}") and said.endswith(rule.remedy)
+
+
+@pytest.mark.parametrize("more", ["", "--offload auto --host-ms 1"])
+@pytest.mark.parametrize("times", ["--vocabulary auto", "--output-ms 0.2 --output-wgrad-ms 0.2"])
+def test_slices_with_the_vocabulary_are_refused_before_the_search(
+    more: str, times: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the search ran first; with offloading, the plan then was without vocabulary parallelism."""
+    said = refusal(f"plan --schedule zb-auto {TIMES} --num-slices 2 {times} {more}", capsys, monkeypatch)
+    assert "sequence slices and vocabulary parallelism exclude each other" in said
+
+
+@pytest.mark.parametrize(
+    "verb", ["plan --schedule zb-auto --num-slices 2", "plan --schedule seq-zb-h1", "compare --num-slices 2"]
+)
+def test_times_of_the_vocabulary_in_a_costs_file_exclude_slices(
+    verb: str, tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(
+        '{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "comm_ms": 0, "output_ms": 0.2, "output_wgrad_ms": 0.2}'
+    )
+    said = refusal(f"{verb} --num-ranks 2 --num-microbatches 4 --costs {file}", capsys, monkeypatch)
+    assert "and vocabulary parallelism exclude each other" in said and "vocabulary=auto; leave" in said
+
+
+def test_a_job_and_a_plan_refuse_in_the_same_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = refusal(f"plan --schedule zero-pp {TIMES} --shard-weights --offload 50% --host-ms 1", capsys, monkeypatch)
+    with pytest.raises(UserError) as caught:
+        ZeroBubbleConfig("zero-pp", shard_weights=True, offload="50%")
+    assert said == f"zero-bubble plan: {caught.value}"
+
+
+def test_exclusions_are_symmetric() -> None:
+    one, other = Choice("one", chosen("a")), Choice("other", chosen("b"))
+    rule = Rule(one, other, False, "why")
+    for choices, refused in (({}, False), ({"a": 1}, False), ({"b": 1}, False), ({"a": 1, "b": "x"}, True)):
+        assert bool(rule.sentence(choices)) is refused
+    assert rule.sentence({"a": 1, "b": "x"}) == (
+        "one and other exclude each other, because why; got a=1 and b=x; leave one of them out"
+    )
