@@ -75,7 +75,7 @@ def test_planned_sharding_is_what_runs(tmp_path: Path) -> None:
         ("--zero-bubble-placement vee", "--zero-bubble-placement must be .* another one; got vee with"),
         ("--zero-bubble-offload all", "exclude each other.*got shard_weights and offload=all; leave one of them out"),
         ("--zero-bubble-post-validation", "got shard_weights and post_validation; leave one of them out"),
-        ("--zero-bubble-attention-share 0.3", "attention_share=0.3 works only with .*; got "),
+        ("--zero-bubble-attention-share 0.3", "--zero-bubble-attention-share 0.3 works only with .*; got "),
         ("--num-virtual-stages-per-pipeline-rank 3", "the schedule has 2 stages per rank, the job 3; drop"),
         ("--zero-bubble-schedule-file other.json", "exclude each other, because a job runs one schedule"),
     ],
