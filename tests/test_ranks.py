@@ -244,6 +244,7 @@ def parent_and_threads(rank: int) -> tuple[int, str]:
     return os.getppid(), os.environ["OMP_NUM_THREADS"]
 
 
+@pytest.mark.full  # only ranks on GPUs are started this way
 def test_ranks_need_not_be_forked_from_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks on GPUs are children of the test process, because CUDA does not survive a fork."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

@@ -22,6 +22,7 @@ from megatron.zero_bubble.schedules import build
 from tests.adapter.test_slices_training import values
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
+from tests.helpers.rows import some
 from tests.helpers.slices import LONG
 
 STEPS = 14  # two warm-up, four measured, the switch, and four measured with the plan
@@ -62,11 +63,10 @@ def train_and_wait_for_the_plan(
 
 
 ON_A_V = "--zero-bubble-placement vee"
+DISTRIBUTED = "--bf16 --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 1000"
 
 
-@pytest.mark.parametrize(
-    "options", ["", ON_A_V, "--bf16 --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 1000"]
-)
+@pytest.mark.parametrize("options", some(["", ON_A_V, DISTRIBUTED], ON_A_V, DISTRIBUTED))
 def test_switching_schedules_changes_no_bit(ranks: RankPool, options: str) -> None:
     layout = Layout(2, data=2 if "--bf16" in options else 1, num_layers=4)
     flags = layout.flags(5, f"--train-iters {STEPS} {options}")
@@ -100,7 +100,7 @@ def test_plans_with_fused_backwards_change_no_bit(ranks: RankPool, options: str)
 @pytest.mark.parametrize(
     "cuts",
     [
-        "--zero-bubble-num-slices 4",
+        pytest.param("--zero-bubble-num-slices 4", marks=pytest.mark.full),
         f"--zero-bubble-num-slices 4 {ON_A_V} --zero-bubble-memory-limit 0.9p",
         "--zero-bubble-slice-ends 20,34,42,48",
     ],

@@ -11,6 +11,7 @@ import torch
 from tests.adapter.test_parity import BUCKETS, EXPERTS, LLAMA, ROPE, UNTIED
 from tests.helpers.parity import Layout
 from tests.helpers.ranks import RankPool
+from tests.helpers.rows import some
 from tests.helpers.slices import HALF, Difference, differences, distances_in_half
 
 EVEN, UNEVEN, ODD = (
@@ -56,7 +57,7 @@ def check(found: list[list[Difference]], losses: float = 1e-6, worst: float = 2e
             assert difference.losses <= losses and difference.worst <= worst and difference.whole <= whole, found
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", some(ROWS, *list(ROWS)[1:4], *list(ROWS)[5:7]))
 def test_gradients_equal_those_of_whole_sequences(ranks: RankPool, name: str) -> None:
     layout, num_microbatches, options, schedules = ROWS[name]
     check(ranks.run(layout.num_ranks, differences, layout.flags(num_microbatches, options), schedules, timeout=120))

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 ARGUMENTS = "--hidden-size 64 --vocab-size 1024 --num-layers 4 --num-microbatches 4 --rounds 2 --only".split()
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_fitted_schedule_runs_in_the_predicted_order(tmp_path: Path) -> None:
     """The bench itself rejects passes in another order than that of its prediction."""

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.search.loops import compiled
+from tests.helpers.rows import some
 
 ROOT = Path(__file__).parents[2]
 PLANS = sorted((ROOT / "configs/plans").glob("*.txt"))
@@ -20,7 +21,7 @@ def test_every_configuration_has_a_stored_plan() -> None:
 
 
 @pytest.mark.skipif(compiled() is None, reason="without compiled loops the search has a smaller budget")
-@pytest.mark.parametrize("file", PLANS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", some(PLANS, PLANS[0], PLANS[-1]), ids=lambda path: path.stem)
 def test_stored_plan_equals_its_commands_output(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

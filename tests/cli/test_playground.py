@@ -73,7 +73,7 @@ def refusal(address: str, path: str, **more: Any) -> tuple[int, str]:
     return status, sentence
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [15, pytest.param(200, marks=pytest.mark.full)])
 def test_results_equal_plans_for_drawn_settings(address: str, capsys: Capture, count: int) -> None:
     draw = random.Random(8)
     for number in range(count):

@@ -20,6 +20,7 @@ from tests.helpers.emulate.execute import (
 from tests.helpers.emulate.links import VirtualCollectives
 from tests.helpers.gpipe import PLACEMENTS, gpipe
 from tests.helpers.ranks import RankPool
+from tests.helpers.rows import some
 
 Case = tuple[Schedule, PassCosts]
 
@@ -40,7 +41,7 @@ def assert_executed_as_planned(ranks: RankPool, cases: list[Case]) -> None:
             assert deviation_ms <= 0.01, (schedule.name, schedule.num_microbatches, costs, rank, where)
 
 
-@pytest.mark.parametrize(("num_ranks", "every"), [(2, 1), (4, 1), (8, 7), pytest.param(8, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("num_ranks", "every"), some([(2, 1), (4, 1), (8, 7), (8, 1)], (2, 1), (8, 7)))
 def test_every_schedule_runs_as_planned(ranks: RankPool, num_ranks: int, every: int) -> None:
     """Eight ranks are slow on few cores, so one case in ``every`` is enough, with another ratio of costs each time."""
     cases = list(virtual_cases(num_ranks))[::every]
@@ -49,7 +50,7 @@ def test_every_schedule_runs_as_planned(ranks: RankPool, num_ranks: int, every: 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_ranks", some([2, 4, 8], 2))
 def test_every_schedule_runs_as_planned_with_vocabulary(ranks: RankPool, num_ranks: int) -> None:
     cases = list(virtual_vocabulary_cases(num_ranks))
     assert all(any(p.kind is Kind.T for p in schedule.passes()) for schedule, _ in cases)
@@ -90,7 +91,7 @@ def ends_of_iterations(_rank: int, cases: list[Case], step_ms: float, ahead: boo
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize(("num_ranks", "every"), [(2, 1), (4, 3), pytest.param(4, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("num_ranks", "every"), some([(2, 1), (4, 6), (4, 1)], (2, 1), (4, 6)))
 def test_consecutive_iterations_run_as_simulated(ranks: RankPool, num_ranks: int, every: int, ahead: bool) -> None:
     """With steps taken ahead of validation, and with a synchronous optimizer; one case in ``every``."""
     cases = []

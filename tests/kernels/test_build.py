@@ -143,7 +143,10 @@ def test_headers_of_a_fitting_toolkit_complete_those_of_the_wheels(
 
 @pytest.mark.parametrize(
     "broken, why",
-    [("csrc/ops_cuda.cpp", "exit"), ("nothing", "what was built does not load")],
+    [
+        ("csrc/ops_cuda.cpp", "exit"),
+        pytest.param("nothing", "what was built does not load", marks=pytest.mark.full),
+    ],
     ids=["a source that does not compile", "a library that does not load"],
 )
 def test_ops_for_the_cpu_are_built_if_those_for_cuda_fail(tmp_path: Path, broken: str, why: str) -> None:

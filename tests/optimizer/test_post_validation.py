@@ -22,6 +22,7 @@ from tests.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, RO
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, rebuild_process_groups, run_once
 from tests.helpers.ranks import RankFailure, RankPool
+from tests.helpers.rows import some
 
 MODES = ["", "--zero-bubble-post-validation"]
 STEPS = 50
@@ -89,6 +90,7 @@ ROWS = {
         {"ahead", "repeated", "skipped"},
     ),
 }
+QUICK = [name for name in ROWS if name.startswith(("vocabulary parallelism, alg", "zb-", "dp=2"))]
 
 MORE = {
     "vocabulary parallelism, algorithm 1, zb-h2, p=3, fp16, Inf, tied": Row(
@@ -168,7 +170,7 @@ def counts_of(ranks: RankPool, row: Row, daring: bool = True, more: str = "") ->
     return sum((ahead.counts for _, ahead in results), Counter())
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", some(ROWS, *QUICK))
 def test_same_bits_as_the_synchronous_optimizer(ranks: RankPool, name: str) -> None:
     counts = counts_of(ranks, ROWS[name])
     assert ROWS[name].expected <= counts.keys(), counts
@@ -196,6 +198,7 @@ def test_norms_just_above_and_below_the_clip_threshold(ranks: RankPool) -> None:
     assert (allowed["repeated"], clipped["repeated"]) == (0, 1), (allowed, clipped)
 
 
+@pytest.mark.full
 def test_same_bits_with_a_plan_for_twice_the_memory(ranks: RankPool, tmp_path: Path) -> None:
     placement = Placement.linear(4)
     costs, memory = PassCosts.uniform(placement, 10, 11, 8, 0.5), PassMemory.uniform(placement)

@@ -25,6 +25,7 @@ from megatron.zero_bubble.planning.vocabulary import (
     with_times,
 )
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
+from tests.helpers.rows import some
 
 ROOT = Path(__file__).parents[2] / "configs" / "published" / "vocabulary_a100"
 
@@ -76,8 +77,7 @@ def test_the_shortest_variant_within_the_limit_is_chosen() -> None:
     assert algorithm_of(best_variant(choices, lambda _: [_zb_h1()], None, "span").timeline.schedule) is not None
 
 
-@pytest.mark.parametrize("algorithm", [1, 2])
-@pytest.mark.parametrize("name", ["stock_32k", "stock_256k"])
+@pytest.mark.parametrize(("name", "algorithm"), some(product(["stock_32k", "stock_256k"], [1, 2]), ("stock_256k", 2)))
 def test_zb_auto_is_never_longer_than_1f1b_at_its_memory(algorithm: Algorithm, name: str) -> None:
     (variant,) = variants(figures_of(name), "1" if algorithm == 1 else "2")
     plain = build("1f1b", num_ranks=8, num_microbatches=24)
@@ -90,16 +90,11 @@ def test_zb_auto_is_never_longer_than_1f1b_at_its_memory(algorithm: Algorithm, n
 
 
 ROWS = sorted(path.stem for path in ROOT.iterdir() if not path.stem.startswith("moved"))
-FEW = ["stock_128k", "vocabulary_1_32k", "vocabulary_2_256k"]
-
-
-CASES = list(product(ROWS, (3, 24, 128), ("span", "makespan")))
-QUICK = [(name, 3, "span") for name in FEW]
 
 
 @pytest.mark.parametrize(
     ("name", "num_microbatches", "objective"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES],
+    some(product(ROWS, (3, 24, 128), ("span", "makespan")), ("vocabulary_2_256k", 3, "span")),
 )
 def test_zb_auto_is_never_longer_than_algorithm_2_on_1f1b_for_any_published_row(
     name: str, num_microbatches: int, objective: Metric

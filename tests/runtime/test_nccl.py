@@ -23,15 +23,19 @@ from tests.helpers.nccl import GPUs
 EMPTY = -1
 
 
+COUNTS = {2: (1, 3, 6), 3: (4, 8), 4: (1, 3, 4, 5, 11, 12)}
+"""Numbers of microbatches by the number of ranks: fewer than the ranks, as many and more, even and odd."""
+
+
 def plans(name: str, ranks: Sequence[int]) -> Iterator[Plan]:
-    """Yield the plans of a schedule with up to 3p microbatches: for training, evaluation and post-validation."""
+    """Yield the plans of a schedule for training, evaluation and post-validation."""
     return chain.from_iterable(_plans(name, p) for p in ranks)
 
 
 @cache
 def _plans(name: str, p: int) -> tuple[Plan, ...]:
     made: list[Plan] = []
-    for m in sorted({1, p - 1, p, p + 1, 3 * p - 1, 3 * p}):
+    for m in COUNTS[p]:
         schedule = build(name, num_ranks=p, num_microbatches=m)
         for post_receives in ("early", "late"):
             made.append(lower_training(schedule, post_receives))

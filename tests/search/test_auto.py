@@ -16,6 +16,7 @@ from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.search import fit, zb_auto
+from tests.helpers.rows import some
 
 PUBLISHED = Path(__file__).parents[2] / "configs/published/zero_bubble_table5.csv"
 HIDDEN_SIZE_AND_HEADS = {"1.5B": (2304, 24), "6.2B": (4096, 32), "14.6B": (5120, 40), "28.3B": (6144, 48)}
@@ -108,7 +109,9 @@ def published_rows() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("row", published_rows(), ids=lambda row: f"{row['model']}-{row['m']}")
+@pytest.mark.parametrize(
+    "row", some(published_rows(), *published_rows()[::4]), ids=lambda row: f"{row['model']}-{row['m']}"
+)
 def test_zb_auto_is_never_worse_than_the_papers_search(row: dict[str, str], times: int) -> None:
     """Compare with ZB-1p and ZB-2p, with the paper's formulas for M_B and M_W; at 1p the plan is provably optimal."""
     p, m = int(row["p"]), int(row["m"])

@@ -20,6 +20,7 @@ from megatron.zero_bubble.search.extend import Extension, enough
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.published import Pattern, v_half, v_min, zb_h
 from megatron.zero_bubble.search.seeds import zb_v
+from tests.helpers.rows import some
 
 RANKS, MICROBATCHES = 36, 288
 TIMES = (29.7, 29.4, 19.9, 0.53)
@@ -130,7 +131,7 @@ def test_extended_rows_fit_in_the_same_memory_and_cost_at_least_their_work(
         assert extension.cost(longer) >= extension.least(cost) - 1e-6
 
 
-@pytest.mark.parametrize("limit", [RANKS / 3, 0.75 * RANKS, RANKS])
+@pytest.mark.parametrize("limit", some([RANKS / 3, 0.75 * RANKS, RANKS], 0.75 * RANKS))
 def test_planning_as_few_loses_nothing(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     costs, memory = figures(RANKS)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from statistics import mean
 
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.search import zb_auto
+from tests.helpers.rows import some
 
 P, M = 8, 24
 
@@ -27,9 +29,13 @@ def averaged(costs: PassCosts) -> PassCosts:
     return PassCosts(*((mean(row),) * costs.num_stages for row in figures), costs.comm_ms)
 
 
-@pytest.mark.parametrize("objective", ["span", "makespan"])
-@pytest.mark.parametrize("limit", [P / 2 + 1, P, 2 * P])
-@pytest.mark.parametrize("profile", [(18.5, 18.1, 9.3, 0.6), (29.7, 29.4, 19.9, 0.53)])
+FIRST, SECOND = (18.5, 18.1, 9.3, 0.6), (29.7, 29.4, 19.9, 0.53)
+CASES = product((FIRST, SECOND), (P / 2 + 1, P, 2 * P), ("span", "makespan"))
+
+
+@pytest.mark.parametrize(
+    ("profile", "limit", "objective"), some(CASES, (FIRST, P / 2 + 1, "span"), (SECOND, P, "makespan"))
+)
 def test_plan_for_true_costs_beats_uniform_plans(
     profile: tuple[float, float, float, float], limit: float, objective: str
 ) -> None:

@@ -12,6 +12,7 @@ from megatron.zero_bubble.search import zb_auto
 from megatron.zero_bubble.search.problem import Problem
 from megatron.zero_bubble.search.seeds import steep, zb_v
 from megatron.zero_bubble.search.steep import steep_draft
+from tests.helpers.rows import some
 
 
 def question(p: int, share: float, placement: Placement | None = None) -> Problem:
@@ -20,16 +21,19 @@ def question(p: int, share: float, placement: Placement | None = None) -> Proble
     return Problem.of(on, 2 * p, costs, memory, (share * p,) * p, "span")
 
 
+PROFILES = [
+    ((29.7, 29.4, 19.9, 0.53), 0.4325, 2.0, 0.01),
+    ((18.5, 18.1, 9.3, 0.6), 1.0, 2.0, 0.01),
+    ((18.5, 18.1, 9.3, 0.6), 1.0, 1.5, 0.1),
+    ((11.35, 11.25, 8.13, 0.38), 1.0, 1.5, 0.5),
+    ((18.5, 18.1, 9.3, 0.6), 0.4325, 1.5, 1.2),
+    ((29.7, 29.4, 19.9, 0.53), 0.4325, 1.5, 0.6),
+]
+
+
 @pytest.mark.parametrize(
     ("times", "wgrad_memory", "share", "points"),
-    [
-        ((29.7, 29.4, 19.9, 0.53), 0.4325, 2.0, 0.01),
-        ((18.5, 18.1, 9.3, 0.6), 1.0, 2.0, 0.01),
-        ((18.5, 18.1, 9.3, 0.6), 1.0, 1.5, 0.1),
-        ((11.35, 11.25, 8.13, 0.38), 1.0, 1.5, 0.5),
-        ((18.5, 18.1, 9.3, 0.6), 0.4325, 1.5, 1.2),
-        ((29.7, 29.4, 19.9, 0.53), 0.4325, 1.5, 0.6),
-    ],
+    some(PROFILES, PROFILES[0], PROFILES[3]),
 )
 def test_memory_beyond_that_of_1f1b_is_used_on_many_ranks(
     times: tuple[float, ...], wgrad_memory: float, share: float, points: float

@@ -19,6 +19,7 @@ from megatron.zero_bubble.formats.plan import plan_to_json, schedule_from_json
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.plan import lower, prove
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary, forwards_ahead, with_vocabulary
+from tests.helpers.rows import some
 from tests.helpers.strategies import costs_for
 
 NAMES = ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-1f1b", "dualpipe-v"]
@@ -89,7 +90,7 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize("model, m", CELLS)
+@pytest.mark.parametrize("model, m", some(CELLS, ("1.5B", 24), ("6.2B", 32)))
 def test_zb_h1_with_published_times_is_never_longer_than_without_vocabulary(model: str, m: int) -> None:
     lines = [line for line in TABLE_5.read_text().splitlines() if not line.startswith("#")]
     (row,) = [row for row in csv.DictReader(lines) if (row["model"], row["m"]) == (model, str(m))]

@@ -140,6 +140,7 @@ def long_run(metrics: Path) -> list[str]:
     return flags(Layout(4), 24, "--train-iters", "1000", "--eval-iters", "0", "--metrics-file", str(metrics))
 
 
+@pytest.mark.full  # TestKilledRank has the same ends, in forked processes
 def test_killed_rank_without_an_agent(tmp_path: Path) -> None:
     """Without an agent, the survivors' processes end by themselves."""
     metrics, port = tmp_path / "metrics", _free_port()
