@@ -1,5 +1,7 @@
 """Fixtures, hypothesis settings and collection rules for all tests."""
 
+import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,26 +26,25 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-WITHOUT_POOL = frozenset("analysis cli costs formats gpu_day job plan planning render schedules search".split())
-"""The folders whose tests do not run on the pool of ranks. Those of ``gpu_day`` start processes of their own."""
-FILES_WITHOUT_POOL = ("tests/bench/test_peer_schedules.py", "tests/bench/test_ladder.py")
-FILES_AS_IF_ON_POOL = ("tests/cli/test_launch_scripts.py",)
-"""Tests of the folders above that start several nodes, and would be slow next to those on the pool."""
+FORKED_RANKS = re.compile(r"\b(RankPool|run_training|checkouts)\b")
+
+
+@functools.cache
+def forks_ranks(file: str) -> bool:
+    """Whether tests of a file run on ranks that are forked from a process with the slow imports done."""
+    return bool(FORKED_RANKS.search((TESTS.parent / file).read_text()))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all tests that run on the pool of ranks to one worker of pytest-xdist, so that there is one pool; the other
-    worker runs the rest.
+    """Give all tests on forked ranks to one worker of pytest-xdist, so that there is one pool of ranks; the other tests
+    go one by one to the worker that has nothing to do.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class RanksTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            _, folder, *_ = nodeid.split("/")
-            if nodeid.startswith(FILES_WITHOUT_POOL):
-                return nodeid
-            return nodeid if folder in WITHOUT_POOL and not nodeid.startswith(FILES_AS_IF_ON_POOL) else "ranks"
+            return "ranks" if forks_ranks(nodeid.partition("::")[0]) else nodeid
 
     return RanksTogether(config, log)
 
