@@ -44,6 +44,13 @@ def test_scripts_named_in_yaml_files_exist(name: str) -> None:
         assert (ROOT / script).is_file(), f"{name} names {script}"
 
 
+def test_files_that_prove_the_promises_exist() -> None:
+    """``scripts/test.sh --quick`` runs the files that tests/README.md names in backquotes."""
+    named = re.findall(r"\[`(tests/[a-z_/]*\.py)`\]\((.*)\)", read("tests/README.md"))
+    assert len(named) >= 12 and len(named) == read("tests/README.md").count("[`")
+    assert all(f"tests/{link}" == file and (ROOT / file).is_file() for file, link in named), named
+
+
 def test_ci_covers_every_supported_python() -> None:
     workflow: Any = yaml.safe_load(read(".github/workflows/ci.yml"))
     assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == ["3.10", "3.11", "3.12", "3.13"]
