@@ -2,7 +2,8 @@
 # Build the documentation site from docs/ into site/; a dead link, or a page outside the navigation, is an error.
 #
 #   bash scripts/docs.sh           bring the generated parts up to date, then build
-#   bash scripts/docs.sh serve     the same, then serve it on this machine and rebuild at every change
+#   bash scripts/docs.sh site      build only: scripts/test.sh has checked that the generated parts are up to date
+#   bash scripts/docs.sh serve     the same as the first, then serve it on this machine and rebuild at every change
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
@@ -21,13 +22,13 @@ PYTHON
     python -m pip install --disable-pip-version-check --quiet --constraint scripts/constraints.txt "${needed[@]}"
 fi
 
-python scripts/generate_docs.py
+case "${1:-build}" in build | serve) python scripts/generate_docs.py ;; esac
 export NO_MKDOCS_2_WARNING=1
 case "${1:-build}" in
-    build) exec python -m mkdocs build --strict ;;
+    build | site) exec python -m mkdocs build --strict ;;
     serve) exec python -m mkdocs serve ;;
     *)
-        echo "docs.sh: takes build (the default) or serve, got $1" >&2
+        echo "docs.sh: takes build (the default), site or serve, got $1" >&2
         exit 2
         ;;
 esac
