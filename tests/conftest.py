@@ -26,7 +26,7 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-FORKED_RANKS = re.compile(r"\b(RankPool|run_training|checkouts)\b")
+FORKED_RANKS = re.compile(r"\b(RankPool|run_training|LaunchServer|checkouts)\b")
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -134,9 +134,7 @@ def _rank(rank: int, num_ranks: int, port: int, flags: list[str], log: str, setu
     import torch
 
     os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    _write_to(log)
     torch.set_num_threads(1)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in places.items()})
@@ -146,6 +144,59 @@ def _rank(rank: int, num_ranks: int, port: int, flags: list[str], log: str, setu
     if setup is not None:
         setup(rank)
     sys.exit(main(flags))
+
+
+@dataclass(frozen=True)
+class LaunchedRank:
+    """One rank of ``LaunchServer``, with the interface of ``subprocess.Popen``."""
+
+    process: BaseProcess
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self) -> int | None:
+        self.process.join()
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+class LaunchServer:
+    """Forks ranks that do the same as ``python -m megatron.zero_bubble.launch SCRIPT ARGUMENTS``, up to its exit.
+
+    For scripts without megatron-core of their own; ``WarmRanks`` is for those of a Megatron-LM checkout.
+    """
+
+    def start(self, arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> LaunchedRank:
+        """Fork a rank that runs ``arguments``, whose first is the script; its output goes to the file ``output``."""
+        rank = start_server().Process(target=_launch, args=(list(arguments), dict(variables), str(output)))
+        with environment():
+            rank.start()
+        return LaunchedRank(rank)
+
+
+def _launch(arguments: list[str], variables: dict[str, str], output: str) -> None:
+    from megatron.zero_bubble.megatron_lm import launch
+
+    os.environ.update(variables)
+    _write_to(output)
+    sys.path.insert(0, "")  # which the launcher replaces by the script's folder
+    try:
+        code = launch.main(arguments)
+    except SystemExit:
+        raise
+    except BaseException:  # noqa: BLE001 (as Python ends a process)
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    sys.exit(code)
+
+
+def _write_to(log: str) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
 
 
 def _free_port() -> int:

@@ -21,8 +21,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
+from tests.helpers.launch import LaunchedRank, LaunchServer
 from tests.helpers.warm_ranks import ForkedRank, WarmRanks
+
+Rank: TypeAlias = "subprocess.Popen[bytes] | ForkedRank | LaunchedRank"
+Forks: TypeAlias = "WarmRanks | LaunchServer"
 
 VARIABLE = "ZB_MEGATRON_LM"
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +104,7 @@ class Log:
 class RunningJob:
     """The processes of a running job, and their output files."""
 
-    ranks: list[subprocess.Popen[bytes] | ForkedRank]
+    ranks: list[Rank]
     files: list[Path]
     _kept: list[str] | None = None
 
@@ -157,7 +162,7 @@ class Job:
     spoiled: str = ""
     norm_as_tensor: bool = False
 
-    def run(self, timeout: float = 500, warm: WarmRanks | None = None) -> Log:
+    def run(self, timeout: float = 500, warm: Forks | None = None) -> Log:
         """Run all ranks to their end; if one fails, the others are killed after a while.
 
         Args:
@@ -173,7 +178,7 @@ class Job:
         return Log(running.text, codes)
 
     @contextlib.contextmanager
-    def running(self, warm: WarmRanks | None = None) -> Iterator[RunningJob]:
+    def running(self, warm: Forks | None = None) -> Iterator[RunningJob]:
         """Start all ranks; kill the remaining ones on exit from the context."""
         with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -191,9 +196,7 @@ class Job:
                     rank.wait()
                 running.keep_outputs()
 
-    def _start(
-        self, rank: int, port: int, output: Path, warm: WarmRanks | None
-    ) -> subprocess.Popen[bytes] | ForkedRank:
+    def _start(self, rank: int, port: int, output: Path, warm: Forks | None) -> Rank:
         of_rank = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -227,7 +230,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes] | ForkedRank], timeout: float) -> tuple[int, ...] | None:
+def _wait(ranks: Sequence[Rank], timeout: float) -> tuple[int, ...] | None:
     """Wait for all exit codes; 10 s after a rank fails, the others count as killed. None on timeout."""
     deadline = time.monotonic() + timeout
     while any(rank.poll() is None for rank in ranks):

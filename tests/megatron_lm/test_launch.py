@@ -12,6 +12,7 @@ import pytest
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.megatron_lm.launch import main
+from tests.helpers.launch import LaunchServer
 from tests.helpers.megatron_lm import Job
 
 STAND_IN = Path(__file__).resolve().parents[1] / "helpers" / "stand_in"
@@ -23,8 +24,9 @@ FSDP = (
 pytestmark = pytest.mark.timeout(200)
 
 
-def launch(*flags: str, script: Path = STAND_IN / "job.py") -> tuple[list[str], int]:
-    log = Job(script, 1, flags).run(timeout=120)
+def launch(*flags: str, script: Path = STAND_IN / "job.py", forked: bool = True) -> tuple[list[str], int]:
+    """Run one rank; ``forked`` with the imports done, or started as a user does."""
+    log = Job(script, 1, flags).run(timeout=120, warm=LaunchServer() if forked else None)
     return log.text.splitlines(), log.exit_codes[0]
 
 
@@ -37,7 +39,7 @@ def test_script_is_unchanged_without_our_flags(tmp_path: Path) -> None:
     )
     flags = ("--lr", "1", "--distributed-backend", "nccl", "-v")
     plain = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, check=False)
-    lines, code = launch(*flags, script=script)
+    lines, code = launch(*flags, script=script, forked=False)
     assert lines == [
         "zero-bubble: no --zero-bubble-schedule; the script runs unchanged",
         *plain.stdout.splitlines(),
@@ -123,7 +125,7 @@ def test_our_flags_are_in_the_jobs_help() -> None:
     ],
 )
 def test_invalid_flags_are_rejected_in_one_sentence_per_rank(flags: str, sentence: str) -> None:
-    log = Job(STAND_IN / "job.py", 2, (*PIPELINE, *flags.split())).run(timeout=120)
+    log = Job(STAND_IN / "job.py", 2, (*PIPELINE, *flags.split())).run(timeout=120, warm=LaunchServer())
     ours = [line for line in log.of("zero-bubble: ") if "on CPU ranks" not in line]
     assert ours == [f"zero-bubble: {sentence}", f"zero-bubble: rank 1: {sentence}"]
     assert "Traceback" not in log.text
@@ -132,7 +134,7 @@ def test_invalid_flags_are_rejected_in_one_sentence_per_rank(flags: str, sentenc
 
 def test_unused_schedule_is_reported() -> None:
     script = STAND_IN / "idle.py"
-    lines, _ = launch(*PIPELINE, "--zero-bubble-schedule", "zb-h1", script=script)
+    lines, _ = launch(*PIPELINE, "--zero-bubble-schedule", "zb-h1", script=script, forked=False)
     assert [line for line in lines if line == "done" or line.startswith("zero-bubble")] == [
         "zero-bubble: running on CPU ranks over gloo",
         "done",
