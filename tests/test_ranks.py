@@ -217,10 +217,11 @@ def test_close_ends_all_processes() -> None:
 
 
 def test_killed_parent_ends_all_processes() -> None:
-    code = (
-        "from tests.test_ranks import *; p = RankPool(nothing); p.run(2, report_rank, 0); print(*p.pids(), flush=True);"
+    code = (  # without the slow imports, which this job does not need; ``call`` takes the rank as its size of buffers
+        "import os, subprocess; from functools import partial; from tests.helpers import ranks; ranks.PRELOADED = []; "
+        "pool = ranks.RankPool(os.getpid); pool._grow(2); print(*pool.pids(), flush=True); "
+        "pool.run(2, partial(subprocess.call, ['sleep', '60']))"
     )
-    code += "p.run(2, sleep_in_the_named_function)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]

@@ -17,6 +17,7 @@ from tests.adapter.test_slices_training import times_ready
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, Outcome, _under_each, assert_same_bits, run_once, train
 from tests.helpers.ranks import RankPool
+from tests.helpers.rows import some
 from tests.helpers.slices import Difference
 from tests.helpers.vocabulary import differences, distances_in_bf16, largest_differences
 
@@ -98,7 +99,7 @@ def check_steps(found: list[list[Outcome]]) -> None:
             assert losses <= 5e-7 and norms <= 1e-6, (losses, norms)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", some(STEPS, *list(STEPS)[1::2]))
 def test_five_steps_equal_those_of_whole_layers(ranks: RankPool, name: str) -> None:
     layout, num_microbatches, options, schedules = STEPS[name]
     flags = layout.flags(num_microbatches, options)

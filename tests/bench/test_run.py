@@ -83,6 +83,7 @@ def test_failing_bench_does_not_affect_the_others(folder: Path) -> None:
     assert record["machine"]["device"].startswith(("cpu", "cuda"))
 
 
+@pytest.mark.full  # waits for the limit of ten seconds
 def test_hanging_bench_is_killed_with_its_children(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bench, "timeout_s", 10.0)  # enough for two starts of Python on a busy machine
     monkeypatch.setattr(run, "_GRACE_S", 1.0)

@@ -97,7 +97,7 @@ def test_the_loops_of_the_search_agree_with_the_simulation(data: st.DataObject, 
         assert loop.evaluate(loop.pack(problem.rows(schedule)))[0] == planned.makespan_ms
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(0, 10**6), message_ms, st.sampled_from(["span", "makespan"]), st.booleans())
 def test_no_schedule_is_shorter_than_the_bound(seed: int, ms: float, objective: Metric, fused: bool) -> None:
     rng = random.Random(seed)

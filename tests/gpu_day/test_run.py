@@ -114,6 +114,7 @@ def test_descendants_of_a_step_that_crashes_are_ended(folder: Path) -> None:
     assert not is_alive(int(child))
 
 
+@pytest.mark.full
 def test_part_ends_in_time_whatever_its_steps_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "PART_LIMIT_S", 4)
     assert statuses(step("hangs", 60), step("hangs", 60), folder=folder) == [

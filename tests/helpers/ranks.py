@@ -35,6 +35,8 @@ from tests.helpers.rank_worker import Group, Job, Reply, serve
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 LOG_TAIL_BYTES = 8000
+PRELOADED = ["tests.helpers.rank_worker", "tests.helpers.rank_imports"]
+"""What the fork server imports."""
 
 
 def install_cpu_platform() -> None:
@@ -257,7 +259,7 @@ def _receive(connection: Connection) -> Reply | None:
 def start_server() -> ForkServerContext:
     """Start the fork server with the ranks' environment and imports; return the context that starts ranks."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.rank_worker", "tests.helpers.rank_imports"])
+    context.set_forkserver_preload(PRELOADED)
     with environment():
         forkserver.ensure_running()
     return context

@@ -135,9 +135,9 @@ def iterations_in(metrics: Path) -> int:
     return metrics.read_text().count('"train"') if metrics.exists() else 0
 
 
-def long_run(metrics: Path) -> list[str]:
-    """Return flags for four stages and iterations that consist almost entirely of passes."""
-    return flags(Layout(4), 24, "--train-iters", "1000", "--eval-iters", "0", "--metrics-file", str(metrics))
+def long_run(num_ranks: int, metrics: Path) -> list[str]:
+    """Return flags for iterations that consist almost entirely of passes."""
+    return flags(Layout(num_ranks), 24, "--train-iters", "1000", "--eval-iters", "0", "--metrics-file", str(metrics))
 
 
 @pytest.mark.full  # TestKilledRank has the same ends, in forked processes
@@ -148,7 +148,7 @@ def test_killed_rank_without_an_agent(tmp_path: Path) -> None:
     ranks = [
         real_script(
             "scripts/pretrain_gpt.py",
-            *long_run(metrics),
+            *long_run(4, metrics),
             environment={
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -181,8 +181,8 @@ def test_killed_rank_without_an_agent(tmp_path: Path) -> None:
 def test_killed_rank_under_torchrun(tmp_path: Path) -> None:
     """The agent's SIGTERM, normally a request for a clean stop, must not suppress survivors' messages or hang them."""
     metrics, log = tmp_path / "metrics", tmp_path / "log"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    agent = real_script(*launcher, "scripts/pretrain_gpt.py", *long_run(metrics), log=log)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    agent = real_script(*launcher, "scripts/pretrain_gpt.py", *long_run(2, metrics), log=log)
     try:
         wait_for(lambda: iterations_in(metrics) >= 2, "the second iteration")
         children = {int(child.environ()["RANK"]): child for child in psutil.Process(agent.pid).children()}
@@ -193,8 +193,7 @@ def test_killed_rank_under_torchrun(tmp_path: Path) -> None:
             process.kill()
         agent.wait()
     output = log.read_text()
-    for rank in (0, 2, 3):
-        assert output.count(SENTENCE.format(rank, 1)) == 1, output
+    assert output.count(SENTENCE.format(0, 1)) == 1, output
 
 
 def stop_after_a_failure(rank: int) -> bool:

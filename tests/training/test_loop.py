@@ -27,7 +27,9 @@ def test_two_pipeline_ranks_learn_a_text(ranks: RankPool, tmp_path: Path) -> Non
     assert losses(lines, "evaluation")[30][0] == pytest.approx(seen[30][0], abs=0.5)
 
 
-@pytest.mark.parametrize("schedule", ["", "--zero-bubble-schedule zb-v --zero-bubble-post-validation"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("", marks=pytest.mark.full), "--zero-bubble-schedule zb-v --zero-bubble-post-validation"]
+)
 def test_log_bubble_reports_bubbles_and_changes_no_result(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
     """Evaluations do not count as iterations; with post-validation, counts of steps are reported as well."""
     flags = f"--mock-data --pipeline-model-parallel-size 2 {schedule} --train-iters 7 --log-interval 3"

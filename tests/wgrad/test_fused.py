@@ -11,6 +11,7 @@ import pytest
 from megatron.zero_bubble import Kind, Pass, Schedule, build
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
 from tests.helpers.ranks import RankPool
+from tests.helpers.rows import some
 
 FUSED = "--zero-bubble-fuse-wgrad"
 OVERLAP = "--overlap-grad-reduce --no-align-grad-reduce --ddp-bucket-size 1000"
@@ -45,7 +46,9 @@ def figures(noted: Sequence[str]) -> list[float]:
     return [float.fromhex(text) for text in (words.split()[-1] for words in noted) if text != "None"]
 
 
-@pytest.mark.parametrize("layout, num_microbatches, options, tolerance", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(
+    "layout, num_microbatches, options, tolerance", some(ROWS.values(), *list(ROWS.values())[:3]), ids=ROWS
+)
 def test_fused_gradients_are_near_stock_and_equal_across_schedules(
     ranks: RankPool, layout: Layout, num_microbatches: int, options: str, tolerance: float
 ) -> None:
@@ -173,7 +176,7 @@ def train_on_side_stream(rank: int, flags: str, schedules: Sequence[str | None])
     return outcomes
 
 
-@pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
+@pytest.mark.parametrize("schedule", some(["zb-h2", "zb-v"], "zb-v"))
 @pytest.mark.parametrize("options", ["--overlap-grad-reduce", f"--bf16 --use-distributed-optimizer {OVERLAP}"])
 def test_gradients_on_a_side_stream_are_waited_for(ranks: RankPool, schedule: str, options: str) -> None:
     """The results are equal bit for bit, even if the stream computes the gradients as late as possible."""
