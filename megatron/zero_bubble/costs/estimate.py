@@ -90,12 +90,12 @@ class Model:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of a layer's matrices: 12 h^2 if the MLP is 4h wide and every head has separate keys."""
+        """Number of weights in a layer's matrices: 12 h^2 if the MLP is 4h wide and every head has separate keys."""
         queries, keys = self.heads * self.head_size, self.groups * self.head_size
         return self.hidden * (2 * queries + 2 * keys) + (3 if self.gated else 2) * self.hidden * self.ffn
 
     def weights(self, placement: Placement) -> tuple[float, ...]:
-        """Weights per rank (the part of one tensor-parallel rank); see ``stage_weights``.
+        """Number of weights per rank (the part of one tensor-parallel rank); see ``stage_weights``.
 
         Raises:
             UserError: as ``layers_on``.
@@ -106,8 +106,8 @@ class Model:
         )
 
     def stage_weights(self, placement: Placement) -> tuple[float, ...]:
-        """Weights per stage (the part of one tensor-parallel rank): its layers, the embedding on the first stage, and
-        the output layer on the last one.
+        """Number of weights per stage (the part of one tensor-parallel rank): its layers, the embedding on the first
+        stage, and the output layer on the last one.
 
         Raises:
             UserError: as ``layers_on``.
@@ -167,7 +167,7 @@ def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCo
 
 
 def layer_costs(model: Model, device: Device) -> LayerCosts:
-    """Estimate the costs of the layers of ``model``, for any division among stages."""
+    """Estimate the costs of the layers of ``model`` in ms and bytes, for any division among stages."""
     body, head = _transformer_layer(model), _output_layer(model)
     rate, (f, b, w) = _rate(model, device), _milliseconds(body, model, device)
     layer = Part(

@@ -27,11 +27,11 @@ class Part:
     """Figures of one microbatch in one layer, in the embedding, or in the output layer with the loss.
 
     Attributes:
-        forward_ms, backward_ms, wgrad_ms: time of F, B and W.
-        activation, wgrad, history: memory, as in ``PassMemory``.
-        forward_attention, backward_attention: shares of attention in F and B, as in ``PassCosts``.
-        host_ms: time to copy what F saves to host memory, or back; 0 if unknown.
-        gather_ms, reduce_ms: times of the collectives of sharded units, as in ``PassCosts``; 0 if unknown.
+        forward_ms, backward_ms, wgrad_ms: time of F, B and W in ms.
+        activation, wgrad, history: memory as in ``PassMemory``: in bytes, or in microbatches.
+        forward_attention, backward_attention: shares of attention in F and B, from 0 to 1, as in ``PassCosts``.
+        host_ms: time in ms to copy what F saves to host memory, or back; 0 if unknown.
+        gather_ms, reduce_ms: time in ms of each collective of sharded units, as in ``PassCosts``; 0 if unknown.
 
     Raises:
         UserError: for a negative, huge or non-finite figure, or a share above 1.
@@ -56,7 +56,7 @@ class Part:
 
     @property
     def work_ms(self) -> float:
-        """Time of F, B and W together."""
+        """Time of F, B and W together, in ms."""
         return self.forward_ms + self.backward_ms + self.wgrad_ms
 
 
@@ -69,9 +69,10 @@ class LayerCosts:
 
     Attributes:
         layers: one part per layer.
-        input_memory: memory of a stage's input, which a stage keeps at least; 0 if unknown.
+        input_memory: memory of a stage's input, which a stage keeps at least, in the unit of ``activation``; 0 if
+            unknown.
         recomputed: as in ``PassMemory``.
-        comm_ms, links, message_ms: as in ``PassCosts``.
+        comm_ms, links, message_ms: ms, as in ``PassCosts``.
     """
 
     layers: tuple[Part, ...]
@@ -89,7 +90,7 @@ class LayerCosts:
 
     @cached_property
     def work_ms(self) -> tuple[float, ...]:
-        """Time of F, B and W together, per layer."""
+        """Time of F, B and W together in ms, per layer."""
         return tuple(layer.work_ms for layer in self.layers)
 
     def averaged(self) -> LayerCosts:
@@ -99,12 +100,12 @@ class LayerCosts:
         return replace(self, layers=(_part(mean),) * len(amounts))
 
     def rank_work_ms(self, placement: Placement, layout: Sequence[int]) -> tuple[float, ...]:
-        """Time of F, B and W of one microbatch, per rank."""
+        """Time of F, B and W of one microbatch in ms, per rank."""
         per_stage = [fsum(part) for part in self._parts_of(layout, "work_ms")]
         return tuple(fsum(per_stage[s] for s in placement.stages_of(rank)) for rank in range(placement.num_ranks))
 
     def on(self, layout: Sequence[int]) -> tuple[PassCosts, PassMemory]:
-        """Return costs and memory per stage.
+        """Return costs in ms and memory per stage.
 
         Raises:
             UserError: when the numbers of layers do not add up, or a stage keeps nothing in memory.

@@ -59,9 +59,9 @@ class LengthCost:
         return cls.of_share((forward + backward) / whole if whole else 0.0, sequence, fixed_tokens)
 
     def sample(self, tokens: int) -> float:
-        """The time of a sample."""
+        """The time of a sample, in the unit of these figures."""
         return (self.linear + self.quadratic * tokens) * tokens
 
     def microbatch(self, shape: Shape) -> float:
-        """The time of a microbatch, with its padding."""
+        """The time of a microbatch with its padding, in the unit of these figures."""
         return self.fixed + shape.sequences * self.sample(shape.tokens)

@@ -59,6 +59,8 @@ class PassMemory:
     def uniform(cls, placement: Placement, activation: float = 1.0, wgrad: float | None = None) -> PassMemory:
         """Use the same memory on every rank; by default ``wgrad`` is ``activation``, its largest possible value.
 
+        The default is one microbatch per rank, so that memory counts in microbatches.
+
         Raises:
             UserError: also for a figure above ``MAX_FIGURE``.
         """
@@ -76,7 +78,7 @@ class PassMemory:
         return PassMemory(activation, wgrad, history, self.recomputed, self.logits)
 
     def size(self, value: Value, slices: Slices = WHOLE) -> float:
-        """Memory of ``value`` on the rank that has it; activations and gradients in transit are not counted."""
+        """Memory of ``value`` on its rank, in the unit of these figures; messages under way are not counted."""
         producer = value.producer
         if producer.kind in VOCABULARY:
             return self.logits[producer.stage] if self.logits and (value.name, producer.kind) == (SAVED, S) else 0.0
@@ -88,7 +90,7 @@ class PassMemory:
         return (figures[producer.stage] - shared) * slices.shares[producer.slice]
 
     def changes(self, p: Pass, slices: Slices = WHOLE) -> tuple[float, float]:
-        """The changes of memory by ``p`` at its start and at its end."""
+        """The changes of memory by ``p`` at its start and at its end, in the unit of these figures."""
         if p.kind in VOCABULARY:
             saved = self.logits[p.stage] if self.logits and p.kind in (S, T) else 0.0
             return (saved, 0.0) if p.kind is S else (0.0, -saved)
@@ -108,5 +110,5 @@ class PassMemory:
         return gradients if p.slice == len(slices) - 1 else 0.0, left - activation + rows - freed
 
     def history_gradients(self, stage: int, slices: Slices) -> float:
-        """The gradients of the keys and values of a microbatch."""
+        """Memory of the gradients of a microbatch's keys and values, in the unit of these figures."""
         return 0.0 if len(slices) == 1 else self.history[stage] * (2 if len(slices) > MOST_SUMMED_AS_THEY_ARE else 1)

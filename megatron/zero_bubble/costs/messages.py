@@ -29,7 +29,7 @@ class Occupied(PassCosts):
     """Costs on one placement, whose durations include the messages of a pass.
 
     Attributes:
-        messages: those of the placement.
+        messages: per stage, the ms that a message to or from the stage above takes, and one to or from the stage below.
     """
 
     messages: tuple[tuple[float, float], ...] = ()

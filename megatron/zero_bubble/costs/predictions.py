@@ -33,8 +33,8 @@ def prediction_parts(model: Model, device: Device) -> tuple[Part, Part]:
 
 
 def prediction_weights(model: Model, counts: Sequence[int]) -> tuple[float, ...]:
-    """Weights per stage (the part of one tensor-parallel rank) that ``counts`` layers of multi-token prediction add:
-    projections, layers and a copy of the embedding on a stage that does not have it.
+    """Number of weights per stage (the part of one tensor-parallel rank) that ``counts`` layers of multi-token
+    prediction add: projections, layers and a copy of the embedding on a stage that does not have it.
     """
     each = model.layer_weights + 2 * model.hidden**2
     copies = [model.vocabulary * model.hidden if count and stage else 0 for stage, count in enumerate(counts)]

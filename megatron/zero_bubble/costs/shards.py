@@ -24,8 +24,8 @@ class Shards:
 
     Attributes:
         layers: the costs of the layers, without both.
-        vocabulary: the times of their shards.
-        logits: the memory from S to T per rank, in the unit of ``layers``.
+        vocabulary: the times of their shards in ms.
+        logits: the memory from S to T per rank, in the unit of ``layers``: bytes, or microbatches.
     """
 
     layers: LayerCosts
@@ -60,7 +60,8 @@ def divide(
 
     Args:
         recompute_logits: whether T computes the logits again, so that only the hidden states are kept.
-        throughput: the share of the undivided layer's throughput that shards reach (default: ``efficiency``).
+        throughput: the share of the undivided layer's throughput that shards reach, above 0 (default:
+            ``efficiency``).
     """
     loss, embedding = whole.loss, whole.embedding
     share = 1 / (num_ranks * (efficiency(algorithm, num_ranks) if throughput is None else throughput))

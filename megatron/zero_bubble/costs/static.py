@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes per stage, on one replica if it has all of them.
+    """Static memory of every stage, on one replica if it has all of it.
 
     Attributes:
-        weights, gradients, optimizer: of each stage.
+        weights, gradients, optimizer: bytes per stage.
     """
 
     weights: tuple[float, ...]

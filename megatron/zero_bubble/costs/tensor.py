@@ -51,12 +51,12 @@ class TensorParallel:
 
     @property
     def all_reduce_bytes(self) -> float:
-        """What a rank sends in one all-reduce of hidden states."""
+        """Bytes that a rank sends in one all-reduce of hidden states."""
         return 2 * (self.degree - 1) / self.degree * _BF16 * self.whole.tokens * self.whole.hidden
 
     @property
     def all_reduces(self) -> tuple[int, int]:
-        """Per layer and microbatch, those of F and those of B."""
+        """Number of all-reduces per layer and microbatch: of F, and of B."""
         return _FORWARD, _BACKWARD + (_FORWARD if self.whole.recompute == "full" else 0)
 
     def sent(self, num_microbatches: int) -> float:

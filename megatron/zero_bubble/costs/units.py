@@ -51,7 +51,7 @@ def check_same_length(owner: object, names: Sequence[str]) -> None:
 
 
 def spread(placement: Placement, whole: float) -> tuple[float, ...]:
-    """Divide the figure of each rank among its chunks: one figure per stage."""
+    """Divide the figure of each rank (ms or memory) among its chunks: one figure per stage, in the same unit."""
     return tuple(whole / len(placement.stages_of(rank)) for rank in placement.stage_to_rank)
 
 

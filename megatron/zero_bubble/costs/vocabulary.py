@@ -67,7 +67,7 @@ class VocabularyCosts:
         return figures[p.kind][p.stage] if p.kind in figures else 0.0
 
     def work_ms(self, rank: int) -> float:
-        """The time that a rank spends on the vocabulary per microbatch."""
+        """The ms that a rank spends on the vocabulary per microbatch."""
         return (
             self.output_ms[rank] + self.output_wgrad_ms[rank] + self.embedding_ms[rank] + self.embedding_wgrad_ms[rank]
         )
