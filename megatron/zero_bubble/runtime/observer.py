@@ -22,7 +22,8 @@ class IterationStart(NamedTuple):
     Attributes:
         group: the process group of the pipeline.
         chunks: model chunks of this rank.
-        operands: returns the tensors that B has stored for a given W pass, or S for a given T pass.
+        operands: returns what B has stored for a given W pass, or S for a given T pass: the inputs and the output
+            gradients of the linears, [tokens, features] each.
         saved: collects what forwards save for their backwards; None under Megatron's own schedules.
         histories: returns the tensors that slices of sequences share, of a stage and microbatch or of all.
     """
