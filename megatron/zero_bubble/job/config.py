@@ -88,8 +88,9 @@ class ZeroBubbleConfig:
         shard_weights: keep of each chunk only a shard per data-parallel replica: gather its weights whenever its passes
             need them, once per unit of microbatches, and reduce its gradients once per unit. At most ``whole_stages``
             chunks of a rank then have whole weights.
-        unit_microbatches: microbatches of a unit of ``zero-pp``, after which ``shard_weights`` reduces gradients; None
-            for ``zero-pp``'s smallest that takes no longer than one unit of all, and else as many as pipeline ranks.
+        unit_microbatches: microbatches of a unit of ``zero-pp``, after which ``shard_weights`` reduces gradients. None:
+            ``zero-pp`` takes the smallest unit whose makespan equals that of a single unit, and other schedules take
+            as many microbatches as there are pipeline ranks.
         costs_file: measured times and memory of an earlier run, by which ``zero-pp`` chooses its units if
             ``unit_microbatches`` is None; without it, passes count as equally long, and collectives take no time.
         whole_stages: the most stages of a rank whose weights are whole at a time with ``shard_weights``; None for 2, of
