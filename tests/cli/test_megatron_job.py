@@ -82,6 +82,7 @@ ALL = [*of_tables(), *of_the_fork(), *OTHERS]
 def sentences_of_runs(rank: int, jobs: Sequence[Sequence[str]]) -> list[str]:
     """How runs of a stand-in for Megatron-LM's script end, in the order of the launcher's steps."""
     from megatron.zero_bubble.errors import UserError
+    from megatron.zero_bubble.job.planned import adopt
     from megatron.zero_bubble.job.rules import Job, check_flags
     from megatron.zero_bubble.megatron_lm import install
     from megatron.zero_bubble.megatron_lm.meeting import Meeting
@@ -101,6 +102,7 @@ def sentences_of_runs(rank: int, jobs: Sequence[Sequence[str]]) -> list[str]:
             arguments, _ = fork_flags.modernize(job)
             options, _ = parse_ours(arguments)
             checks.check_format(options, "x" if "--yaml-cfg" in arguments else None)
+            adopt(options)
             check_flags(Job(options, under_launcher=True))
             args = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(arguments)
             validate = install._validated(training.validate_args, options, installed_seams(), print, Meeting())

@@ -45,7 +45,7 @@ def test_moves_of_a_schedule_file_are_checked_as_offloading(tmp_path: Path) -> N
     config = ZeroBubbleConfig(schedule_file=moving, host_memory="1GiB")
     select = config.selection(config.sources()(2))
     assert select is not None and select(schedule) == (move,)
-    with pytest.raises(ValueError, match="offload must be that of the schedule file, what it lists; got none with"):
+    with pytest.raises(ValueError, match="offload must be that of the schedule file, its moves; got none with"):
         ZeroBubbleConfig(schedule_file=moving, offload="none")
     with pytest.raises(ValueError, match="offloading exclude each other.*got wgrad_stream and moves=.*moving.json"):
         ZeroBubbleConfig(schedule_file=moving, wgrad_stream=True)

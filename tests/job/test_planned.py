@@ -61,6 +61,8 @@ def test_planned_sharding_is_what_runs(tmp_path: Path) -> None:
         args = checked(f"{flags} {more}")
         assert args.zero_bubble.shard_weights and args.zero_bubble.sharding(2) == PLANNED
         assert args.zero_bubble_shard_weights, "the checks of the job read the flags"
+        of_megatron = checked_megatron_job(f"{JOB} {flags} {more}".split(), 4, 4).args
+        assert of_megatron.zero_bubble_shard_weights and of_megatron.zero_bubble.sharding(2) == PLANNED
     with pytest.raises(UserError, match="sharded units need use_distributed_optimizer=True"):
         checked(f"--zero-bubble-schedule {file}")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import PassCosts, build, simulate
+from megatron.zero_bubble.formats.layout import LAYOUT
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.megatron_lm.launch import main
 from tests.helpers.launch import LaunchServer
@@ -60,17 +61,27 @@ def test_our_flags_are_in_the_jobs_arguments() -> None:
 
 
 def test_schedule_file_is_read_once(tmp_path: Path) -> None:
-    file, log, script = tmp_path / "plan.json", tmp_path / "reads", tmp_path / "stand_in" / "job.py"
+    """By the launcher, before the script begins, which deletes it here."""
+    file, script = tmp_path / "plan.json", tmp_path / "stand_in" / "job.py"
     schedule = build("zb-v", num_ranks=2, num_microbatches=6)
     file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))))
     shutil.copytree(STAND_IN, script.parent)
-    logged = f"log_reads(Path({str(file)!r}), Path({str(log)!r}), 'read')\n"
-    imports = "from pathlib import Path\nfrom tests.helpers.reads import log_reads\n"
-    script.write_text(imports + logged + script.read_text())
+    script.write_text(f"import os\nos.remove({str(file)!r})\n{script.read_text()}")
     lines, code = launch(*PIPELINE, "--zero-bubble-schedule-file", str(file), script=script)
     assert code == 0, lines
     assert any(line.startswith(f"zero-bubble: schedule {file} in megatron-core") for line in lines), lines
-    assert log.read_text() == "read\n"
+
+
+def test_job_gets_the_layout_of_its_plan(tmp_path: Path) -> None:
+    """Before Megatron validates its flags, which then derive the stages per rank from it."""
+    file = tmp_path / "plan.json"
+    schedule = build("zb-v", num_ranks=2, num_microbatches=6)
+    timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))
+    file.write_text(plan_to_json(timeline, more={LAYOUT: "Et|tt|t|L"}))
+    lines, code = launch(*PIPELINE, "--zero-bubble-schedule", str(file))
+    assert code == 0, lines
+    assert "zero-bubble: layers by stage: Et|tt|t|L" in lines
+    assert "pipeline_model_parallel_layout = Et|tt|t|L" in lines
 
 
 def test_help_of_the_launcher_lists_our_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,7 @@ def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule-file /no/such/file",
             2,
-            "the schedule file /no/such/file does not exist",
+            "cannot read the schedule file /no/such/file: No such file or directory; check the path",
         ),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-record-costs /",

@@ -58,7 +58,7 @@ BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "data file corrupt": (broken_data, "text.idx is not an index of Megatron's indexed format"),
     "schedule file missing": (
         lambda folder: [*BASE, *PAIR, "--zero-bubble-schedule-file", str(folder / "none.json")],
-        "none.json does not exist; write one with `zero-bubble plan --format json`",
+        "none.json: No such file or directory; check the path",
     ),
     "no pipeline": (
         lambda _: [*BASE, *Layout(1, data=2).flags(3).split(), *ZERO_BUBBLE],

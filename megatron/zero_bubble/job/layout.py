@@ -56,7 +56,7 @@ def take_layout(job: Any, plan: PlanFile, file: str) -> None:
             f"give {_LAYOUT} '{layout}' instead, or leave all flags that divide layers out"
         )
     job.pipeline_model_parallel_layout = layout
-    for name in _VIRTUAL:  # which Megatron takes from the layout, and refuses beside it
+    for name in _VIRTUAL:  # which Megatron takes from the layout, and refuses together with it
         if hasattr(job, name):
             setattr(job, name, None)
 

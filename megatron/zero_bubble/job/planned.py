@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.errors import UserError
@@ -58,7 +57,7 @@ _DECISIONS = (
     _Decision("num_slices", lambda plan, _: len(plan.schedule.slices), in_plan=True),
     _Decision("slice_ends", _slice_ends, in_plan=True),
     _Decision("placement", _placement_of, in_plan=True),
-    _Decision("offload", lambda plan, _: plan.offload or ("what it lists" if plan.moves else None), in_plan=True),
+    _Decision("offload", lambda plan, _: plan.offload or ("its moves" if plan.moves else None), in_plan=True),
 )
 
 
@@ -94,8 +93,6 @@ def adopt(options: argparse.Namespace) -> None:
         options.zero_bubble_schedule = None
     if not file:
         return
-    if not Path(file).exists():
-        raise UserError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
     options.zero_bubble_plan = plan = read_plan_file(file)
     given: dict[str, Any] = {each.field: getattr(options, each.option) or None for each in _DECISIONS}
     if given["vocabulary"] in ("1", "2"):
