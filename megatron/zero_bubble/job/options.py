@@ -17,6 +17,13 @@ ON_A_V = Choice("stages on a V", chosen("on_a_v"))
 _GRAPHS = "Megatron captures CUDA graphs in the order of its own 1F1B"
 _FSDP = "FSDP does not reduce gradients through DistributedDataParallel"
 _MAXIMUM = "forwards that run again would count twice in the maximum of the attention logits"
+_OFFLOAD = "offloading assumes Megatron's order of backward passes"
+_OVERLAP = "the schedule decides which passes overlap with messages"
+_SHARED_MEMORY = "weights are gathered into the memory of the gradients, which the validation may need"
+_COPIES = "TransformerEngine keeps whole copies of the weights in this precision"
+_PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches of their replica"
+_DROP_LAYERS = "drop --cpu-offloading-num-layers"
+_DROP_FLUSH = "drop --overlap-p2p-communication-warmup-flush"
 _EXPERTS = "experts are sharded over other groups, which this version does not support"
 OPTIONS = (
     Rule(SCHEDULE, "enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
@@ -24,40 +31,16 @@ OPTIONS = (
     Rule(SCHEDULE, "cuda_graph_impl", "none", _GRAPHS, "set --cuda-graph-impl none"),
     Rule(SCHEDULE, "overlap_moe_expert_parallel_comm", False, "this option itself orders B and W inside each layer"),
     Rule(SCHEDULE, "delay_wgrad_compute", False, "the schedule already defers weight gradients"),
-    Rule(
-        SCHEDULE,
-        "overlap_dispatch_backward_with_experts_wgrad",
-        False,
-        "this option runs the W of experts inside their B",
-    ),
-    Rule(
-        SCHEDULE,
-        "use_transformer_engine_op_fuser",
-        False,
-        "fused operations compute weight gradients that the schedule must defer to W",
-    ),
+    Rule(SCHEDULE, "overlap_dispatch_backward_with_experts_wgrad", False, "it runs the W of experts inside their B"),
+    Rule(SCHEDULE, "use_transformer_engine_op_fuser", False, "fused operations cannot defer weight gradients to W"),
     Rule(SCHEDULE, "fine_grained_activation_offloading", False, "offloading assumes Megatron's order of chunks"),
-    Rule(
-        SCHEDULE,
-        "cpu_offloading",
-        False,
-        "offloading assumes Megatron's order of backward passes",
-        "drop --cpu-offloading-num-layers",
-    ),
-    Rule(SCHEDULE, "cpu_offloading_num_layers", 0, "offloading assumes Megatron's order of backward passes"),
+    Rule(SCHEDULE, "cpu_offloading", False, _OFFLOAD, _DROP_LAYERS),
+    Rule(SCHEDULE, "cpu_offloading_num_layers", 0, _OFFLOAD),
     Rule(SCHEDULE, "moe_paged_stash", False, "Megatron resets the pages only in its own schedules"),
-    Rule(
-        SCHEDULE,
-        "overlap_p2p_comm_warmup_flush",
-        False,
-        "the schedule decides which passes overlap with messages",
-        "drop --overlap-p2p-communication-warmup-flush",
-    ),
-    Rule(
-        SCHEDULE, "variable_seq_lengths", False, "receives are posted before the shape is known", "pad to --seq-length"
-    ),
+    Rule(SCHEDULE, "overlap_p2p_comm_warmup_flush", False, _OVERLAP, _DROP_FLUSH),
+    Rule(SCHEDULE, "variable_seq_lengths", False, "receives are posted before shapes are known", "pad to --seq-length"),
     Rule(SCHEDULE, "use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
-    Rule(SCHEDULE, "use_legacy_models", False, "legacy models bypass the linears whose weight gradients are deferred"),
+    Rule(SCHEDULE, "use_legacy_models", False, "legacy models bypass the linears that defer W"),
     Rule(SCHEDULE, "use_custom_fsdp", False, _FSDP),
     Rule(SCHEDULE, "use_megatron_fsdp", False, _FSDP),
     Rule(SCHEDULE, "use_torch_fsdp2", False, _FSDP),
@@ -70,27 +53,17 @@ OPTIONS = (
     Rule(ON_A_V, "logits_load_dir", None, "Megatron looks for the output layer on the last rank"),
     Rule(POST_VALIDATION, "qk_clip", False, _MAXIMUM),
     Rule(POST_VALIDATION, "log_max_attention_logit", False, _MAXIMUM),
-    Rule(
-        POST_VALIDATION,
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        False,
-        "weights are gathered into the memory of the gradients, which the validation may need",
-    ),
-    Rule(
-        POST_VALIDATION,
-        "optimizer_cpu_offload",
-        False,
-        "the optimizer on the host keeps copies that a rollback does not restore",
-    ),
+    Rule(POST_VALIDATION, "reuse_grad_buf_for_mxfp8_param_ag", False, _SHARED_MEMORY),
+    Rule(POST_VALIDATION, "optimizer_cpu_offload", False, "a rollback does not restore its copies on the host"),
     Rule(POST_VALIDATION, "optimizer_cuda_graph", False, "a captured step cannot be repeated or delayed"),
     Rule(POST_VALIDATION, "perform_rl_step", False, "rollouts would use weights that may be undone"),
     Rule(POST_VALIDATION, "vision_pretraining", False, "the teacher follows weights that may be undone"),
     Rule(POST_VALIDATION, "moe_routing_trace_path", None, "forwards that run again would be traced twice"),
-    Rule(SLICES, "context_parallel_size", 1, "context parallelism distributes every sequence over its ranks"),
+    Rule(SLICES, "context_parallel_size", 1, "it distributes every sequence over its ranks"),
     Rule(SLICES, "mtp_num_layers", None, "multi-token prediction reads tokens of the next slice"),
     Rule(SLICES, "multi_latent_attention", False, "its rotary embeddings begin at the first token"),
     Rule(SLICES, "experimental_attention_variant", None, "its layers do not keep keys and values"),
-    Rule(SLICES, "sft", False, "its samples are packed, and a slice attends to the whole sequence before it"),
+    Rule(SLICES, "sft", False, "samples are packed, and slices attend to all before them"),
     Rule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
     Rule(VOCABULARY, "context_parallel_size", 1, "every rank has rows for whole sequences"),
     Rule(VOCABULARY, "mtp_num_layers", None, "multi-token prediction has an output layer of its own"),
@@ -113,31 +86,19 @@ OPTIONS = (
     Rule(SHARDS, "num_moe_experts", None, _EXPERTS, "drop --num-experts"),
     Rule(SHARDS, "num_experts", None, _EXPERTS),
     Rule(SHARDS, "num_distributed_optimizer_instances", 1, "this version shards over all replicas"),
-    Rule(SHARDS, "context_parallel_size", 1, "this version shards only over replicas with whole sequences"),
-    Rule(SHARDS, "fp8", None, "TransformerEngine keeps whole copies of the weights in FP8", "drop --fp8-format"),
-    Rule(SHARDS, "fp4", None, "TransformerEngine keeps whole copies of the weights in FP4", "drop --fp4-format"),
+    Rule(SHARDS, "context_parallel_size", 1, "replicas must have whole sequences in this version"),
+    Rule(SHARDS, "fp8", None, _COPIES, "drop --fp8-format"),
+    Rule(SHARDS, "fp4", None, _COPIES, "drop --fp4-format"),
     Rule(SHARDS, "nccl_ub", False, "buffers that are registered with NCCL cannot be freed", "drop --use-nccl-ub"),
     Rule(SHARDS, "optimizer_cpu_offload", False, "the optimizer steps shards where they are"),
-    Rule(
-        SHARDS,
-        "defer_embedding_wgrad_compute",
-        False,
-        "what it adds to gradients after the passes would not be reduced",
-    ),
-    Rule(SHARDS, "mtp_num_layers", None, "multi-token prediction is not supported in this version"),
-    Rule(
-        BALANCE,
-        "calculate_per_token_loss",
-        True,
-        "a mean over microbatches would weight tokens by the number of microbatches of their replica",
-        "give --calculate-per-token-loss",
-    ),
+    Rule(SHARDS, "defer_embedding_wgrad_compute", False, "what it adds after the passes would not be reduced"),
+    Rule(SHARDS, "mtp_num_layers", None, "this version does not support multi-token prediction"),
+    Rule(BALANCE, "calculate_per_token_loss", True, _PER_TOKEN, "give --calculate-per-token-loss"),
     Rule(
         BALANCE,
         "num_moe_experts",
         None,
-        "experts exchange tokens between replicas, which then need equally many microbatches, and would route the "
-        "padding",
+        "experts exchange tokens between replicas, and would route padding",
         "drop --num-experts",
     ),
     Rule(BALANCE, "mtp_num_layers", None, "the loss of multi-token prediction is a mean over microbatches", "drop it"),
