@@ -72,5 +72,5 @@ def test_a_killed_replica_ends_the_run(tmp_path: Path, call: str) -> None:
 
 
 def test_a_transport_without_shards_is_refused() -> None:
-    with pytest.raises(UserError, match="shard_transport exchanges the shards of shard_weights"):
+    with pytest.raises(UserError, match="shard_transport=on-demand works only with sharded units"):
         ZeroBubbleConfig("zero-pp", shard_transport="on-demand")

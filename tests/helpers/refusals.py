@@ -96,11 +96,15 @@ def jobs_of_exclusions(under_launcher: bool) -> list[tuple[Rule, str]]:
 
 
 def plans_of_exclusions() -> list[tuple[Rule, str]]:
-    """The flags of ``plan`` per pair of choices that it offers."""
+    """The commands ``plan`` and ``compare`` per pair of choices that they offer; ``compare`` has no schedule, and rows
+    of their own for layouts, and for ``--vocabulary auto``.
+    """
     found = []
     for rule in EXCLUSIONS:
         (_, one), (_, other) = _CHOICES[rule.subject], _CHOICES[rule.needs]  # type: ignore[index]
+        words = f"{one} {other}"
         if one and other:
-            words = f"{one} {other}"
-            found.append((rule, words if "--schedule" in words else f"--schedule zero-pp {words}"))
+            found.append((rule, f"plan {words}" if "--schedule" in words else f"plan --schedule zero-pp {words}"))
+            if "--schedule" not in words and exclusions.LAYOUT is not rule.subject:
+                found.append((rule, f"compare {words.replace('auto', '2') if 'vocabulary' in words else words}"))
     return found

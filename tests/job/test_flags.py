@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.features import OPTIONS
 from megatron.zero_bubble.job.flags import add_flags, config_of, parse_ours
+from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
 from tests.planning.test_source import divided_plan
 
 OF_SCHEDULE = {"zb-h1": {"schedule": "zb-h1"}, "zb-auto": {"schedule": "zb-auto", "memory_limit": "1p"}}
@@ -94,3 +97,10 @@ def test_every_flag_is_frozen() -> None:
     every = {flag for action in parser._actions for flag in action.option_strings} - {"--zero-bubble-help-all"}
     assert len(every) >= 31
     assert every - {"--zero-bubble-schedule"} <= set(frozen)
+
+
+def test_the_table_states_the_defaults_of_the_configuration() -> None:
+    defaults = {field.name: field.default for field in fields(ZeroBubbleConfig)}
+    stated = {o.name: o.default for o in OPTIONS if o.name in defaults and " " not in o.default and o.default}
+    own = {"whole_stages": DEFAULT_WHOLE_CHUNKS, "vocabulary": "off"}
+    assert stated == {name: str(own.get(name, defaults[name])) for name in stated} and len(stated) == 8

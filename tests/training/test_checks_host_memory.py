@@ -63,8 +63,8 @@ def test_jobs_without_estimate_or_moves_are_not_refused() -> None:
     checked(1, "--global-batch-size 32 --num-experts 4")
 
 
-def test_limit_without_moves_is_rejected_as_before() -> None:
-    assert "which moves nothing" in refusal(1, "--global-batch-size 32 --zero-bubble-offload none")
+def test_limit_without_moves_is_rejected() -> None:
+    assert "works only with offloading" in refusal(1, "--global-batch-size 32 --zero-bubble-offload none")
 
 
 def test_jobs_of_megatron_lm_are_checked_with_equal_stages() -> None:
