@@ -73,7 +73,7 @@ def test_no_layout_and_no_baseline_is_better(seeds: range) -> None:
 SEARCHES = [("zb-v", 1.0, False), ("zb-v", 1.0, True), ("zb-auto", 0.6, False), ("zb-auto", 0.6, True)]
 
 
-@pytest.mark.parametrize(("name", "limit", "drafts"), some(SEARCHES, *SEARCHES[1:]))
+@pytest.mark.parametrize(("name", "limit", "drafts"), some(SEARCHES, *SEARCHES[2:]))
 def test_searched_schedules_are_never_longer_than_those_of_the_baselines(
     name: str, limit: float, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
