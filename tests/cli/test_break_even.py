@@ -10,22 +10,22 @@ from megatron.zero_bubble import PassCosts, PassMemory, Placement, build
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.break_even import Contenders
-from megatron.zero_bubble.cli.candidates import Made
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offer import Offer
 
 NAMES = {"zb-v": 96, "zb-h1": 48, "1f1b": 48}
 """Schedules of 4 ranks and 8 microbatches, and their messages."""
 
 
-def made(name: str, message_ms: float = 0.0) -> Made:
+def made(name: str, message_ms: float = 0.0) -> Offer:
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
         return PassCosts.uniform(placement, 10, 11, 8), PassMemory.uniform(placement)
 
-    return Made(build(name, num_ranks=4, num_microbatches=8), Figures(4, 8, on).with_messages(message_ms))
+    return Offer(build(name, num_ranks=4, num_microbatches=8), Figures(4, 8, on).with_messages(message_ms))
 
 
 def ms(name: str, objective: Metric, message_ms: float) -> float:
-    timeline = made(name, message_ms).timeline()
+    timeline = made(name, message_ms).timeline
     return timeline.span_ms if objective == "span" else timeline.makespan_ms
 
 

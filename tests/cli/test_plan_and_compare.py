@@ -207,7 +207,7 @@ def test_compare_shows_progress_on_a_terminal_only(
 @pytest.mark.parametrize(
     ("words", "slow", "expected"),
     [
-        (["plan", "--schedule", "zb-h1", *SIZES, *TIMES], "plan.make_plan", "planning"),
+        (["plan", "--schedule", "zb-h1", *SIZES, *TIMES], "plan.answer", "planning"),
         (["compare", *SIZES, *TIMES, "--equal-passes"], "compare._row", r"planning .* \(\d+ of \d+\)"),
         (["compare", *SIZES, *TIMES, "--equal-passes"], "compare._bounds", "computing lower bounds"),
         (["dry-run", "--gpus-per-node", "2", "--", *TINY], "dry_run._prove", "checking the job and its plan"),

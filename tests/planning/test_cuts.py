@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, Slices, build
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs.cuts import balanced
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.planning.cuts import shortest
+from megatron.zero_bubble.planning.choosers import slices
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offer import Offer
+from megatron.zero_bubble.planning.question import Question
 
 
 def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
@@ -17,6 +21,21 @@ def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
 
 
 COSTS = Figures(4, 8, on)
+
+
+def chosen(
+    make: Callable[[Slices], Schedule], candidates: Sequence[Slices], limit: float | None, objective: Metric
+) -> Schedule:
+    """The schedule that is taken where ``make`` makes one for each of the cuts."""
+
+    def ask(question: Question) -> Iterator[Offer]:
+        assert isinstance(question.slices, tuple)
+        (cut,) = question.slices
+        yield Offer(make(cut), question.costs)
+
+    *_, best = slices(Question(COSTS, limit=limit, objective=objective, slices=tuple(candidates)), ask)
+    assert isinstance(best, Offer)
+    return best.schedule
 
 
 @pytest.mark.parametrize(("objective", "name"), [("span", "zb-h2"), ("makespan", "v-half")])
@@ -27,8 +46,8 @@ def test_shortest_by_the_objective(objective: Metric, name: str) -> None:
     def make(slices: Slices) -> Schedule:
         return build("v-half" if slices == one else "zb-h2", num_ranks=4, num_microbatches=8)
 
-    assert shortest(make, [one, two], COSTS, None, objective).name == name
-    assert shortest(make, [two, one], COSTS, None, objective).name == name
+    assert chosen(make, [one, two], None, objective).name == name
+    assert chosen(make, [two, one], None, objective).name == name
 
 
 def test_the_smallest_peak_if_none_is_within_the_limit() -> None:
@@ -37,8 +56,8 @@ def test_the_smallest_peak_if_none_is_within_the_limit() -> None:
     def make(slices: Slices) -> Schedule:
         return build("seq-zb-h1", num_ranks=4, num_microbatches=8, num_slices=slices)
 
-    assert shortest(make, cuts, COSTS, None, "span").slices == cuts[0]
-    assert shortest(make, cuts, COSTS, 0.5, "span").slices == cuts[1]
+    assert chosen(make, cuts, None, "span").slices == cuts[0]
+    assert chosen(make, cuts, 0.5, "span").slices == cuts[1]
 
 
 def test_candidates_without_a_schedule_are_skipped() -> None:
@@ -48,6 +67,6 @@ def test_candidates_without_a_schedule_are_skipped() -> None:
         return build("seq-zb-h1", num_ranks=4, num_microbatches=8, num_slices=slices)
 
     few, enough = [Slices.even(2), Slices.even(3)], Slices.even(4)
-    assert shortest(make, [*few, enough], COSTS, None, "span").slices == enough
+    assert chosen(make, [*few, enough], None, "span").slices == enough
     with pytest.raises(UserError, match="3 slices are too few"):
-        shortest(make, few, COSTS, None, "span")
+        chosen(make, few, None, "span")

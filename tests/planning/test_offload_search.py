@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, build
-from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.answer import Answer, answer
+from megatron.zero_bubble.planning.choosers import offload, schedules, search_limits, vocabulary
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.offload import Offloaded, plan_offload
-from megatron.zero_bubble.planning.offload_search import best_offloaded, search_limits
-from megatron.zero_bubble.planning.vocabulary import Planned, of_variants, variants
+from megatron.zero_bubble.planning.offer import Ask, Offer, score
+from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.score import best
+from megatron.zero_bubble.planning.vocabulary import variants
 
 RANKS, MICROBATCHES = 4, 12
 
@@ -29,23 +31,18 @@ def figures(host_ms: float = 1.0, wgrad: float = 0.3) -> Figures:
     return Figures(RANKS, MICROBATCHES, on).with_copies(host_ms)
 
 
-def of(costs: Figures, *names: str) -> Iterator[Planned]:
+def of(costs: Figures, *names: str) -> Iterator[Offer]:
     for name in names:
-        schedule = build(name, num_ranks=RANKS, num_microbatches=MICROBATCHES)
-        yield Planned(timeline_of(schedule, *costs.on(schedule.placement)), costs)
+        yield Offer(build(name, num_ranks=RANKS, num_microbatches=MICROBATCHES), costs)
 
 
-def moved(limit: float | None) -> list[str]:
+def moved(limit: float | None, names: Sequence[str] = ("1f1b", "zb-h1", "zb-h2", "zb-h2")) -> list[str]:
     """The schedules that were offloaded, in order, and the one that was taken."""
-    offloaded: list[str] = []
-
-    def move(before: Timeline, costs: Figures) -> Offloaded:
-        offloaded.append(before.schedule.name)
-        return plan_offload(before, *costs.on(before.schedule.placement), limit=limit)
-
-    names = ("1f1b", "zb-h1", "zb-h2", "zb-h2")
-    found = best_offloaded(lambda name: of(figures(), name), move, names, limit, "span")
-    return [*offloaded, found.planned.timeline.schedule.name]
+    costs = figures()
+    question = Question(costs, None, limit, offload=Offloading("auto", tuple(map(float, range(len(names)))), limit))
+    found = [*offload(question, lambda asked: of(costs, names[int(asked.limit or 0)]))]
+    offers = [each for each in found if isinstance(each, Offer)]
+    return [*(each.schedule.name for each in offers), best(offers, partial(score, question)).offer.schedule.name]
 
 
 def test_a_schedule_above_the_limit_is_taken_if_its_moves_bring_it_below() -> None:
@@ -62,29 +59,27 @@ def test_without_one_that_fits_the_smallest_peak_is_taken() -> None:
 
 
 def test_what_is_longer_already_is_not_offloaded() -> None:
+    assert moved(7.0, ("zb-h2", "1f1b", "zb-h1")) == ["zb-h2", "zb-h2"]
+
+
+def test_searches_that_admit_nothing_are_reported_unless_all_do() -> None:
     costs = figures()
 
-    def move(before: Timeline, costs: Figures) -> Offloaded:
-        assert before.schedule.name == "zb-h2"
-        return plan_offload(before, *costs.on(before.schedule.placement), limit=7.0)
+    def asked(*limits: float) -> Answer:
+        def make(question: Question, _: Ask) -> Iterator[Offer]:
+            assert question.limit is not None
+            if question.limit < 2:
+                raise UserError(f"nothing within {question.limit:g}")
+            yield from of(costs, "1f1b")
 
-    best_offloaded(lambda name: of(costs, name), move, ("zb-h2", "1f1b", "zb-h1"), 7.0, "span")
+        return answer(Question(costs, None, 0.5, offload=Offloading("auto", limits, 0.5)), (offload, make))
 
-
-def test_searches_that_admit_nothing_are_skipped_unless_all_do() -> None:
-    costs = figures()
-
-    def move(before: Timeline, costs: Figures) -> Offloaded:
-        return plan_offload(before, *costs.on(before.schedule.placement))
-
-    def make(limit: float) -> Iterator[Planned]:
-        if limit < 2:
-            raise UserError(f"nothing within {limit:g}")
-        yield from of(costs, "1f1b")
-
-    assert best_offloaded(make, move, (0.5, 2.0), 0.5, "span").planned.timeline.schedule.name == "1f1b"
+    found = asked(0.5, 2.0)
+    assert found.schedule.name == "1f1b"
+    (dropped,) = found.dropped
+    assert str(dropped) == "a schedule within 0.5 microbatches, before offloading, dropped out: nothing within 0.5"
     with pytest.raises(UserError, match=r"nothing within 0\.5"):
-        best_offloaded(make, move, (0.5, 1.0), 0.5, "span")
+        asked(0.5, 1.0)
 
 
 def test_limits_of_searches() -> None:
@@ -97,23 +92,16 @@ def test_limits_of_searches() -> None:
 def test_every_variant_is_offloaded_with_its_own_costs() -> None:
     """The passes of algorithm 2 are 1 ms longer here, and so the copies of its variant are."""
     given = figures()
-    vocabulary = VocabularyCosts.uniform(RANKS, 0.5, 0.5)
-    base = replace(given, on=lambda on: (replace(given.on(on)[0], vocabulary=vocabulary), given.on(on)[1]))
+    times = VocabularyCosts.uniform(RANKS, 0.5, 0.5)
+    base = replace(given, on=lambda on: (replace(given.on(on)[0], vocabulary=times), given.on(on)[1]))
     slow = [
         replace(each, costs=base.with_copies(float(each.algorithm or 0))) for each in variants(base, "auto")
     ]  # fmt: skip
-    seen: dict[float, str] = {}
-
-    def move(before: Timeline, costs: Figures) -> Offloaded:
-        on = costs.on(before.schedule.placement)
-        seen[on[0].host_ms[0]] = before.schedule.name
-        return plan_offload(before, *on, limit=3.0)
-
-    def make(limit: float | None) -> Iterator[Planned]:
-        zb_h1 = build("zb-h1", num_ranks=RANKS, num_microbatches=MICROBATCHES)
-        return of_variants(slow, lambda _: [zb_h1], limit, "span")
-
-    found = best_offloaded(make, move, (None, 3.0), 0.5, "span")
-    assert found.planned.costs in [each.costs for each in slow]
+    zb_h1 = build("zb-h1", num_ranks=RANKS, num_microbatches=MICROBATCHES)
+    question = Question(base, None, 0.5, file=zb_h1, variants=tuple(slow), offload=Offloading("auto", (None, 3.0), 3.0))
+    found = list(offload(question, lambda own: vocabulary(own, lambda one: schedules(one, lambda _: ()))))
+    offers = [each for each in found if isinstance(each, Offer)]
+    assert all(each.costs in [variant.costs for variant in slow] for each in offers)
+    seen = {each.costs.on(zb_h1.placement)[0].host_ms[0]: each.timeline.schedule.name for each in offers}
     assert seen.keys() == {1.0, 2.0}
     assert "(vocabulary 1)" in seen[1.0] and "(vocabulary 2)" in seen[2.0]

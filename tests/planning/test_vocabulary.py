@@ -14,13 +14,14 @@ from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.plans import peak_memory
+from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.vocabulary import (
     Variant,
-    best_variant,
     inserted,
-    searched,
     variants,
     with_times,
 )
@@ -67,14 +68,12 @@ def test_costs_of_whole_ranks_are_not_enough() -> None:
 def test_the_shortest_variant_within_the_limit_is_chosen() -> None:
     """Undivided, 256k tokens take longest, but need the least memory; algorithm 1 needs the most."""
     choices = variants(figures_of("stock_256k"), "auto")
-    peaks = {
-        variant.algorithm: peak_memory(inserted(_zb_h1(), variant, None, "span"), variant.costs) for variant in choices
-    }
+    peaks = {variant.algorithm: peak_memory(_inserted(_zb_h1(), variant, "span"), variant.costs) for variant in choices}
     assert peaks == {None: 8.0, 1: 10.0, 2: 9.0}
     for limit, chosen in ((7.0, None), (8.0, None), (9.0, 2)):
-        best = best_variant(choices, lambda _: [_zb_h1()], limit, "span")
+        best = _best(choices, limit, _zb_h1())
         assert algorithm_of(best.timeline.schedule) == chosen
-    assert algorithm_of(best_variant(choices, lambda _: [_zb_h1()], None, "span").timeline.schedule) is not None
+    assert algorithm_of(_best(choices, None, _zb_h1()).timeline.schedule) is not None
 
 
 @pytest.mark.parametrize(("name", "algorithm"), some(product(["stock_32k", "stock_256k"], [1, 2]), ("stock_256k", 2)))
@@ -83,7 +82,7 @@ def test_zb_auto_is_never_longer_than_1f1b_at_its_memory(algorithm: Algorithm, n
     plain = build("1f1b", num_ranks=8, num_microbatches=24)
     known = best_with_vocabulary(plain, *variant.costs.on(plain.placement), algorithm, "span")
     limit = peak_memory(known, variant.costs)
-    best = best_variant([variant], lambda own: searched(own, limit, "linear", "span"), limit, "span")
+    best = answer(Question(variant.costs, limit=limit, placement="linear", variants=(variant,)))
     validate(best.timeline.schedule)
     assert best.timeline.span_ms < 0.97 * known.span_ms
     assert peak_memory(best.timeline, variant.costs) <= limit * (1 + 1e-9)
@@ -103,9 +102,9 @@ def test_zb_auto_is_never_longer_than_algorithm_2_on_1f1b_for_any_published_row(
     choices = variants(figures_of(name, num_microbatches), "auto")
     (second,) = (variant for variant in choices if variant.algorithm == 2)
     plain = build("1f1b", num_ranks=8, num_microbatches=num_microbatches)
-    known = inserted(plain, second, None, objective)
+    known = _inserted(plain, second, objective)
     limit = peak_memory(known, second.costs)
-    best = best_variant(choices, lambda own: searched(own, limit, "auto", objective), limit, objective)
+    best = answer(Question(second.costs, limit=limit, objective=objective, variants=choices))
     assert peak_memory(best.timeline, best.costs) <= limit * (1 + 1e-9)
     assert _ms(best.timeline, objective) <= _ms(known, objective) * (1 + 1e-9)
 
@@ -116,9 +115,18 @@ def _ms(timeline: Timeline, objective: Metric) -> float:
 
 def test_a_schedule_with_passes_of_the_vocabulary_stays() -> None:
     (variant,) = variants(figures_of("vocabulary_2_64k"), "2")
-    made = inserted(_zb_h1(), variant, None, "span").schedule
-    assert inserted(made, variant, None, "span").schedule is made
-    assert inserted(_zb_h1(), Variant(None, variant.costs), None, "span").schedule == _zb_h1()
+    made = inserted(_zb_h1(), variant, None, "span")
+    assert inserted(made, variant, None, "span") is made
+    assert inserted(_zb_h1(), Variant(None, variant.costs), None, "span") == _zb_h1()
+
+
+def _best(choices: tuple[Variant, ...], limit: float | None, schedule: Schedule) -> Answer:
+    return answer(Question(choices[0].costs, None, limit, file=schedule, variants=choices))
+
+
+def _inserted(schedule: Schedule, variant: Variant, objective: Metric) -> Timeline:
+    made = inserted(schedule, variant, None, objective)
+    return timeline_of(made, *variant.costs.on(made.placement))
 
 
 def _zb_h1() -> Schedule:

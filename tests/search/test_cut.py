@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import Placement
+from megatron.zero_bubble.analysis.score import is_less
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.search.cut import cut, even, is_less, least_layers, transfers
+from megatron.zero_bubble.search.cut import cut, even, least_layers, transfers
 from tests.helpers.layouts import all_layouts
 
 LOOP = Placement((0, 1, 2, 0, 1, 2))

@@ -13,12 +13,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from megatron.zero_bubble.analysis.memory import peaks
+from megatron.zero_bubble.analysis.score import ROUNDING
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Compute, Op, Pass, Plan, Value
 from megatron.zero_bubble.ir.ops import COMPUTE
 
-_ROUNDING = 1e-9
 """Share of the length of a timeline by which sums of times may differ."""
 
 
@@ -36,7 +36,7 @@ def undelayed(before: Timeline, plan: Plan, costs: PassCosts, memory: PassMemory
         return None
     lanes = []
     for ops, spans in zip(plan.ops, before.spans, strict=True):
-        row = _Row(plan, costs, spans, _ROUNDING * before.makespan_ms)
+        row = _Row(plan, costs, spans, ROUNDING * before.makespan_ms)
         if not row.runs(ops):
             return None
         lanes.append(tuple(row.found))

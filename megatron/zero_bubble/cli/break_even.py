@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron.zero_bubble.analysis.score import length_ms
 from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.cli.candidates import Made
+from megatron.zero_bubble.planning.offer import Offer
 
 _STEPS = 10
 """Bisections of the interval of times."""
@@ -37,9 +38,9 @@ class Contenders:
 
     def __init__(self, objective: Metric) -> None:
         self._objective: Metric = objective
-        self._shortest: dict[int, tuple[float, str, Made]] = {}
+        self._shortest: dict[int, tuple[float, str, Offer]] = {}
 
-    def add(self, made: Made, name: str, messages: int, ms: float) -> None:
+    def add(self, made: Offer, name: str, messages: int, ms: float) -> None:
         """Add a schedule within the memory limit, and the name to show for it."""
         if messages not in self._shortest or ms < self._shortest[messages][0]:
             self._shortest[messages] = ms, name, made
@@ -71,7 +72,7 @@ class Contenders:
                 low = middle
         return BreakEven(high, name, other)
 
-    def _difference_ms(self, first: Made, second: Made, message_ms: float) -> float:
-        timelines = (made._replace(costs=made.costs.with_messages(message_ms)).timeline() for made in (first, second))
-        a, b = (each.makespan_ms if self._objective == "makespan" else each.span_ms for each in timelines)
+    def _difference_ms(self, first: Offer, second: Offer, message_ms: float) -> float:
+        timelines = (replace(made, costs=made.costs.with_messages(message_ms)).timeline for made in (first, second))
+        a, b = (length_ms(each, self._objective) for each in timelines)
         return a - b

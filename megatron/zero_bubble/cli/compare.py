@@ -11,27 +11,29 @@ from functools import partial
 from itertools import chain, pairwise
 
 from megatron.zero_bubble.analysis.bounds import least_memory
+from megatron.zero_bubble.analysis.score import length_ms, within
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
-from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, Made, most_chunks, with_offload
 from megatron.zero_bubble.cli.choices import common_choices
-from megatron.zero_bubble.cli.compare_table import Row, Table, ms_of, table_text
+from megatron.zero_bubble.cli.compare_table import Row, Table, table_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout
-from megatron.zero_bubble.cli.offload import add_offload, offloaded, offloads, with_copies
+from megatron.zero_bubble.cli.offload import add_offload, offloading, offloads
 from megatron.zero_bubble.cli.plan import add_search
 from megatron.zero_bubble.cli.plan_text import picture
 from megatron.zero_bubble.cli.progress import progress, working
 from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
-from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.planning.answer import Answer, answer
+from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, most_chunks
+from megatron.zero_bubble.planning.choosers import search_limits
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
-from megatron.zero_bubble.planning.offload import check_copies
-from megatron.zero_bubble.planning.offload_search import search_limits
+from megatron.zero_bubble.planning.offer import Offer
 from megatron.zero_bubble.planning.plans import bound, peak_memory, rank_memory
+from megatron.zero_bubble.planning.score import Dropped, attempt
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
@@ -76,11 +78,8 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
 def compare(options: argparse.Namespace) -> str:
     """Make the table as ``--format`` requests: schedules within the limit first, shortest first."""
     refuse_excluded(common_choices(options))
-    offload = offloads(options)
-    costs = with_copies(options, figures(options)) if offload else figures(options)
-    if offload:
-        check_copies(costs.on(Placement.linear(costs.num_ranks))[0], options.offload)
-    costs, replicas, rate = listed_shards(options, costs)
+    moves = offloads(options)
+    costs, replicas, rate = listed_shards(options, figures(options))
     by_cost = options.layout == BY_COST
     costs = costs.evenly() if by_cost else costs
     limit = costs.limit(options.memory_limit or "1p")
@@ -88,32 +87,28 @@ def compare(options: argparse.Namespace) -> str:
     if options.placement in (None, "auto"):
         placements = tuple(PLACEMENTS)
     chunks = most_chunks(options.max_chunks, costs)
-    comparison = Comparison(chunks, limit, placements, options.objective, not options.equal_passes)
     cuts = cuts_of(options)
     slices = () if cuts is None else cuts.candidates(costs)
     variants = variants_of(options, costs, default="auto" if by_cost else None)
-
-    def candidates(within: Comparison) -> Iterator[Candidate]:
-        for variant in variants:
-            if variant.algorithm is None:
-                yield from chain(within.whole(costs), within.sliced(costs, slices))
-            else:
-                yield from within.divided(variant)
-        yield from within.laid_out(costs) if by_cost else ()
-        yield from () if replicas is None else within.sharded(costs, replicas)
-        yield from () if replicas is None or rate is None else within.tensor(costs, replicas, rate)
-
-    if offload:
-        variants = tuple(replace(variant, costs=with_copies(options, variant.costs)) for variant in variants)
-        # Without --memory-limit, offloading saves as much as it can; the table marks what is above the default.
-        move = partial(offloaded, options, limit=limit if options.memory_limit else None)
+    moving = None
+    if moves:
         limits = search_limits(costs, limit, vocabulary=any(variant.algorithm for variant in variants))
-        makes = [candidates(replace(comparison, limit=most)) for most in limits]
-        listed = [with_offload(each, move, limit, options.objective) for each in zip(*makes, strict=True)]
-    else:
-        listed = list(candidates(comparison))
+        # Without --memory-limit, offloading saves as much as it can; the table marks what is above the default.
+        moving = offloading(options, costs, limits, limit if options.memory_limit else None)
+        variants = tuple(replace(variant, costs=moving.on(variant.costs)) for variant in variants)
+    comparison = Comparison(chunks, limit, placements, options.objective, not options.equal_passes, moving)
+    listed: list[Candidate | Dropped] = []
+    for variant in variants:
+        if variant.algorithm is None:
+            listed += chain(comparison.whole(costs), comparison.sliced(costs, slices))
+        else:
+            listed += comparison.divided(variant)
+    listed += comparison.laid_out(costs) if by_cost else ()
+    if replicas is not None:
+        listed += comparison.sharded(costs, replicas)
+        listed += comparison.tensor(costs, replicas, rate) if rate is not None else ()
     rows, absent, best, break_even = _simulated(listed, limit, options.objective, replicas)
-    bounds_of = partial(_bounds, options.objective, placements, limit, offload)
+    bounds_of = partial(_bounds, options.objective, placements, limit, moves)
     with working("computing lower bounds"):
         bounds = _least(bounds_of(variant) for variant in variants)
         sliced_bounds = bounds_of(variants[0], *slices) if len(slices) == 1 and len(slices[0]) > 1 else {}
@@ -140,7 +135,7 @@ def compare(options: argparse.Namespace) -> str:
 
 
 def _simulated(
-    candidates: Sequence[Candidate], limit: float, objective: Metric, replicas: Replicas | None = None
+    candidates: Sequence[Candidate | Dropped], limit: float, objective: Metric, replicas: Replicas | None = None
 ) -> tuple[list[Row], list[str], Timeline | None, BreakEven | None]:
     """Return the rows, the reasons why schedules are missing, the shortest timeline within the limit, and how long a
     message must take for another schedule to be shorter.
@@ -149,23 +144,35 @@ def _simulated(
     """
     rows, absent, best, contenders = [], [], None, Contenders(objective)
     shortest = True, math.inf
-    with progress("planning", [(each.name, each.make) for each in candidates]) as makers:
-        for make in makers:
-            try:
-                made = make()
-                timeline = made.timeline()
-            except UserError as error:
-                if str(error) not in absent:  # several schedules may lack the same
-                    absent.append(str(error))
+    with progress("planning", [(each.name, each) for each in candidates]) as listed:
+        for candidate, made in chain.from_iterable(map(_answered, listed)):
+            if isinstance(made, Dropped):
+                absent.append(made.reason)
                 continue
-            rows.append(row := _row(timeline, made, limit, replicas))
+            absent += [f"{candidate.name}: {dropped}" for dropped in made.dropped]
+            timeline = _titled(made, candidate)
+            rows.append(row := _row(timeline, made, candidate, limit, replicas))
             if row.within_limit:
-                ms = ms_of(row, objective)
-                contenders.add(made, f"{row.schedule} ({row.placement})", row.messages, ms)
+                ms = length_ms(row, objective)
+                own = Offer(timeline.schedule, made.costs, offloaded=made.offloaded, shards=made.shards)
+                contenders.add(own, f"{row.schedule} ({row.placement})", row.messages, ms)
                 length = row.is_lower_bound, ms  # a known length is better than any lower bound
                 if best is None or length < shortest:
                     best, shortest = timeline, length
-    return rows, absent, best, contenders.break_even()
+    return rows, list(dict.fromkeys(absent)), best, contenders.break_even()  # several schedules may lack the same
+
+
+def _answered(candidate: Candidate | Dropped) -> Iterator[tuple[Candidate, Answer | Dropped]]:
+    if isinstance(candidate, Dropped):
+        return
+    for made in attempt(candidate.name, lambda: [answer(candidate.question)]):
+        yield candidate, made
+
+
+def _titled(made: Answer, candidate: Candidate) -> Timeline:
+    """The timeline, with the name that the schedule has in the table."""
+    schedule = made.timeline.schedule
+    return replace(made.timeline, schedule=replace(schedule, name=candidate.title.format(schedule.num_slices)))
 
 
 def _least(bounds: Iterable[dict[PlacementChoice, float]]) -> dict[PlacementChoice, float]:
@@ -190,17 +197,17 @@ def _bounds(
     costs = variant.costs
     for name in placements:
         placement = PLACEMENTS[name](costs.num_ranks)
-        if max(least_memory(costs.on(placement)[1], placement, fused=True)) <= limit * (1 + 1e-9):
+        if within(max(least_memory(costs.on(placement)[1], placement, fused=True)), limit):
             bounds[name] = bound(costs, placement, limit, objective, slices, variant.algorithm, offload).value_ms
     return bounds
 
 
-def _row(timeline: Timeline, made: Made, limit: float, replicas: Replicas | None = None) -> Row:
+def _row(timeline: Timeline, made: Answer, candidate: Candidate, limit: float, replicas: Replicas | None) -> Row:
     schedule, costs, moved = timeline.schedule, made.costs, made.offloaded
     ranks = schedule.placement.stage_to_rank
     whole = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
     kept = peak_memory(timeline, costs)
-    replicas = None if replicas is None else replace(replicas, count=replicas.count // (made.tensor_parallel or 1))
+    replicas = None if replicas is None else replace(replicas, count=replicas.count // (candidate.tensor_parallel or 1))
     sent, static = (None, None) if replicas is None else replicas.bytes_of(made.shards, costs, schedule.placement)
     total = [*rank_memory(timeline, costs)]
     if static is not None and replicas is not None and replicas.limit < math.inf:  # the limit includes it
@@ -219,8 +226,8 @@ def _row(timeline: Timeline, made: Made, limit: float, replicas: Replicas | None
         message_bytes=None if costs.message_bytes is None else whole * costs.message_bytes,
         speedup_over_1f1b=None,
         speedup_over_interleaved=None,
-        within_limit=max(total) <= limit * (1 + 1e-9),
-        layout=made.layout,
+        within_limit=within(max(total), limit),
+        layout=None if made.layouts is None else made.layouts.best.text,
         vocabulary=algorithm_of(schedule),
         offloaded_share=None if moved is None else moved.share,
         host_peak=None if moved is None else max(moved.host_peak),
@@ -228,10 +235,10 @@ def _row(timeline: Timeline, made: Made, limit: float, replicas: Replicas | None
         reductions=None if made.shards is None else max(made.shards.reductions),
         static_bytes=None if static is None else max(static),
         replica_bytes=None if sent is None else max(sent),
-        tensor_parallel=made.tensor_parallel,
-        tensor_bytes=made.tensor_bytes,
+        tensor_parallel=candidate.tensor_parallel,
+        tensor_bytes=candidate.tensor_bytes,
         is_lower_bound=costs.halves(schedule.placement),
-        needed_layout=costs.needed_layout(schedule.placement) if made.layout is None else None,
+        needed_layout=costs.needed_layout(schedule.placement) if made.layouts is None else None,
     )
 
 
@@ -239,7 +246,7 @@ def _with_speedups(rows: Sequence[Row], objective: Metric) -> tuple[Row, ...]:
     """Sort the rows, and compare each with 1F1B and with the best interleaved schedule."""
 
     def cost(row: Row) -> float:
-        return ms_of(row, objective)
+        return length_ms(row, objective)
 
     plain = min((cost(row) for row in rows if row.schedule == "1f1b"), default=None)
     exact = [row for row in rows if not row.is_lower_bound]
@@ -257,9 +264,9 @@ def _with_speedups(rows: Sequence[Row], objective: Metric) -> tuple[Row, ...]:
 
 def _gain(table: Table) -> float | None:
     whole, divided = table.shortest(divided=False), table.shortest(divided=True)
-    if whole is None or divided is None or not ms_of(whole, table.objective):
+    if whole is None or divided is None or not length_ms(whole, table.objective):
         return None
-    return 1 - ms_of(divided, table.objective) / ms_of(whole, table.objective)
+    return 1 - length_ms(divided, table.objective) / length_ms(whole, table.objective)
 
 
 def _ratio(baseline: float | None, ms: float) -> float | None:

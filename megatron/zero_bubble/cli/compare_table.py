@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby
 
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.analysis.score import length_ms
+from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.break_even import BreakEven
 from megatron.zero_bubble.cli.divisions import division_lines, mark
 from megatron.zero_bubble.cli.layouts import compared
@@ -88,11 +89,6 @@ class Table:
         return next((row for row in rows if (row.vocabulary if divided else row.layout) is not None), None)
 
 
-def ms_of(of: Row | Timeline, objective: Metric) -> float:
-    """The length in ms by which schedules are compared."""
-    return of.makespan_ms if objective == "makespan" else of.span_ms
-
-
 def table_text(table: Table, costs: Figures) -> str:
     """Format the table as text columns, followed by the lower bounds."""
     width = max(22, *(len(row.schedule) + 1 for row in table.rows)) if table.rows else 22
@@ -136,9 +132,9 @@ def _layouts(table: Table) -> Iterator[str]:
         yield f"--pipeline-model-parallel-layout '{layout}': {', '.join(row.schedule for row in rows)}"
     best, divided = table.shortest(divided=False), table.shortest(divided=True)
     if best is not None:
-        yield f"best layout: '{best.layout}' with {best.schedule}, {ms_of(best, table.objective):.3f} ms"
+        yield f"best layout: '{best.layout}' with {best.schedule}, {length_ms(best, table.objective):.3f} ms"
     if divided is not None and (gain := table.gain_of_vocabulary) is not None:
-        ms = ms_of(divided, table.objective)
+        ms = length_ms(divided, table.objective)
         yield f"vocabulary parallelism, {divided.schedule}, {ms:.3f} ms: {compared(gain)} the best layout"
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from megatron.zero_bubble.analysis.memory import host_peaks
 from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.cli.job_figures import job_figures
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
@@ -31,11 +30,12 @@ from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
 from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.plans import auto, message_memory, rank_memory, slower_than_1f1b
+from megatron.zero_bubble.planning.plans import message_memory, rank_memory, slower_than_1f1b
+from megatron.zero_bubble.planning.question import of_run
 from megatron.zero_bubble.planning.shards import of_schedule
-from megatron.zero_bubble.planning.source import AUTO, ScheduleSource
-from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
+from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT, ScheduleSource
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
 from megatron.zero_bubble.schedules import build
@@ -162,11 +162,10 @@ def _checked_job(options: argparse.Namespace) -> MegatronJob:
 def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -> Schedule:
     """Return the schedule that the run would use for this number of microbatches."""
     if args.zero_bubble_schedule == AUTO:
-        objective: Any = "span" if args.zero_bubble_post_validation else "makespan"
-        config = args.zero_bubble
-        if config.vocabulary is not None:
-            return auto_with_vocabulary(costs, config.vocabulary, config.memory_limit, config.placement, objective)
-        return auto(costs, costs.limit(config.memory_limit), config.placement, objective, config.cuts() or WHOLE)
+        config: ZeroBubbleConfig = args.zero_bubble
+        objective: Metric = "span" if config.post_validation else "makespan"
+        wanted = config.placement, objective, config.cuts() or WHOLE, config.vocabulary
+        return answer(of_run(costs, config.memory_limit or DEFAULT_LIMIT, *wanted)).schedule
     if args.source is not None:
         source: ScheduleSource = args.source
         return source.make(num_microbatches)

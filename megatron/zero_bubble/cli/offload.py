@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs.units import checked_figure, parse_bytes, refuse_huge
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.plan.offload import NO_SHARE, parse_share
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.offload import AUTO, HostLimits, Offloaded, plan_offload
+from megatron.zero_bubble.planning.offload import AUTO, HostLimits, Offloaded, check_copies
+from megatron.zero_bubble.planning.question import Offloading
 
 _BYTES_PER_MS = 1e6
 """Bytes per ms in one GB/s."""
@@ -74,11 +75,16 @@ def offloads(options: argparse.Namespace) -> bool:
     return True
 
 
-def with_copies(options: argparse.Namespace, costs: Figures) -> Figures:
-    """Return the figures with the time of copies that the flags give.
+def offloading(
+    options: argparse.Namespace, costs: Figures, limits: tuple[float | None, ...], limit: float | None
+) -> Offloading:
+    """What may move by the flags.
+
+    Args:
+        limits, limit: as in ``Offloading``.
 
     Raises:
-        UserError: for a time and a bandwidth, or an invalid one.
+        UserError: for a time and a bandwidth, an invalid one, or sizes in bytes when memory is not.
     """
     ms, bandwidth = options.host_ms, options.host_bandwidth
     if ms is not None and bandwidth is not None:
@@ -88,29 +94,16 @@ def with_copies(options: argparse.Namespace, costs: Figures) -> Figures:
             refuse_huge(**{flag: figure})
             if not checked_figure(flag, figure):
                 raise UserError(f"{flag} must be above 0; got {figure!r}")
-    if ms is None and bandwidth is None:
-        return costs
-    return costs.with_copies(ms, None if bandwidth is None else bandwidth * _BYTES_PER_MS)
-
-
-def offloaded(options: argparse.Namespace, before: Timeline, costs: Figures, limit: float | None) -> Offloaded:
-    """Plan offloading for the schedule of ``before`` as the flags request.
-
-    Args:
-        costs: those of the schedule, for example of its layout or its algorithm of vocabulary parallelism. The flags
-            give the time of copies, or the costs themselves do.
-
-    Raises:
-        UserError: for host limits in bytes when memory is not, or what ``plan_offload`` rejects.
-    """
-    schedule, costs = before.schedule, with_copies(options, costs)
     host = HostLimits(
         _size(options, costs, "host_memory"),
         _size(options, costs, "node_memory"),
         1 if options.ranks_per_node is None else options.ranks_per_node,
         1 if options.ranks_per_link is None else options.ranks_per_link,
     )
-    return plan_offload(before, *costs.on(schedule.placement), options.offload, limit, host)
+    rate = None if bandwidth is None else bandwidth * _BYTES_PER_MS
+    found = Offloading(options.offload, limits, limit, host, ms, rate)
+    check_copies(found.on(costs).on(Placement.linear(costs.num_ranks))[0], options.offload)
+    return found
 
 
 def _size(options: argparse.Namespace, costs: Figures, name: str) -> float | None:

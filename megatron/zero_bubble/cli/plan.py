@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 from megatron.zero_bubble.cli.choices import choices_of
 from megatron.zero_bubble.cli.divisions import division_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_summary
-from megatron.zero_bubble.cli.offload import (
-    add_offload,
-    offload_summary,
-    offloaded,
-    offloads,
-    with_copies,
-)
+from megatron.zero_bubble.cli.offload import add_offload, offload_summary, offloading, offloads
 from megatron.zero_bubble.cli.plan_text import limit_text, period_text, plan_text
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.shards import (
     AUTO_COUNT,
     add_shards,
     number_or_auto,
+    replicas_of,
     shard_summary,
-    sharded,
     shards,
     with_shards,
 )
@@ -35,38 +26,22 @@ from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import Certificate, read_schedule_file
-from megatron.zero_bubble.ir import Placement, Schedule, Slices
-from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.formats.plan import read_schedule_file
+from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.runnable import check_trainable
-from megatron.zero_bubble.planning.cuts import Cuts, shortest
+from megatron.zero_bubble.planning.answer import answer
+from megatron.zero_bubble.planning.candidates import MOST_CHUNKS
+from megatron.zero_bubble.planning.choosers import search_limits
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.layouts import LayoutPlan, lay_out
-from megatron.zero_bubble.planning.offload_search import best_offloaded, search_limits
 from megatron.zero_bubble.planning.plan_file import written
-from megatron.zero_bubble.planning.plans import (
-    ADAPTING,
-    PlannedSchedule,
-    auto,
-    auto_search,
-    bound,
-    fitted,
-    fitting_search,
-    slower_than_1f1b,
-    with_units,
-)
-from megatron.zero_bubble.planning.shards import ShardPlan
+from megatron.zero_bubble.planning.plans import ADAPTING, slower_than_1f1b
+from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT
-from megatron.zero_bubble.planning.vocabulary import Planned, Variant, best_of, known_schedules, of_variants, searched
 from megatron.zero_bubble.render.svg import render_svg, zoomable
-from megatron.zero_bubble.schedules import SCHEDULES, build, recipe
+from megatron.zero_bubble.schedules import SCHEDULES, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
-from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
-
-MOST_CHUNKS = 4
-"""Most stages per rank to choose from, where nothing is given."""
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
@@ -140,37 +115,74 @@ def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> Non
     )
 
 
-@without_collection()
 @working("planning")
 def plan(options: argparse.Namespace) -> str:
     """Make the plan and format it as ``--format`` requests."""
-    made = make_plan(options)
+    made = answer(question_of(options))
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
     if options.format == "svg":
         return zoomable(render_svg(timeline))
-    layouts, moved = made.layouts, made.offloaded
+    layouts, moved, units, over = made.layouts, made.offloaded, made.shards, made.question.shards
     if options.format == "json":
         return written(made)
     divided = division_text(costs, timeline.schedule.placement)
     text = plan_text(timeline, costs) + (divided if layouts is None else layout_summary(layouts))
-    if layouts is None and made.shards is None and algorithm_of(timeline.schedule) is None:
+    text += "".join(f"{each}\n" for each in made.dropped)
+    if layouts is None and units is None and algorithm_of(timeline.schedule) is None:
         slower = slower_than_1f1b(timeline, costs, options.objective)
         text += "" if slower is None else f"{slower}\n"
     text += "" if moved is None else offload_summary(moved, costs)
-    text += "" if made.shards is None else shard_summary(options, made.shards, costs)
+    text += "" if units is None or over is None else shard_summary(over, units, costs)
     text += limit_text(timeline, costs, certificate) if certificate else ""
     if options.step_ms is not None:
-        text += period_text(timeline, costs, options.step_ms, only_synchronous=made.shards is not None)
+        text += period_text(timeline, costs, options.step_ms, only_synchronous=units is not None)
     return text
 
 
-def make_plan(options: argparse.Namespace) -> PlannedSchedule:
-    """Make the plan that the flags of ``plan`` request.
+def question_of(options: argparse.Namespace) -> Question:
+    """What the flags of ``plan`` ask.
 
     Raises:
-        UserError: for incompatible flags, invalid figures, or a schedule that does not exist for them.
+        UserError: for incompatible flags, or invalid figures.
     """
     refuse_excluded(choices_of(options))
+    _check(options)
+    cuts = cuts_of(options)
+    if cuts is not None and options.schedule_file is not None:
+        raise UserError("--num-slices and --slice-cuts do not apply to a schedule file, which has its own; drop them")
+    moves = offloads(options)
+    file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
+    costs, by_cost, sharding = _figures_of(options, file), options.layout == BY_COST, shards(options)
+    costs = with_shards(options, costs) if sharding else costs
+    if by_cost:
+        costs = costs.evenly()
+    variants = () if by_cost or sharding else variants_of(options, costs, file)
+    text = options.memory_limit or (DEFAULT_LIMIT if options.schedule == AUTO else None)
+    limit = None if text is None else costs.limit(text)
+    limits: tuple[float | None, ...] = (None,) if limit is None else (None, limit)
+    if options.schedule == AUTO and limit is not None:
+        limits = search_limits(costs, limit, vocabulary=any(each.algorithm for each in variants))
+    return Question(
+        costs,
+        options.schedule,
+        limit,
+        options.objective,
+        file,
+        options.placement or "auto",
+        _num_chunks(options, costs),
+        options.unit_microbatches or None,
+        cuts,
+        variants if any(each.algorithm for each in variants) else (),
+        offloading(options, costs, limits, limit) if moves else None,
+        replicas_of(options, costs) if sharding else None,
+        by_cost,
+        not options.equal_passes,
+        recompute_logits=bool(options.recompute_logits),
+    )
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse flags that apply only to other schedules."""
     if options.schedule != AUTO and options.placement is not None:
         raise UserError(f"--placement applies only to {AUTO}; other schedules have a fixed placement; leave it out")
     if options.num_chunks is not None and options.schedule in (AUTO, None):
@@ -187,51 +199,13 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
             f"--step-ms must be a finite time, 0 or above; got {options.step_ms}; give the time of the optimizer step"
         )
     refuse_huge(**{"--step-ms": options.step_ms})
-    cuts = cuts_of(options)
-    if cuts is not None and options.schedule_file is not None:
-        raise UserError("--num-slices and --slice-cuts do not apply to a schedule file, which has its own; drop them")
-    moves = offloads(options)
-    file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
-    costs = _figures_of(options, file)
-    costs = with_copies(options, costs) if moves else costs
-    sharding = shards(options)
-    costs = with_shards(options, costs) if sharding else costs
-    started = time.perf_counter()
-    if options.layout == BY_COST:
-        costs = costs.evenly()
-    make, limit = partial(_found, options, costs, cuts, file), _limit(options, costs)
-    moved = units = None
-    if sharding:
-        units = _sharded(options, costs, cuts, file)
-        best = Planned(units.timeline, costs)
-        timeline = units.timeline
-    elif moves:
-        best, moved = best_offloaded(
-            make,
-            partial(offloaded, options, limit=limit),
-            _search_limits(options, costs, limit),
-            limit,
-            options.objective,
-        )
-        timeline = moved.timeline
-    else:
-        best = best_of(make(limit), limit, options.objective)
-        timeline = best.timeline
-    seconds = time.perf_counter() - started
-    certificate = None
-    if limit is not None and not sharding:
-        certificate = _certify(options, best.costs, limit, timeline.schedule, seconds)
-    recomputes = bool(options.recompute_logits) and algorithm_of(timeline.schedule) is not None
-    return PlannedSchedule(timeline, best.costs, certificate, best.layouts, moved, units, recomputes)
 
 
-def searches(options: argparse.Namespace) -> bool:
-    """Whether ``make_plan`` searches, which takes seconds, or only builds a known schedule."""
-    return options.layout == BY_COST or options.schedule == AUTO or _fits(options)
-
-
-def _fits(options: argparse.Namespace) -> bool:
-    return options.schedule in ADAPTING and not options.equal_passes
+def _num_chunks(options: argparse.Namespace, costs: Figures) -> tuple[int | None, ...]:
+    if options.num_chunks != AUTO_COUNT:
+        return (options.num_chunks,)
+    most = max(2, min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS))
+    return tuple(range(2, most + 1)) if recipe(options.schedule).shape == "interleaved" else (None,)
 
 
 def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
@@ -254,126 +228,3 @@ def _refusals(schedule: Schedule) -> tuple[str, ...]:
     except UserError as error:
         return (f"A run would refuse this schedule: {error}.",)
     return ()
-
-
-def _limit(options: argparse.Namespace, costs: Figures) -> float | None:
-    """The memory limit that the plan is checked against, in the unit of the costs; None if there is none."""
-    text = options.memory_limit or (DEFAULT_LIMIT if options.schedule == AUTO else None)
-    return None if text is None else costs.limit(text)
-
-
-def _search_limits(options: argparse.Namespace, costs: Figures, limit: float | None) -> tuple[float | None, ...]:
-    """The memory limits to make schedules for, of which one is taken after offloading."""
-    if options.schedule == AUTO:
-        assert limit is not None, "a search has a limit"
-        return search_limits(costs, limit, vocabulary=any(each.algorithm for each in variants_of(options, costs)))
-    return (None,) if limit is None else (None, limit)
-
-
-def _found(
-    options: argparse.Namespace, costs: Figures, cuts: Cuts | None, file: Schedule | None, limit: float | None
-) -> Iterator[Planned]:
-    """Yield the schedules that the flags admit within ``limit``: one per variant, or more if insertions are searched
-    for; with the layout that is best within the limit, if it is chosen by cost.
-    """
-    if options.layout == BY_COST:
-        layouts = _laid_out(options, costs, cuts, file, limit)
-        yield Planned(layouts.best.timeline, layouts.best.costs, layouts)
-        return
-    choices = variants_of(options, costs, file)
-    placement: PlacementChoice = options.placement or "auto"
-    offloaded_limit = _limit(options, costs) if offloads(options) else None
-
-    def make(variant: Variant) -> Iterator[Schedule]:
-        own = variant.costs
-        if file is not None:
-            yield file
-        elif variant.algorithm is not None and options.schedule == AUTO and cuts is None:
-            assert limit is not None, "a search has a limit"
-            yield from searched(variant, limit, placement, options.objective)
-        else:
-            if options.schedule == AUTO and cuts is None and limit == offloaded_limit:
-                yield from known_schedules(own, placement, options.objective)
-            yield _build(options, own, None if cuts is None else cuts.candidates(own), placement, limit)
-
-    yield from of_variants(choices, make, limit, options.objective)
-
-
-def _laid_out(
-    options: argparse.Namespace, costs: Figures, cuts: Cuts | None, file: Schedule | None, most: float | None
-) -> LayoutPlan:
-    """Plan the layout together with the schedule."""
-    names: dict[Placement, PlacementChoice] = {}
-    if file is not None:
-        placements = [file.placement]
-    elif options.schedule == AUTO:
-        names = {place(costs.num_ranks): name for name, place in PLACEMENTS.items()}
-        placements = [on for on, name in names.items() if options.placement in (None, "auto", name)]
-    else:
-        known = recipe(options.schedule)
-        placements = [known.placement(costs.num_ranks, known.num_chunks(options.num_chunks))]
-    candidates = None if cuts is None else cuts.candidates(costs)
-
-    def make(own: Figures, placement: Placement) -> Schedule:
-        return file or _build(options, own, candidates, names.get(placement, "auto"), most)
-
-    search = None
-    if candidates is None and options.schedule == AUTO:
-        assert most is not None, "a search has a limit"
-        search = auto_search(most, options.objective)
-    elif candidates is None and _fits(options):
-        search = fitting_search(options.schedule, options.objective)
-    return lay_out(costs, placements, make, most, options.objective, search)
-
-
-def _sharded(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, file: Schedule | None) -> ShardPlan:
-    slices = None if cuts is None else cuts.candidates(costs)
-    has_units = file is None and recipe(options.schedule).has_units
-    limit = _limit(options, costs)
-
-    def make(chunks: int | None, unit: int | None) -> Schedule:
-        own = argparse.Namespace(**{**vars(options), "num_chunks": chunks})
-        return file or _build(own, costs, slices, "auto", limit, unit)
-
-    counts: Sequence[int | None] = [options.num_chunks]
-    if options.num_chunks == AUTO_COUNT:
-        most = max(2, min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS))
-        counts = range(2, most + 1) if recipe(options.schedule).shape == "interleaved" else (None,)
-    return sharded(options, costs, [partial(make, chunks) for chunks in counts], has_units)
-
-
-def _build(
-    options: argparse.Namespace,
-    costs: Figures,
-    slices: tuple[Slices, ...] | None,
-    placement: PlacementChoice,
-    limit: float | None,
-    unit: int | None = None,
-) -> Schedule:
-    if options.schedule == AUTO:
-        assert limit is not None, "a search has a limit"
-        search = partial(auto, costs, limit, placement, options.objective)
-        return search() if slices is None else shortest(search, slices, costs, limit, options.objective)
-    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
-    if recipe(options.schedule).sliced:
-        candidates = slices or Cuts(len(DEFAULT_SLICES)).candidates(costs)
-        make = partial(build, options.schedule, **sizes, num_chunks=options.num_chunks)
-        return shortest(lambda own: make(num_slices=own), candidates, costs, limit, options.objective)
-    if slices is not None:
-        recipe(options.schedule).slices(max(slices, key=len))
-    unit = unit or options.unit_microbatches or None
-    schedule = build(options.schedule, **sizes, num_chunks=options.num_chunks, unit_microbatches=unit)
-    if recipe(options.schedule).has_units and unit is None:
-        make = partial(build, options.schedule, **sizes, num_chunks=options.num_chunks)
-        return with_units(make, costs, options.objective, math.inf if limit is None else limit)
-    return schedule if options.equal_passes else fitted(schedule, costs, options.objective)
-
-
-def _certify(
-    options: argparse.Namespace, costs: Figures, limit: float, schedule: Schedule, seconds: float
-) -> Certificate:
-    moves = offloads(options)
-    kinds = schedule.slices, algorithm_of(schedule), moves
-    own = with_copies(options, costs) if moves else costs
-    best = bound(own, schedule.placement, limit, options.objective, *kinds)
-    return Certificate(options.objective, limit, limit / costs.microbatch, best, seconds)

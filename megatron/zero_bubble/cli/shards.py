@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.cli.figures import replicas
 from megatron.zero_bubble.costs.units import checked_figure, parse_memory_limit, refuse_huge
 from megatron.zero_bubble.errors import UserError
@@ -14,7 +15,6 @@ from megatron.zero_bubble.job.option import unit_microbatches
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plan_file import sharded_bound
-from megatron.zero_bubble.planning.shard_search import Maker, plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, with_collectives
 from megatron.zero_bubble.planning.source import AUTO
 from megatron.zero_bubble.schedules import recipe
@@ -181,16 +181,9 @@ def _omitted(bytes_per_ms: float | None) -> Iterator[str]:
         )
 
 
-def sharded(options: argparse.Namespace, costs: Figures, makers: Sequence[Maker], has_units: bool) -> ShardPlan:
-    """Plan sharded units as the flags request; ``costs`` have the times of the collectives, and ``makers`` is one per
-    number of stages per rank to choose from.
-    """
-    return plan_shards(costs, makers, has_units, replicas_of(options, costs))
-
-
-def shard_summary(options: argparse.Namespace, plan: ShardPlan, costs: Figures) -> str:
+def shard_summary(over: Replicas, plan: ShardPlan, costs: Figures) -> str:
     """Format the collectives, their traffic, memory, and a lower bound."""
-    of, over = plan.sharding, replicas_of(options, costs)
+    of = plan.sharding
     lines = [
         f"{over.count} replicas, units of {of.unit_microbatches} microbatches, {of.whole_chunks} whole stages",
         f"per rank: {max(plan.gathers)} gathers, {max(plan.reductions)} reductions, {plan.lane_ms:.3f} ms together",
@@ -202,7 +195,7 @@ def shard_summary(options: argparse.Namespace, plan: ShardPlan, costs: Figures) 
         lines.append(f"GiB by rank, these and activations: {_gib(plan.peaks)}")
     if (limit := min(over.limit, over.activation_limit)) < math.inf:
         peak = max(plan.peaks if over.limit < math.inf else plan.activations)
-        verdict = "met" if peak <= limit * (1 + 1e-9) else "EXCEEDED"
+        verdict = "met" if within(peak, limit) else "EXCEEDED"
         lines.append(f"memory limit {costs.show(limit)}: {verdict}, peak {costs.show(peak)} per rank")
     least, why = sharded_bound(plan, costs)
     lines.append(f"lower bound {least:.3f} ms makespan, for units of any size ({why})")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron.zero_bubble.analysis.bounds import Bound
+from megatron.zero_bubble.analysis.score import length_ms
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
@@ -52,7 +53,7 @@ class Certificate:
         """Return the largest share of the plan's length that a better plan could save; it may be below 0 for a plan
         that exceeds the limit.
         """
-        return self.bound.gap(timeline.makespan_ms if self.objective == "makespan" else timeline.span_ms)
+        return self.bound.gap(length_ms(timeline, self.objective))
 
 
 def plan_to_json(

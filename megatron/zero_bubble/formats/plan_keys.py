@@ -65,6 +65,7 @@ PLAN_KEYS = (
         "per rank: the most bytes of messages that it sends and receives at a time",
         "config",
     ),
+    Key("dropped", "object", "the variants without a plan, by name, and why; missing if there are none"),
     Key("objective", "string", "`span` or `makespan`: the length that the bound and the gap refer to", "limit"),
     Key(
         "memory_limit",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.zero_bubble.analysis.score import ROUNDING
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.ir import Schedule
@@ -50,7 +51,7 @@ def _gain(timeline: Timeline, unit: str = "") -> str:
 
 
 def _gains(timeline: Timeline) -> bool:
-    return timeline.makespan_ms - timeline.span_ms >= 1e-9 * timeline.makespan_ms
+    return timeline.makespan_ms - timeline.span_ms >= ROUNDING * timeline.makespan_ms
 
 
 def _advice(schedule: Schedule, is_planned: bool) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.analysis.memory import peaks_in_order
+from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.costs.estimate import DEVICES, layer_costs
 from megatron.zero_bubble.costs.units import format_bytes
 from megatron.zero_bubble.ir import Schedule
@@ -41,7 +42,7 @@ def remark(args: Any, source: ScheduleSource | None, num_microbatches: int) -> s
     keeps = "more activations than 1F1B"
     if _is_estimated(args, schedule):
         ours, theirs = _of_layers(args, schedule), _of_layers(args, _1f1b(schedule))
-        if ours <= theirs * (1 + 1e-9):
+        if within(ours, theirs):
             return None
         keeps = f"an estimated {format_bytes(ours)} of activations in the layers of a rank, 1F1B {format_bytes(theirs)}"
     return (

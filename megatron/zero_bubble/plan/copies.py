@@ -17,13 +17,13 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.memory import highest
+from megatron.zero_bubble.analysis.score import ROUNDING
 from megatron.zero_bubble.analysis.timeline import Span
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Kind, Slices, Value
 from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.plan.offload import Lifespan, Move, lifespans
 
-_ROUNDING = 1e-9
 """Share of the length of a row by which sums of times may differ."""
 
 
@@ -120,8 +120,8 @@ class _Lanes:
     def __init__(self, row: Sequence[Span], room: float) -> None:
         self._starts = [span.start_ms for span in row]
         self._ends = [span.end_ms for span in row]
-        self._rounding = _ROUNDING * max(self._ends, default=0.0)
-        self._room = room * (1 + _ROUNDING)
+        self._rounding = ROUNDING * max(self._ends, default=0.0)
+        self._room = room * (1 + ROUNDING)
         self._now = self._out_free = self._back_free = 0.0
         self._due: list[_Away] = []
         self._deadlines: list[float] = []

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from megatron.zero_bubble.analysis.memory import host_peaks
+from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.errors import PlanError, UserError
 from megatron.zero_bubble.ir import Compute, Op, Pass, Plan, Schedule, Validate
@@ -179,7 +180,7 @@ def check_host_memory(plan: Plan, memory: PassMemory, limit: float) -> None:
         PlanError: with the rank and its peak.
     """
     for rank, peak in enumerate(host_peaks(plan, memory)):
-        if peak > limit * (1 + 1e-9):
+        if not within(peak, limit):
             raise PlanError(
                 f"plan for {plan.schedule.name!r} refused: rank {rank} would have {peak:g} in host memory, and the "
                 f"limit is {limit:g}; raise the limit, or offload a smaller share"

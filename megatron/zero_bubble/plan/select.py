@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 
+from megatron.zero_bubble.analysis.score import ROUNDING, within
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir.passes import BW, B, W
 from megatron.zero_bubble.plan.copies import Candidate, RowMemory, candidates, fit_copies
 from megatron.zero_bubble.plan.offload import Move, spread
 
-_ROUNDING = 1e-9
 _FEW = 32
 """Up to so many forwards on a rank, any number of them may move."""
 _PARTS = 8
@@ -58,12 +58,12 @@ class Selection:
 
     def meets(self, limit: float, room: Sequence[float] | None, slower: float) -> bool:
         """Whether the moves for these arguments meet the limit on every rank."""
-        return all(peak <= limit * (1 + _ROUNDING) for peak, _ in self._by_rank(1.0, limit, room, slower))
+        return all(within(peak, limit) for peak, _ in self._by_rank(1.0, limit, room, slower))
 
     def _by_rank(
         self, share: float, limit: float | None, room: Sequence[float] | None, slower: float | None
     ) -> Iterator[tuple[float, list[Move]]]:
-        most = -math.inf if limit is None else limit * (1 + _ROUNDING)
+        most = -math.inf if limit is None else limit * (1 + ROUNDING)
         factor = cache(self._load) if slower is None else lambda _: slower
         for rank, space in zip(self._ranks, room or (math.inf,) * len(self._ranks), strict=True):
             yield rank.best(share, most, space, factor)
@@ -114,9 +114,9 @@ class _Rank:
             if at_least(number) > least:
                 break  # nor can fewer moves need less
             peak, moves = tried(number)
-            if peak <= least * (1 + _ROUNDING):
+            if within(peak, least):
                 best, least = (peak, moves), min(peak, least)
-        return best if least < nothing[0] * (1 - _ROUNDING) else nothing
+        return best if least < nothing[0] * (1 - ROUNDING) else nothing
 
     def _tried(self, number: int, room: float, slower: float) -> tuple[float, list[Move]]:
         pairs = zip(self._candidates, self._places, strict=True)
@@ -134,7 +134,7 @@ class _Rank:
     def _unhindered(self, slower: float) -> list[tuple[int, int, float]]:
         """Between which places in the row each candidate can be away at most, and its size."""
         starts, ends = [span.start_ms for span in self._row], [span.end_ms for span in self._row]
-        slack = 100 * _ROUNDING * max(ends, default=0.0)
+        slack = 100 * ROUNDING * max(ends, default=0.0)
         found = []
         for (_, begin, end), ms, size, _ in self._candidates:
             release = bisect_left(starts, ends[begin] + ms / slower - slack)
@@ -161,7 +161,7 @@ def _longest_first(of_rank: Sequence[Candidate]) -> Iterator[Candidate]:
     for stage in sorted(by_stage.values(), key=_mean_gain, reverse=True):
         alike: list[list[Candidate]] = []
         for each in sorted(stage, key=_gain, reverse=True):
-            if not alike or each.gain < alike[-1][0].gain * (1 - _ROUNDING):
+            if not alike or each.gain < alike[-1][0].gain * (1 - ROUNDING):
                 alike.append([])
             alike[-1].append(each)
         for group in alike:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs.cuts import balanced, default_cuts
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.plans import peak_memory
-from megatron.zero_bubble.search.timed import timed
 
 LEAST_TOKENS = 1024
 """The fewest tokens of a slice that is chosen automatically, if neither the user nor a run gives a number."""
 _MOST_SLICES = 16
 """The most slices that are tried if the length of a sequence is unknown."""
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -82,40 +78,3 @@ class Cuts:
 
 def _order(slices: Slices) -> tuple[int, bool, tuple[float, ...]]:
     return len(slices), not slices.are_even, slices.shares
-
-
-def shortest(
-    make: Callable[[Slices], Schedule],
-    candidates: Sequence[Slices],
-    costs: Figures,
-    limit: float | None,
-    objective: Metric,
-) -> Schedule:
-    """Return the schedule of the candidate with the smallest ``objective`` within the limit; of equals, the first.
-
-    If none is within the limit, return the one with the smallest peak.
-
-    Raises:
-        UserError: when no candidate has a schedule; the reason is that of the last one.
-    """
-    best: tuple[tuple[float, float], Schedule] | None = None
-    missing: UserError | None = None
-    for slices in candidates:
-        try:
-            schedule = make(slices)
-        except UserError as error:
-            missing = error
-            continue
-        if len(candidates) == 1:
-            return schedule
-        timeline = timed(schedule, *costs.on(schedule.placement))
-        over = 0.0
-        if limit is not None and (peak := peak_memory(timeline, costs)) > limit * (1 + _ROUNDING):
-            over = peak
-        ms = timeline.makespan_ms if objective == "makespan" else timeline.span_ms
-        if best is None or (over, ms * (1 + _ROUNDING)) < best[0]:
-            best = (over, ms), schedule
-    if best is None:
-        assert missing is not None, "there is at least one candidate"
-        raise missing
-    return best[1]

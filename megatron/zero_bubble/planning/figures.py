@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
@@ -69,6 +70,11 @@ class Figures:
     tensor: Callable[[int, float], Divided] | None = None
     division: Division | None = None
     halves: Callable[[Placement], bool] = lambda _: False
+
+    def __post_init__(self) -> None:
+        """Make the figures of a placement once, however often they are asked for."""
+        if not hasattr(self.on, "cache_info"):
+            object.__setattr__(self, "on", cache(self.on))
 
     def layout(self, placement: Placement) -> tuple[int, ...]:
         """The layers per stage that a job gets.

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
 
+from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.memory import most_kept
+from megatron.zero_bubble.analysis.score import ROUNDING, excess, is_less, length_ms, within
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.costs.layers import LayerCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import layout_text
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.search.cut import cut, is_less, least_layers
+from megatron.zero_bubble.planning.score import Dropped, attempt
+from megatron.zero_bubble.search.cut import cut, least_layers
 from megatron.zero_bubble.search.layout import Layout, Trial, best_layout
 from megatron.zero_bubble.search.timed import timed
 
@@ -27,12 +29,9 @@ _CLOSE = 1.01
 """Up to this factor above the best, a layout on another placement is improved, and a draft is followed by a search."""
 _NEAR_THE_BOUND = 2e-3
 """A search that cannot make the best plan shorter by more than this share is left out."""
-_ROUNDING = 1e-9
 
 EVEN, MOVED = "even split", "even split with layers moved from the last stage"
 """Names of the layouts that a plan is compared with."""
-S = TypeVar("S")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,11 @@ class Baseline(Valued):
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """The best layout that was found, and those that it is compared with, by name."""
+    """The best layout that was found, those that it is compared with, by name, and those without a schedule."""
 
     best: LaidOut
     others: Mapping[str, Baseline]
+    dropped: tuple[Dropped, ...] = ()
 
     def gains(self) -> dict[str, float]:
         """Return how much shorter the plan makes an iteration at least, as a share of the time with other layouts."""
@@ -133,21 +133,21 @@ def lay_out(
     assert costs.layers is not None, "these are costs of Figures.evenly"
     desks: list[tuple[_Desk, dict[str, Layout]]] = []
     options: dict[tuple[_Desk, Layout], LaidOut] = {}
-    missing: list[UserError] = []
+    dropped: list[Dropped] = []
     # First two stages per rank: mostly, their schedules are the shortest.
     for on in sorted(placements, key=lambda placement: -placement.num_stages):
-        desk = _Desk(costs, costs.layers, on, make, limit, objective, search)
-        try:
-            known, found = desk.plan(list(options.values()))
-        except UserError as error:
-            missing.append(error)
-            continue
-        desks.append((desk, known))
-        for option in found:
-            key = desk, option.layout
-            options[key] = _first((options.get(key, option), option))
+        desk = _Desk(costs, costs.layers, on, make, limit, objective, search, dropped)
+        for planned in attempt(f"{on.num_stages} stages", partial(desk.plan, list(options.values()))):
+            if isinstance(planned, Dropped):
+                dropped.append(planned)
+                continue
+            known, found = planned
+            desks.append((desk, known))
+            for option in found:
+                key = desk, option.layout
+                options[key] = _first((options.get(key, option), option))
     if not options:
-        raise missing[0]
+        raise UserError(dropped[0].reason)
     if search is not None:
         options = _finished(options)
     best = _first(options.values())
@@ -158,7 +158,7 @@ def lay_out(
         for name, layout in known.items():
             if (baseline := desk.baseline(layout, options.get((desk, layout)), best)) is not None:
                 others[name] = min(others.get(name, baseline), baseline, key=lambda one: one.value)
-    return LayoutPlan(best, others)
+    return LayoutPlan(best, others, tuple(dropped))
 
 
 def moved(layers: LayerCosts, placement: Placement, layout: Layout) -> Layout:
@@ -195,15 +195,13 @@ class _Desk:
     limit: float | None
     objective: Metric
     search: Search | None
+    dropped: list[Dropped]
     bounds: dict[Layout, float] = field(default_factory=dict)
 
-    def plan(self, before: Sequence[LaidOut]) -> tuple[dict[str, Layout], list[LaidOut]]:
-        """Return the baselines by name, and plans for layouts on this placement.
+    def plan(self, before: Sequence[LaidOut]) -> Iterator[tuple[dict[str, Layout], list[LaidOut]]]:
+        """Yield the baselines by name, and plans for layouts on this placement; nothing if no layout has a schedule.
 
         With a search, they are drafts, and only of layouts that may be shorter than those ``before``.
-
-        Raises:
-            UserError: when there is no schedule for any layout.
         """
         layers = self.layers
         evenly = self.costs.layout(self.placement)
@@ -211,22 +209,19 @@ class _Desk:
         least_work = cut(self.placement, layers.work_ms, layers.embedding.work_ms, layers.loss.work_ms)
         starts = tuple(dict.fromkeys((least_work, *known.values())))
         if self.search is not None and self.busiest(least_work) >= min(map(self.busiest, known.values())) * (
-            1 - _ROUNDING
+            1 - ROUNDING
         ):
             starts = tuple(dict.fromkeys(known.values()))
         options: list[LaidOut] = []
-        missing: list[UserError] = []
+        others = len(self.dropped)
         for layout in starts:
-            if self.bound(layout) < _shortest((*before, *options)) * (1 - _ROUNDING):
-                try:
-                    options.append(self.drafted(layout))
-                except UserError as error:
-                    missing.append(error)
-        if missing and not options:
-            raise missing[0]
+            if self.bound(layout) < _shortest((*before, *options)) * (1 - ROUNDING):
+                options += self.drafted(layout)
+        if len(self.dropped) > others and not options:
+            return
         if options and (self.search is None or _first(options).ms <= _CLOSE * _shortest(before)):
             options += self.improved(_first(options), starts)
-        return known, options
+        yield known, options
 
     def improved(self, best: LaidOut, starts: tuple[Layout, ...]) -> Iterator[LaidOut]:
         """Alternate between the best layout for a schedule and the best schedule for a layout, while this helps."""
@@ -238,7 +233,7 @@ class _Desk:
                 return
             best = self.laid_out(layout, best.schedule)
             yield best
-            again, _missing = _those_that_exist((layout,), self.drafted)
+            again = self.drafted(layout)
             if not again or not is_less(again[0].value, best.value):
                 return
             best = again[0]
@@ -247,7 +242,7 @@ class _Desk:
     def baseline(self, layout: Layout, option: LaidOut | None, best: LaidOut) -> Baseline | None:
         """Return a baseline from its plan, if there is one; None if it has none, or the limit admits none."""
         bound = self.bound(layout)
-        if option is not best and bound >= best.ms * (1 - _ROUNDING):
+        if option is not best and bound >= best.ms * (1 - ROUNDING):
             return Baseline(layout, (0.0, bound), is_bound=True)
         return None if option is None else Baseline(layout, option.value)
 
@@ -260,28 +255,30 @@ class _Desk:
         if layout not in self.bounds:
             self.bounds[layout] = -1.0
             if self.search is not None:
-                with suppress(UserError):
-                    costs = self.costs.laid_out(self.placement, layout)
+                costs = self.costs.laid_out(self.placement, layout)
+                least = least_memory(costs.on(self.placement)[1], self.placement, fused=True)
+                if within(max(least), self.limit):
                     self.bounds[layout] = self.search.least(costs, self.placement, self.limit)
         return self.bounds[layout]
 
-    def drafted(self, layout: Layout) -> LaidOut:
-        """Make a schedule for a layout, with little effort if it is searched for."""
+    def drafted(self, layout: Layout) -> list[LaidOut]:
+        """Make a schedule for a layout, with little effort if it is searched for; none if the limit admits none."""
         make = self.make if self.search is None else self.search.draft
-        return self.laid_out(layout, make(self.costs.laid_out(self.placement, layout), self.placement))
+        found = [*attempt(f"the layout {layout_text(layout)}", lambda: [self.made(layout, make)])]
+        self.dropped.extend(each for each in found if isinstance(each, Dropped))
+        return [each for each in found if not isinstance(each, Dropped)]
 
-    def made(self, layout: Layout) -> LaidOut:
+    def made(self, layout: Layout, make: Callable[[Figures, Placement], Schedule]) -> LaidOut:
         """Make a schedule for a layout."""
-        return self.laid_out(layout, self.make(self.costs.laid_out(self.placement, layout), self.placement))
+        return self.laid_out(layout, make(self.costs.laid_out(self.placement, layout), self.placement))
 
     def laid_out(self, layout: Layout, schedule: Schedule) -> LaidOut:
         """Simulate a schedule with a layout."""
         costs = self.costs.laid_out(self.placement, layout)
         timeline = timed(schedule, *costs.on(self.placement))
         peak = max(most_kept(timeline, costs.on(self.placement)[1]))
-        over = self.limit is not None and peak > self.limit * (1 + _ROUNDING)
-        ms = timeline.makespan_ms if self.objective == "makespan" else timeline.span_ms
-        return LaidOut(layout, (peak if over else 0.0, ms), schedule, timeline, costs)
+        value = excess(peak, self.limit), length_ms(timeline, self.objective)
+        return LaidOut(layout, value, schedule, timeline, costs)
 
 
 def _finished(drafts: Mapping[tuple[_Desk, Layout], LaidOut]) -> dict[tuple[_Desk, Layout], LaidOut]:
@@ -290,24 +287,13 @@ def _finished(drafts: Mapping[tuple[_Desk, Layout], LaidOut]) -> dict[tuple[_Des
     for (desk, layout), draft in sorted(drafts.items(), key=lambda item: item[1].value):
         shortest = _shortest(made.values())
         if draft.ms <= _CLOSE * shortest and desk.bound(layout) < shortest * (1 - _NEAR_THE_BOUND):
-            made[desk, layout] = _first((draft, desk.made(layout)))
+            made[desk, layout] = _first((draft, desk.made(layout, desk.make)))
     return made
 
 
 def _shortest(plans: Iterable[LaidOut]) -> float:
     """Return the shortest length within the memory limit; infinity if there is none."""
     return min((plan.ms for plan in plans if not plan.excess), default=math.inf)
-
-
-def _those_that_exist(of: Iterable[S], make: Callable[[S], T]) -> tuple[list[T], list[UserError]]:
-    """Return the results of ``make``, and its errors: a limit may admit no schedule for some of the arguments."""
-    made, missing = [], []
-    for each in of:
-        try:
-            made.append(make(each))
-        except UserError as error:
-            missing.append(error)
-    return made, missing
 
 
 def _first(options: Iterable[LaidOut]) -> LaidOut:

@@ -22,7 +22,6 @@ from megatron.zero_bubble.plan.select import Selection, pending_wgrads
 AUTO = "auto"
 _TRIES = 6
 """How often the time that the copies may add is halved, or doubled, to meet a memory limit."""
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)

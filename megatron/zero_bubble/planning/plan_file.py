@@ -10,14 +10,15 @@ from megatron.zero_bubble.formats.layout import LAYERS, LAYOUT, NEEDED_LAYOUT
 from megatron.zero_bubble.formats.moves import OFFLOAD, moves_content
 from megatron.zero_bubble.formats.plan import RECOMPUTE_LOGITS, PlanFile, plan_to_json
 from megatron.zero_bubble.formats.sharding import SHARD_WEIGHTS, sharding_content
+from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan
 from megatron.zero_bubble.planning.offload import Offloaded
-from megatron.zero_bubble.planning.plans import PlannedSchedule, bound, message_memory
+from megatron.zero_bubble.planning.plans import bound, message_memory
 from megatron.zero_bubble.planning.shards import ShardPlan, least_ms
 
 
-def decided(plan: PlannedSchedule) -> PlanFile:
+def decided(plan: Answer) -> PlanFile:
     """Return what a run takes from the file that ``written`` returns."""
     schedule, offloaded, shards = plan.timeline.schedule, plan.offloaded, plan.shards
     return PlanFile(
@@ -30,7 +31,7 @@ def decided(plan: PlannedSchedule) -> PlanFile:
     )
 
 
-def written(plan: PlannedSchedule) -> str:
+def written(plan: Answer) -> str:
     """Return the text of the plan's file."""
     costs, schedule = plan.costs, plan.timeline.schedule
     content: dict[str, Any] = {RECOMPUTE_LOGITS: True} if plan.recompute_logits else {}
@@ -47,6 +48,8 @@ def written(plan: PlannedSchedule) -> str:
         content |= {**offload_content(plan.offloaded), **moves_content(plan.offloaded.moves)}
     if plan.shards is not None:
         content |= _shard_content(plan.shards, costs)
+    if plan.dropped:
+        content["dropped"] = {each.name: each.reason for each in plan.dropped}
     return plan_to_json(plan.timeline, plan.certificate, content)
 
 

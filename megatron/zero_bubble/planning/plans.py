@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from megatron.zero_bubble.analysis.bounds import Bound, lower_bound, lower_bound_with_offload
 from megatron.zero_bubble.analysis.memory import message_peaks, most_kept
+from megatron.zero_bubble.analysis.score import length_ms, within
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.formats.plan import Certificate
@@ -17,9 +17,7 @@ from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.plan import PostReceives, lower_training
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.layouts import LayoutPlan, Search
-from megatron.zero_bubble.planning.offload import Offloaded
-from megatron.zero_bubble.planning.shards import ShardPlan
+from megatron.zero_bubble.planning.layouts import Search
 from megatron.zero_bubble.planning.units import best_within
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice, fit, zb_auto
@@ -28,22 +26,6 @@ from megatron.zero_bubble.search.sliced import sliced_auto
 _LITTLE = 0.03
 """Effort of the search for a draft."""
 ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
-
-
-@dataclass(frozen=True)
-class PlannedSchedule:
-    """A simulated schedule, the figures that it was planned with, its certificate if there was a memory limit, its
-    layout if that was planned as well, what moves to host memory if it offloads, its sharded units, and whether its
-    divided output layer computes the logits again.
-    """
-
-    timeline: Timeline
-    costs: Figures
-    certificate: Certificate | None
-    layouts: LayoutPlan | None = None
-    offloaded: Offloaded | None = None
-    shards: ShardPlan | None = None
-    recompute_logits: bool = False
 
 
 def auto(
@@ -151,7 +133,7 @@ def with_units(make: Callable[..., Schedule], costs: Figures, objective: Metric,
         return timeline_of(schedule, *costs.on(schedule.placement))
 
     def rated(of: Timeline) -> tuple[float, float]:
-        return of.makespan_ms if objective == "makespan" else of.span_ms, peak_memory(of, costs)
+        return length_ms(of, objective), peak_memory(of, costs)
 
     return best_within(costs.num_ranks, costs.num_microbatches, timeline, rated, limit).schedule
 
@@ -159,7 +141,7 @@ def with_units(make: Callable[..., Schedule], costs: Figures, objective: Metric,
 def limit_verdict(timeline: Timeline, costs: Figures, certificate: Certificate) -> tuple[bool, str]:
     """Return whether the schedule is within the memory limit, and a sentence that states it."""
     peak = peak_memory(timeline, costs)
-    kept = peak <= certificate.memory_limit * (1 + 1e-9)
+    kept = within(peak, certificate.memory_limit)
     verdict = "met" if kept else f"EXCEEDED by {timeline.schedule.name}"
     limit = costs.show(certificate.memory_limit)
     return kept, f"memory limit {limit}: {verdict}, peak {costs.show(peak)} per rank"
@@ -170,8 +152,8 @@ def slower_than_1f1b(timeline: Timeline, costs: Figures, objective: Metric) -> s
     sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     schedule = build("1f1b", **sizes)
     plain = timeline_of(schedule, *costs.on(schedule.placement))
-    own, other = (of.makespan_ms if objective == "makespan" else of.span_ms for of in (timeline, plain))
-    if own <= other * (1 + 1e-9):
+    own, other = (length_ms(of, objective) for of in (timeline, plain))
+    if within(own, other):
         return None
     kept, least = peak_memory(timeline, costs), peak_memory(plain, costs)
     return (

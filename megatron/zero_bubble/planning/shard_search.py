@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from megatron.zero_bubble.analysis.memory import peaks_in_order
+from megatron.zero_bubble.analysis.score import ROUNDING, within
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.ir.shards import Gather
@@ -24,7 +25,6 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, lane_ms, lowered, of_schedule, static_bytes
 from megatron.zero_bubble.planning.units import unit_sizes
 
-_ROUNDING = 1 + 1e-9
 Maker = Callable[[int | None], Schedule]
 """Makes a schedule for a size of its units; for None, a schedule without units to choose."""
 
@@ -121,10 +121,13 @@ class _Units:
 
     def most_within(self) -> int | None:
         """The largest number of whole stages within the limits of memory; None if there is none."""
-        limit, activations = self._replicas.limit * _ROUNDING, self._replicas.activation_limit * _ROUNDING
-        if max(self.activations) > min(limit, activations) or self.peak(self.counts[0]) > limit:
+        limit = self._replicas.limit
+        least = max(self.activations)
+        if not (
+            within(least, min(limit, self._replicas.activation_limit)) and within(self.peak(self.counts[0]), limit)
+        ):
             return None
-        return next(whole for whole in reversed(self.counts) if self.peak(whole) <= limit)
+        return next((whole for whole in reversed(self.counts) if within(self.peak(whole), limit)), None)
 
     def ms(self, whole: int, enough_ms: float) -> float:
         """The length of an iteration; or a lower bound on it, if it is above ``enough_ms``."""
@@ -156,19 +159,19 @@ def _best(choices: Sequence[_Units]) -> tuple[_Units, int]:
     for each in sorted(choices, key=lambda each: each.least_ms):
         if each.least_ms <= enough_ms and (most := each.most_within()) is not None:
             admitted.append((each, most))
-            enough_ms = min(enough_ms, each.ms(most, enough_ms) * _ROUNDING)
+            enough_ms = min(enough_ms, each.ms(most, enough_ms) * (1 + ROUNDING))
     if not admitted:
         least = min(choices, key=lambda each: each.peak(each.counts[0]))
         return least, least.counts[0]
     found: tuple[_Units, int] | None = None
     lowest = math.inf, 0
     for each, most in sorted(admitted, key=lambda pair: max(pair[0].activations)):
-        if each.ms(most, enough_ms) > enough_ms or each.peak(each.counts[0]) > lowest[0] * _ROUNDING:
+        if each.ms(most, enough_ms) > enough_ms or not within(each.peak(each.counts[0]), lowest[0]):
             continue
         whole = each.fewest(most, enough_ms)
         peak, gathers = each.peak(whole), each.gathers(whole)
-        is_as_low = peak <= lowest[0] * _ROUNDING
-        if found is None or peak * _ROUNDING < lowest[0] or (is_as_low and gathers < lowest[1]):
+        is_as_low = within(peak, lowest[0])
+        if found is None or not within(lowest[0], peak) or (is_as_low and gathers < lowest[1]):
             found, lowest = (each, whole), (peak, gathers)
     assert found is not None, "the shortest is among them"
     return found

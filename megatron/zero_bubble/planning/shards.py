@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.analysis.memory import most_kept
+from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
@@ -19,8 +20,6 @@ from megatron.zero_bubble.plan.collect import collect
 from megatron.zero_bubble.plan.prove import prove
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding, check_chunks, most_whole, moved, shard
 from megatron.zero_bubble.planning.figures import Figures
-
-_ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Replicas:
 
     def admits(self, plan: ShardPlan) -> bool:
         """Whether a plan is within the limits."""
-        return max(plan.peaks) <= self.limit * _ROUNDING and max(plan.activations) <= self.activation_limit * _ROUNDING
+        return within(max(plan.peaks), self.limit) and within(max(plan.activations), self.activation_limit)
 
     def bytes_of(
         self, plan: ShardPlan | None, costs: Figures, placement: Placement

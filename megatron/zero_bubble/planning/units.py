@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TypeVar
 
-_ROUNDING = 1e-9
+from megatron.zero_bubble.analysis.score import ROUNDING, excess, is_less
+from megatron.zero_bubble.planning.score import Score, best
+
 Plan = TypeVar("Plan")
 
 
@@ -22,7 +24,7 @@ def unit_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
 
 def smallest(sizes: Sequence[int], length_ms: Callable[[int], float]) -> int:
     """The smallest of ``sizes`` that takes no longer than the largest."""
-    most = length_ms(sizes[-1]) * (1 + _ROUNDING)
+    most = length_ms(sizes[-1]) * (1 + ROUNDING)
     return next((size for size in sizes[:-1] if length_ms(size) <= most), sizes[-1])
 
 
@@ -45,9 +47,10 @@ def best_within(
     if limit < inf:  # units smaller than the pipeline keep less, and wait more
         sizes = [*(size for size in range(1, sizes[0])), *sizes]
     plans = [make(size) for size in sizes]
-    rated = [figures(plan) for plan in plans]
-    within = [(ms, number) for number, (ms, peak) in enumerate(rated) if peak <= limit * (1 + _ROUNDING)]
-    if not within:
-        return min(zip(plans, rated, strict=True), key=lambda each: each[1][1])[0]
-    shortest = min(ms for ms, _ in within) * (1 + _ROUNDING)
-    return plans[next(number for ms, number in within if ms <= shortest)]
+
+    def score(plan: Plan) -> Score:
+        ms, peak = figures(plan)
+        over = excess(peak, limit)
+        return over, 0.0 if over else ms
+
+    return best(plans, score, is_less).offer

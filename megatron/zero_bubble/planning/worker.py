@@ -22,10 +22,9 @@ from megatron.zero_bubble.formats.plan import VOCABULARY, algorithm_from, plan_t
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.ir import WHOLE, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.figures import beyond_floats, measured
-from megatron.zero_bubble.planning.plans import auto
-from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
+from megatron.zero_bubble.planning.question import of_run
 
 _LOWEST_PRIORITY = 19
 
@@ -91,12 +90,8 @@ def plan(request: Request) -> Timeline:
         UserError: for invalid costs, or a memory limit that admits no schedule.
     """
     figures = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
-    wanted = request.placement, request.objective
-    if request.vocabulary is None:
-        schedule = auto(figures, figures.limit(request.memory_limit), *wanted, request.slices)
-    else:
-        schedule = auto_with_vocabulary(figures, request.vocabulary, request.memory_limit, *wanted)
-    return timeline_of(schedule, *figures.on(schedule.placement))
+    wanted = request.memory_limit, request.placement, request.objective, request.slices, request.vocabulary
+    return answer(of_run(figures, *wanted)).timeline
 
 
 def main() -> int:

@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from operator import itemgetter
 
+from megatron.zero_bubble.analysis.score import ROUNDING, is_less
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
-
-_CLOSE = 1e-9
-"""Relative difference below which two amounts of work are equal."""
 
 
 def cut(placement: Placement, work: Sequence[float], embedding: float = 0.0, loss: float = 0.0) -> tuple[int, ...]:
@@ -42,7 +40,7 @@ def cut(placement: Placement, work: Sequence[float], embedding: float = 0.0, los
             f"at least {sum(least)} layers or fewer stages"
         )
     mean = sum(work) / len(work) if work else 0.0
-    if all(abs(each - mean) <= _CLOSE * mean for each in work):
+    if all(abs(each - mean) <= ROUNDING * mean for each in work):
         return _poured(placement, len(work), mean, embedding, loss)
     p = placement.num_ranks
     on, is_vee = (placement, True) if placement == Placement.vee(p) else (Placement.linear(placement.num_stages), False)
@@ -106,7 +104,7 @@ def _poured(placement: Placement, num_layers: int, each: float, embedding: float
 def _first_least(amounts: Sequence[float]) -> int:
     """Return the place of the first of the smallest amounts, which may differ by rounding."""
     bound = min(amounts)
-    bound += _CLOSE * abs(bound)
+    bound += ROUNDING * abs(bound)
     return next(place for place, amount in enumerate(amounts) if amount <= bound)
 
 
@@ -116,7 +114,7 @@ def _smallest(search: _Reachable, layout: tuple[int, ...]) -> tuple[int, ...]:
     After every bisection, a bound just below the best layout is tried: if that fails, the best is the smallest.
     """
     low = search.mean
-    while (found := search.within(search.most(layout) * (1 - 2 * _CLOSE))) is not None:
+    while (found := search.within(search.most(layout) * (1 - 2 * ROUNDING))) is not None:
         layout = found
         middle = (low + search.most(layout)) / 2
         if (found := search.within(middle)) is None:
@@ -178,7 +176,7 @@ class _Reachable:
         for which numbers already taken from the back this is within the bound.
         """
         first, last = rank == 0, rank == (0 if self._is_vee else self._num_ranks - 1)
-        rest = bound * (1 + _CLOSE) - (self._embedding if first else 0.0) - (self._loss if last else 0.0)
+        rest = bound * (1 + ROUNDING) - (self._embedding if first else 0.0) - (self._loss if last else 0.0)
         for count in range(0 if first or (last and not self._is_vee) else 1, len(self._work) - front + 1):
             left = rest - (self._sums[front + count] - self._sums[front])
             if left < 0:
@@ -193,7 +191,7 @@ class _Reachable:
     def _still_possible(self, num_ranks: int, states: dict[int, int], bound: float) -> dict[int, int]:
         """Drop the states that leave more to the remaining ranks than the bound, or too few layers."""
         n, remaining = len(self._work), self._num_ranks - num_ranks
-        most_left, least_left = remaining * bound * (1 + _CLOSE), remaining * (2 if self._is_vee else 1)
+        most_left, least_left = remaining * bound * (1 + ROUNDING), remaining * (2 if self._is_vee else 1)
         if remaining and not self._is_vee:
             most_left, least_left = most_left - self._loss, least_left - 1
         kept = {}
@@ -255,11 +253,3 @@ def descend(
         if not is_less(value, best):
             return layout
         layout, best = other, value
-
-
-def is_less(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether ``one`` comes before ``other``, if figures that differ only by rounding are equal."""
-    for a, b in zip(one, other, strict=True):
-        if abs(a - b) > _CLOSE * max(abs(a), abs(b)):
-            return a < b
-    return False

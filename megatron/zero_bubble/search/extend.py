@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import repeat
 from operator import sub
 
+from megatron.zero_bubble.analysis.score import ROUNDING
 from megatron.zero_bubble.ir.repeats import consistent_cut
 from megatron.zero_bubble.search.loops import loops
 from megatron.zero_bubble.search.problem import NONE, Problem, Rows
@@ -20,7 +21,6 @@ repeats itself after 1 to 6, 10, 12, 15, 20 or 30 microbatches can be repeated t
 """
 _ROOMY = 1.25
 """Memory in units of 1F1B's peak, from which on the search needs all microbatches."""
-_ROUNDING = 1e-9
 _PLACES = (0.5, 0.4, 0.6)
 """Where to look for the part to repeat, in parts of a row."""
 
@@ -60,7 +60,7 @@ class Extension:
 
     def never_waits(self, cost: float, whole_cost: float) -> bool:
         """Whether extending rows by work for the busiest rank has not cost more than this work."""
-        return whole_cost - cost <= (1 + _ROUNDING) * max(map(sub, self.problem.work, self.short.work))
+        return whole_cost - cost <= (1 + ROUNDING) * max(map(sub, self.problem.work, self.short.work))
 
     def cost(self, rows: Rows) -> float:
         """The cost of rows for all microbatches."""

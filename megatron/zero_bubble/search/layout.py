@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.memory import most_kept
+from megatron.zero_bubble.analysis.score import ROUNDING, excess, is_less, length_ms
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
@@ -24,7 +25,7 @@ from megatron.zero_bubble.costs.layers import LayerCosts
 from megatron.zero_bubble.ir import Kind, Schedule
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.schedule import chain_of
-from megatron.zero_bubble.search.cut import is_less, least_layers, transfers
+from megatron.zero_bubble.search.cut import least_layers, transfers
 from megatron.zero_bubble.search.loops import compiled, loops
 from megatron.zero_bubble.search.problem import Problem
 
@@ -37,7 +38,6 @@ _OVERHEAD_PER_STAGE = 400
 """Passes whose simulation takes as long as everything else for one layout, per stage."""
 _MOST_COMPARED = 10_000
 """The most layouts that are all compared."""
-_ROUNDING = 1e-9
 
 
 class Value(NamedTuple):
@@ -88,8 +88,7 @@ class Trial:
 
     def _evaluated(self, layout: Layout) -> Value:
         peak, ms = self._run(*self._layers.on(layout))
-        over = self._limit is not None and peak > self._limit * (1 + _ROUNDING)
-        return Value(peak if over else 0.0, ms, math.fsum(work * work for work in self._work_of(layout)))
+        return Value(excess(peak, self._limit), ms, math.fsum(work * work for work in self._work_of(layout)))
 
     def _least_ms(self, layout: Layout) -> float:
         return self.schedule.num_microbatches * max(self._work_of(layout))
@@ -163,7 +162,7 @@ def _descended(trial: Trial, layout: Layout, least: Sequence[int], left: int) ->
 
 def _cannot_win(trial: Trial, layout: Layout, value: Value) -> bool:
     """Whether even an uninterrupted run of the busiest rank would take longer."""
-    return not value.excess and trial.least_ms(layout) > value.ms * (1 + _ROUNDING)
+    return not value.excess and trial.least_ms(layout) > value.ms * (1 + ROUNDING)
 
 
 def _better(trial: Trial, layout: Layout, other: Layout) -> Layout:
@@ -180,7 +179,7 @@ def _by_simulation(schedule: Schedule, objective: Metric) -> Run:
     @without_collection()
     def run(costs: PassCosts, memory: PassMemory) -> tuple[float, float]:
         timeline = simulate(schedule, costs, memory)
-        return max(most_kept(timeline, memory)), timeline.span_ms if objective == "span" else timeline.makespan_ms
+        return max(most_kept(timeline, memory)), length_ms(timeline, objective)
 
     return run
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from typing import NamedTuple
 
+from megatron.zero_bubble.analysis.score import ROUNDING
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.search.loops import Packed, compiled, loops
 from megatron.zero_bubble.search.problem import Problem, Rows
@@ -51,7 +52,7 @@ _AMBITIONS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Shares of its idle time by which a schedule has to become shorter when its W passes are refilled. Unless a refill is
 thorough, only some of the ambitions and eagernesses are tried.
 """
-_EPSILON, _ROUNDING = 1e-6, 1e-9
+_EPSILON = 1e-6
 _HEAT = 0.1
 """Initial heat of the local search, as a share of a microbatch's work."""
 
@@ -83,7 +84,7 @@ class Workbench:
 
     def __init__(self, problem: Problem, budget: float, ends: bool = False) -> None:
         self.problem, self.left = problem, budget
-        self._best = sum(problem.work) / problem.num_ranks * (1 + _ROUNDING) if ends else -INFEASIBLE
+        self._best = sum(problem.work) / problem.num_ranks * (1 + ROUNDING) if ends else -INFEASIBLE
         self._loops = loops(problem)
         self._passes = 3 * problem.num_stages * problem.num_microbatches
         self._raw: dict[Seed, Packed] = {}

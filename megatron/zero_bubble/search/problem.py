@@ -20,6 +20,7 @@ from math import ceil
 from operator import add
 from typing import NamedTuple
 
+from megatron.zero_bubble.analysis.score import ROUNDING
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
@@ -31,7 +32,6 @@ Rows = list[list[int]]
 F, B, W = 0, 1, 2
 NONE = -1
 _KINDS = (Kind.F, Kind.B, Kind.W)
-_ROUNDING = 1e-9
 """Relative tolerance by which sums of memory figures may exceed the limit, for rounding errors."""
 
 
@@ -127,7 +127,7 @@ class Problem:
             gradient_hop,
             memory.activation,
             memory.wgrad,
-            tuple(amount * (1 + _ROUNDING) for amount in limit),
+            tuple(amount * (1 + ROUNDING) for amount in limit),
             # The first pass of a rank is F0 of its first stage, which nothing delays: its span starts at a known time.
             starts if objective == "span" else (0.0,) * len(starts),
         )
@@ -244,7 +244,7 @@ class Problem:
         """Scale the limit to whole microbatches, rounded up: a pattern needs a share of the ranks, plus one."""
         one = sum(self.kept[s] for s in self.placement.stages_of(rank))
         count = ceil(part * self.limit[rank] / one + (1 - part) - 1e-6)
-        return max(self.least_memory[rank], count * one * (1 + _ROUNDING))
+        return max(self.least_memory[rank], count * one * (1 + ROUNDING))
 
     @property
     def is_feasible(self) -> bool:

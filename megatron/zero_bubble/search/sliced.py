@@ -20,6 +20,7 @@ from heapq import heappop, heappush
 from itertools import chain, product
 
 from megatron.zero_bubble.analysis.memory import most_kept
+from megatron.zero_bubble.analysis.score import ROUNDING, length_ms, within
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
@@ -69,9 +70,9 @@ def sliced_auto(
         found = _candidates(on, kept, placement, num_microbatches, memory_limit, slices)
         for schedule in chain((one for one in known if one.placement == placement), found):
             timeline = simulate(schedule, on, kept)
-            ms = timeline.makespan_ms if objective == "makespan" else timeline.span_ms
-            fits = max(most_kept(timeline, kept)) <= memory_limit * (1 + 1e-9)
-            if fits and (best is None or ms < best[0] * (1 - 1e-9)):
+            ms = length_ms(timeline, objective)
+            fits = within(max(most_kept(timeline, kept)), memory_limit)
+            if fits and (best is None or ms < best[0] * (1 - ROUNDING)):
                 best = ms, schedule
     if best is None:
         least = min(_enough(kept, on, slices) for on, (_, kept) in zip(placements, figures, strict=True))
@@ -144,7 +145,7 @@ class _Search:
         self._flow = Chain(placement.num_stages, len(slices))
         ranks = range(placement.num_ranks)
         # A B must always be able to run, so forwards leave room for it.
-        self._limit = limit * (1 + 1e-9)
+        self._limit = limit * (1 + ROUNDING)
         self._left_free = [_of_backwards(memory, placement.stages_of(rank), slices, fused) for rank in ranks]
         self._rows: list[list[Pass]] = [[] for _ in ranks]
         self._kept = [0.0] * len(ranks)
@@ -231,7 +232,7 @@ class _Search:
         if p.kind is F:
             left = self._to_forward[rank]
             left[p.microbatch] -= sum(self._memory.changes(p, self._slices))
-            rounding = 1e-9 * self._microbatch[rank]
+            rounding = ROUNDING * self._microbatch[rank]
             while self._oldest[rank] < self._num_microbatches - 1 and left[self._oldest[rank]] < rounding:
                 self._oldest[rank] += 1
         elif not is_fused:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
 from megatron.zero_bubble.analysis.memory import most_kept
+from megatron.zero_bubble.analysis.score import excess, length_ms
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Span, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
@@ -28,7 +29,7 @@ from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, Vocabulary
 
 _LAGS = (0.0, 0.5, 1.0)
 """How many periods after L the T of a rank may come."""
-_ROUNDING, _SLACK = 1e-9, 1e-6
+_SLACK = 1e-6
 """Times within this share of a period are equal: the passes of the vocabulary come before the passes of stages."""
 
 
@@ -87,9 +88,8 @@ def _positive(clock: PassCosts) -> PassCosts:
 
 
 def _rank(timeline: Timeline, memory: PassMemory, objective: Metric, limit: float | None) -> tuple[float, float]:
-    ms = timeline.makespan_ms if objective == "makespan" else timeline.span_ms
-    over = max(most_kept(timeline, memory)) if limit is not None else 0.0
-    return (over, ms) if limit is not None and over > limit * (1 + _ROUNDING) else (0.0, ms)
+    peak = max(most_kept(timeline, memory)) if limit is not None else 0.0
+    return excess(peak, limit), length_ms(timeline, objective)
 
 
 def forwards_ahead(schedule: Schedule, count: int) -> Schedule:

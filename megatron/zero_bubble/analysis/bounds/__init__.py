@@ -25,6 +25,7 @@ from megatron.zero_bubble.analysis.bounds.vocabulary import by_vocabulary
 from megatron.zero_bubble.analysis.bounds.vocabulary_paths import VocabularyPaths
 from megatron.zero_bubble.analysis.bounds.ways import by_ways
 from megatron.zero_bubble.analysis.bounds.windows import by_area, by_head_chain, by_waits
+from megatron.zero_bubble.analysis.score import ROUNDING
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
@@ -54,7 +55,7 @@ class Bound:
     def gap(self, cost_ms: float) -> float:
         """Return the largest share of ``cost_ms`` that a better schedule could save; rounding errors count as 0."""
         gap = (cost_ms - self.value_ms) / cost_ms if cost_ms > 0 else 0.0
-        return gap if abs(gap) > 1e-9 else 0.0
+        return gap if abs(gap) > ROUNDING else 0.0
 
 
 def least_memory(memory: PassMemory, placement: Placement, *, fused: bool = False) -> tuple[float, ...]:
@@ -241,7 +242,7 @@ def _check(costs: PassCosts, memory: PassMemory, placement: Placement, m: int, l
     if m < 1:
         raise UserError(f"num_microbatches must be 1 or more; got {m}")
     for rank, (least, limit) in enumerate(zip(least_memory(memory, placement, fused=True), limits, strict=True)):
-        if limit < least * (1 - 1e-9):
+        if limit < least * (1 - ROUNDING):
             raise UserError(
                 f"the memory limit must leave room for one microbatch, {least:.6g} on rank {rank}; got {limit:.6g}; "
                 "raise the limit or split the model over more ranks"

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from megatron.zero_bubble.analysis.bounds.setting import Setting
+from megatron.zero_bubble.analysis.score import ROUNDING
 
-_ROUNDING = 2e-9
 """Share of the limit by which sums of memory may differ from their exact values."""
 
 
@@ -20,13 +20,13 @@ def time_to_make_room(s: Setting, rank: int, counts: Sequence[int]) -> float:
     """
     stages, limit = s.stages(rank), s.limit[rank]
     excess = sum(n * s.a[k] for n, k in zip(counts, stages, strict=True)) - limit
-    if excess <= limit * _ROUNDING:
+    if excess <= limit * 2 * ROUNDING:
         return 0.0
     held = s.fits(min(s.a[k] for k in stages), limit)
     forwards = max(0, sum(counts) - held - 1)
     # The F belongs to the last microbatch, of which no B can run before.
     most = (max(counts) - 1) * len(stages)
-    return forwards * min(s.f[k] for k in stages) + _time_to_free(s, stages, excess - limit * _ROUNDING, most)
+    return forwards * min(s.f[k] for k in stages) + _time_to_free(s, stages, excess - limit * 2 * ROUNDING, most)
 
 
 def _time_to_free(s: Setting, stages: Sequence[int], excess: float, most: int) -> float:

@@ -19,10 +19,10 @@ from functools import cached_property
 from itertools import accumulate
 from operator import add
 
+from megatron.zero_bubble.analysis.score import ROUNDING
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement
 
-_ROUNDING = 1e-9
 """Tolerance for counts: limits and memory are sums of floats, so a count just below a whole number is rounded up."""
 
 
@@ -110,7 +110,7 @@ class Setting:
     def fits(self, size: float, room: float) -> int:
         """Return how many items of ``size`` fit into ``room``, at most ``m`` per stage of the model."""
         most = self.m * self.num_stages
-        return most if size * most <= room else int(room / size + _ROUNDING)
+        return most if size * most <= room else int(room / size + ROUNDING)
 
     def whole(self, rank: int) -> float:
         """Return the memory of one microbatch on ``rank`` after F on all its chunks."""
@@ -124,6 +124,6 @@ def must_fuse(memory: PassMemory, placement: Placement, limit: tuple[float, ...]
     for rank, most in enumerate(limit):
         kept = 0.0
         for stage in placement.stages_of(rank):
-            if kept + memory.wgrad[stage] > most * (1 + 2 * _ROUNDING):
+            if kept + memory.wgrad[stage] > most * (1 + 2 * ROUNDING):
                 yield stage
             kept += memory.activation[stage]

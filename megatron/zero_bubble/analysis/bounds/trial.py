@@ -17,8 +17,8 @@ from copy import copy
 from itertools import combinations, product
 
 from megatron.zero_bubble.analysis.bounds.paths import Paths
+from megatron.zero_bubble.analysis.score import ROUNDING
 
-_ROUNDING = 1e-9
 """Relative tolerance of times and of memory."""
 _FIRST_STEP, _LAST_STEP = 1e-2, 1e-4
 """By how much the first end that is tried exceeds the known bound, and the least excess that is tried."""
@@ -80,7 +80,7 @@ class Trial:
         ranks = range(s.num_ranks) if rank is None else (rank,)
         stages = [stage for at in ranks for stage in s.stages(at)]
         self.paths, self.length, self.effort = paths, paths.length, effort
-        self.end, self.next_end = end * (1 + _ROUNDING), math.inf
+        self.end, self.next_end = end * (1 + ROUNDING), math.inf
         self.heads = paths.heads(paths.f(min(stages), 0))
         self.tails = paths.tails([paths.w(stage, s.m - 1) for stage in stages])
         self.rows = [self._row(at) for at in range(s.num_ranks)]
@@ -224,7 +224,7 @@ class Trial:
         for row, limit in zip(self.rows, self.setting.limit, strict=True):
             for n in row:
                 if self._is_forward(n):
-                    yield from ((first, n) for first in self._room_for(n, row, limit * (1 + _ROUNDING)))
+                    yield from ((first, n) for first in self._room_for(n, row, limit * (1 + ROUNDING)))
 
     def _room_for(self, n: int, row: Sequence[int], limit: float) -> Iterator[int]:
         """Yield the passes that must make room for the F ``n``: with one of them later, more than ``limit`` is held."""

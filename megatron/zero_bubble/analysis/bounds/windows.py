@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 
 from megatron.zero_bubble.analysis.bounds.setting import Setting
+from megatron.zero_bubble.analysis.score import ROUNDING
 
 _HALVINGS = 60
 
@@ -153,7 +154,7 @@ def fill(values: Sequence[float], weights: Sequence[float], count: int, room: fl
     if not math.isfinite(room):
         return count * sum(values)
     whole = len(set(weights)) == 1 and weights[0] > 0
-    left = float(int(room / weights[0] + 1e-9)) if whole else room * (1 + 1e-9)
+    left = float(int(room / weights[0] + ROUNDING)) if whole else room * (1 + ROUNDING)
     total = 0.0
     for value, weight in sorted(zip(values, weights, strict=True), key=lambda item: _density(*item), reverse=True):
         size = 1.0 if whole else weight

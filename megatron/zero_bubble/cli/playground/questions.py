@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 from urllib.parse import parse_qsl
 
 from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.cli.plan import add_plan, make_plan, searches
+from megatron.zero_bubble.cli.plan import add_plan, question_of
 from megatron.zero_bubble.cli.slices import AUTOMATIC
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
@@ -23,9 +23,11 @@ from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.ir.ops import COPY_BACK, COPY_OUT
 from megatron.zero_bubble.ir.passes import VOCABULARY
 from megatron.zero_bubble.plan.offload import NO_SHARE
+from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.offload import AUTO as OFFLOAD_AUTO
 from megatron.zero_bubble.planning.plan_file import offload_content
 from megatron.zero_bubble.planning.plans import limit_verdict
+from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.source import AUTO
 from megatron.zero_bubble.planning.vocabulary import CHOICES
 from megatron.zero_bubble.render.svg import COLOURS, LANE_COLOUR, MEANING
@@ -56,16 +58,16 @@ _MOST_OFFLOADED, _MOST_OFFLOADED_SEARCHED = 16384, 512
 """The same with offloading."""
 
 
-class Question(NamedTuple):
-    """A parsed query string: the command to copy, and the options of ``plan``."""
+class PageQuestion(NamedTuple):
+    """A parsed query string: the command to copy, and what it asks."""
 
     command: str
-    options: argparse.Namespace
+    question: Question
 
     @property
     def searches(self) -> bool:
         """Whether the answer needs a search, which takes seconds."""
-        return searches(self.options)
+        return self.question.searches
 
 
 class _Parser(argparse.ArgumentParser):
@@ -75,7 +77,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def read_question(query: str) -> Question:
+def read_question(query: str) -> PageQuestion:
     """Parse a query string.
 
     Raises:
@@ -95,10 +97,10 @@ def read_question(query: str) -> Question:
         words += [f"--{flag}"] if bare else [f"--{flag}", value]
     options = parser.parse_args(arguments)
     _check_size(options)
-    return Question(shlex.join(words), options)
+    return PageQuestion(shlex.join(words), question_of(options))
 
 
-class Answer(NamedTuple):
+class PageAnswer(NamedTuple):
     """The answer in two parts, because a page shows the figures of all schedules but few drawings at a time.
 
     Attributes:
@@ -113,13 +115,13 @@ class Answer(NamedTuple):
     drawing: dict[str, Any]
 
 
-def answer(question: Question) -> Answer:
+def page_answer(asked: PageQuestion) -> PageAnswer:
     """Make the plan, as ``zero-bubble plan`` does.
 
     Raises:
         UserError: with the message that ``zero-bubble plan`` prints on stderr.
     """
-    made = make_plan(question.options)
+    made = answer(asked.question)
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
     limit = None
     if certificate is not None:
@@ -134,7 +136,7 @@ def answer(question: Question) -> Answer:
         "waits_for": _arrivals(timeline, costs.on(timeline.schedule.placement)[0]),
         "copies": _copies(timeline),
     }
-    return Answer({"command": question.command, "plan": plan, "limit": limit}, drawing)
+    return PageAnswer({"command": asked.command, "plan": plan, "limit": limit}, drawing)
 
 
 def catalogue() -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from megatron.zero_bubble.cli.playground.page import build_page
-from megatron.zero_bubble.cli.playground.questions import Answer, answer, catalogue, read_question
+from megatron.zero_bubble.cli.playground.questions import PageAnswer, catalogue, page_answer, read_question
 from megatron.zero_bubble.planning.figures import beyond_floats
 
 _HOME = "127.0.0.1"
@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         with server.searching if question.searches else server.planning:
             if self._has_left():
                 return None
-            return server.keep(query, _encode(answer(question)))
+            return server.keep(query, _encode(page_answer(question)))
 
     def _has_left(self) -> bool:
         readable, _, _ = select.select([self.connection], [], [], 0)
@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing, to keep the user's terminal clean."""
 
 
-def _encode(found: Answer) -> _Encoded:
+def _encode(found: PageAnswer) -> _Encoded:
     def encode(content: dict[str, Any]) -> bytes:
         try:
             return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()

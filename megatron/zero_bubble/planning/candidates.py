@@ -1,0 +1,163 @@
+"""The schedules that ``zero-bubble compare`` compares: one question per row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Slices
+from megatron.zero_bubble.ir.sizes import check_size
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.score import Dropped, attempt
+from megatron.zero_bubble.planning.shards import Replicas
+from megatron.zero_bubble.planning.source import AUTO
+from megatron.zero_bubble.planning.vocabulary import Variant
+from megatron.zero_bubble.schedules import SCHEDULES
+from megatron.zero_bubble.schedules.recipe import Recipe
+from megatron.zero_bubble.search.auto import PlacementChoice
+
+FITTED = "fitted"
+"""Suffix for the name of a schedule for equal passes that was refitted to the costs."""
+SHARDED = "sharded"
+"""Suffix for the name of a schedule whose weights are sharded."""
+_TENSOR = ("1f1b", "zb-h1", "zb-v")
+"""Schedules that are also listed with tensor parallelism: Megatron's, and the best for one or two stages per rank."""
+LAID_OUT = "layout by cost"
+"""Suffix for the name of a schedule whose layers per stage were chosen together with it."""
+MOST_CHUNKS = 4
+"""Most stages per rank to choose from, where nothing is given."""
+_MOST_TRIED = 64
+"""Most stages per rank to try: every number up to it has a row per interleaved schedule."""
+
+
+def most_chunks(asked: int | None, costs: Figures) -> int:
+    """Return the most stages per rank of interleaved schedules; ``asked`` is the user's choice, if any.
+
+    Raises:
+        UserError: for a number below 1, or so large that the table would take hours.
+    """
+    if asked is None:
+        return min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS)
+    if not 1 <= asked <= _MOST_TRIED:
+        raise UserError(
+            f"--max-chunks must be from 1 (no interleaved schedules) to {_MOST_TRIED}; got {asked}; "
+            "`zero-bubble plan --num-chunks` plans one schedule of any number"
+        )
+    check_size(costs.num_ranks, costs.num_microbatches, asked)
+    return asked
+
+
+class Candidate(NamedTuple):
+    """One row.
+
+    Attributes:
+        name: for messages.
+        title: the name of the schedule in the table; ``{}`` stands for the number of slices.
+        tensor_parallel: how many GPUs divide a layer instead of replicas; None if layers are whole.
+        tensor_bytes: what a rank sends to them per iteration.
+    """
+
+    name: str
+    title: str
+    question: Question
+    tensor_parallel: int | None = None
+    tensor_bytes: float | None = None
+
+
+class _Way(NamedTuple):
+    """How to make one schedule."""
+
+    name: str
+    title: str
+    question: Question
+
+    def row(self, suffix: str = "", **chosen: object) -> Candidate:
+        return Candidate(self.name + suffix, self.title + suffix, replace(self.question, **chosen))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What all candidates have in common.
+
+    Attributes:
+        max_chunks: most stages per rank of interleaved schedules.
+        limit: the memory limit per rank, in the unit of the costs.
+        refit: whether schedules for equal passes are also refitted to the costs.
+        offload: what may move to host memory; None for nothing.
+    """
+
+    max_chunks: int
+    limit: float
+    placements: Sequence[PlacementChoice]
+    objective: Metric
+    refit: bool
+    offload: Offloading | None = None
+
+    def whole(self, costs: Figures) -> Iterator[Candidate]:
+        """Yield the schedules of whole sequences. Only a search depends on the limit for which it is made."""
+        once = None if self.offload is None else replace(self.offload, limits=self.offload.limits[:1])
+        for way in self._ways(costs):
+            yield way.row() if way.question.schedule == AUTO else way.row(offload=once)
+
+    def sharded(self, costs: Figures, replicas: Replicas) -> Iterator[Candidate]:
+        """Yield the schedules of whole sequences with several stages per rank, with sharded units."""
+        for recipe in SCHEDULES.values():
+            if not recipe.sliced and recipe.shape != "linear":
+                for way in self._named(recipe, costs):
+                    yield way.row(f" {SHARDED}", shards=replicas, unit=None)
+
+    def tensor(self, costs: Figures, replicas: Replicas, bytes_per_ms: float) -> Iterator[Candidate | Dropped]:
+        """Yield schedules with tensor parallelism over the replicas, or over groups of them."""
+        for degree in range(2, replicas.count + 1):
+            for name in _TENSOR if replicas.count % degree == 0 else ():
+                yield from attempt(f"{name} tp{degree}", lambda: [self._tensor(costs, name, degree, bytes_per_ms)])  # noqa: B023
+
+    def _tensor(self, costs: Figures, name: str, degree: int, bytes_per_ms: float) -> Candidate:
+        assert costs.tensor is not None, "the flags are checked"
+        divided = costs.tensor(degree, bytes_per_ms)
+        (way,) = self._named(SCHEDULES[name], divided.costs)
+        return way.row(f" tp{degree}")._replace(tensor_parallel=degree, tensor_bytes=divided.sent)
+
+    def laid_out(self, costs: Figures) -> Iterator[Candidate]:
+        """Yield them with layouts by cost; ``costs`` are those of the even split."""
+        return (way.row(f" ({LAID_OUT})", by_cost=True) for way in self._ways(costs))
+
+    def divided(self, variant: Variant) -> Iterator[Candidate]:
+        """Yield them with the passes of vocabulary parallelism; searches for these have more to choose from."""
+        suffix = f" (vocabulary {variant.algorithm})"
+        return (way.row(suffix, variants=(variant,)) for way in self._ways(variant.costs))
+
+    def sliced(self, costs: Figures, slices: Sequence[Slices]) -> Iterator[Candidate]:
+        """Yield one candidate per schedule of slices, each with the best of ``slices``; none without any."""
+        named = (way for recipe in SCHEDULES.values() if recipe.sliced for way in self._named(recipe, costs))
+        for way in (*named, *self._searches(costs)) if slices else ():
+            row = way.row(slices=tuple(slices))
+            yield row._replace(name=f"{row.name} of slices", title=f"{row.title} n{{}}")
+
+    def _ways(self, costs: Figures) -> Iterator[_Way]:
+        for recipe in SCHEDULES.values():
+            if recipe.sliced:
+                continue
+            yield from self._named(recipe, costs)
+            if recipe.adapts and self.refit:
+                name = f"{recipe.name} {FITTED}"
+                yield _Way(name, name, self._question(costs, recipe.name, fits=True))
+        yield from self._searches(costs)
+
+    def _named(self, recipe: Recipe, costs: Figures) -> Iterator[_Way]:
+        counts: Iterable[int | None] = range(2, self.max_chunks + 1) if recipe.shape == "interleaved" else (None,)
+        unit = costs.num_ranks if recipe.has_units else None
+        for chunks in counts:
+            name = recipe.name if chunks is None else f"{recipe.name} x{chunks}"
+            yield _Way(name, name, replace(self._question(costs, recipe.name), num_chunks=(chunks,), unit=unit))
+
+    def _searches(self, costs: Figures) -> Iterator[_Way]:
+        for choice in self.placements:
+            yield _Way(f"{AUTO} {choice}", AUTO, replace(self._question(costs, AUTO), placement=choice))
+
+    def _question(self, costs: Figures, schedule: str, fits: bool = False) -> Question:
+        return Question(costs, schedule, self.limit, self.objective, fits=fits, offload=self.offload)

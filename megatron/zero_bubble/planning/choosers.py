@@ -1,0 +1,209 @@
+"""The functions that choose: one per decision. Each narrows one field of the question and asks on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+from megatron.zero_bubble.analysis.score import ROUNDING, is_less, length_ms
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
+from megatron.zero_bubble.planning.cuts import Cuts
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.layouts import lay_out
+from megatron.zero_bubble.planning.offer import Ask, Offer, score
+from megatron.zero_bubble.planning.offload import plan_offload
+from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search, with_units
+from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.score import Best, Dropped, Score, attempt, best
+from megatron.zero_bubble.planning.shard_search import plan_shards
+from megatron.zero_bubble.planning.source import AUTO
+from megatron.zero_bubble.planning.vocabulary import Variant, inserted, known_schedules, searched
+from megatron.zero_bubble.schedules import build, recipe
+from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
+from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
+
+Offers = Iterator[Offer | Dropped]
+
+
+def shards(question: Question, ask: Ask) -> Offers:
+    """Choose stages per rank, microbatches of a unit, and whole stages, if weights are sharded."""
+    if question.shards is None:
+        yield from ask(question)
+        return
+    own = replace(_cut(question), shards=None)
+
+    def make(chunks: int | None, unit: int | None) -> Schedule:
+        asked = replace(own, num_chunks=(chunks,), unit=unit or own.unit)
+        return _best(asked, ask(asked)).offer.schedule
+
+    makers = [partial(make, chunks) for chunks in question.num_chunks]
+    plan = plan_shards(question.costs, makers, question.has_units, question.shards)
+    yield Offer(plan.timeline.schedule, question.costs, shards=plan)
+
+
+def offload(question: Question, ask: Ask) -> Offers:
+    """Choose what moves to host memory.
+
+    A schedule above the limit may be within it once activations move, and is often shorter than one that needs no
+    offloading. So schedules are made for the limit and for more memory, all are offloaded, and the shortest that is
+    then within the limit is taken (arXiv 2503.01328, section 4, plans in the same two steps).
+    """
+    moving = question.offload
+    if moving is None:
+        yield from ask(question)
+        return
+    least: Score | None = None
+    seen: set[Timeline] = set()
+    for limit in moving.limits:
+        known = question.schedule == AUTO and question.slices is None and limit == moving.limits[0]
+        asked = replace(question, offload=None, limit=limit, known=known)
+        where = "" if limit is None else f" within {question.costs.show(limit)}"
+        for offer in attempt(f"{question.schedule or 'a schedule'}{where}, before offloading,", partial(ask, asked)):
+            if isinstance(offer, Dropped):
+                yield offer
+                continue
+            before = offer.timeline
+            enough_ms = math.inf if least is None or least[0] else least[1]
+            # Copies only delay, so what is longer already cannot become the best.
+            if before in seen or length_ms(before, question.objective) > enough_ms:
+                continue
+            seen.add(before)
+            on = moving.on(offer.costs).on(before.schedule.placement)
+            moved = replace(offer, offloaded=plan_offload(before, *on, moving.choice, moving.limit, moving.host))
+            least = min(filter(None, (least, score(question, moved))))
+            yield moved
+
+
+def search_limits(costs: Figures, limit: float, vocabulary: bool = False) -> tuple[float, ...]:
+    """Return the memory limits to search with for schedules that ``limit`` bounds after offloading; itself first.
+
+    Twice the peak of 1F1B is enough for every schedule without idle time.
+
+    Args:
+        vocabulary: return every second one, because each search also inserts the passes of the vocabulary.
+    """
+    of_1f1b = costs.num_ranks * costs.microbatch
+    larger = {1.5 * limit, 2.0 * limit, of_1f1b, 2.0 * of_1f1b}
+    found = limit, *sorted(each for each in larger if each > limit * (1 + ROUNDING))
+    return found[::2] if vocabulary else found
+
+
+def layout(question: Question, ask: Ask) -> Offers:
+    """Choose the layers per stage, and with them the placement."""
+    if not question.by_cost:
+        yield from ask(question)
+        return
+    costs, limit, objective = question.costs, question.limit, question.objective
+    names: dict[Placement, PlacementChoice] = {}
+    if question.file is not None:
+        placements = [question.file.placement]
+    elif question.schedule == AUTO:
+        names = {place(costs.num_ranks): name for name, place in PLACEMENTS.items()}
+        placements = [on for on, name in names.items() if question.placement in ("auto", name)]
+    else:
+        known = recipe(str(question.schedule))
+        placements = [known.placement(costs.num_ranks, known.num_chunks(question.num_chunks[0]))]
+    own = replace(_cut(question), by_cost=False, known=False)
+
+    def make(figures: Figures, placement: Placement) -> Schedule:
+        asked = replace(own, costs=figures, variants=(), placement=names.get(placement, "auto"))
+        return _best(asked, ask(asked)).offer.schedule
+
+    search = None
+    if own.slices is None and question.schedule == AUTO:
+        assert limit is not None, "a search has a limit"
+        search = auto_search(limit, objective)
+    elif own.slices is None and question.adapts:
+        search = fitting_search(str(question.schedule), objective)
+    plan = lay_out(costs, placements, make, limit, objective, search)
+    yield from plan.dropped
+    yield Offer(plan.best.schedule, plan.best.costs, plan)
+
+
+def vocabulary(question: Question, ask: Ask) -> Offers:
+    """Choose the algorithm of vocabulary parallelism, or none."""
+    for variant in question.variants or (Variant(None, question.costs),):
+        asked = partial(ask, replace(question, costs=variant.costs, variants=(variant,)))
+        name = f"vocabulary parallelism {variant.algorithm}" if variant.algorithm else "a whole vocabulary"
+        yield from asked() if len(question.variants) < 2 else attempt(name, asked)
+
+
+def slices(question: Question, ask: Ask) -> Offers:
+    """Choose the cuts of sequences."""
+    asked = _cut(question)
+    if asked.slices is None:
+        yield from ask(asked)
+        return
+    assert not isinstance(asked.slices, Cuts)
+    each = (attempt(f"{len(own)} slices", partial(ask, replace(asked, slices=(own,)))) for own in asked.slices)
+    yield from best(chain.from_iterable(each), partial(score, question), is_less, reason=-1).all
+
+
+def schedules(question: Question, _ask: Ask) -> Offers:
+    """Make the schedules; nothing is left to choose but what a search finds."""
+    (variant,) = question.variants
+    for schedule in _made(question, variant):
+        yield Offer(inserted(schedule, variant, question.limit, question.objective), question.costs)
+
+
+def _made(question: Question, variant: Variant) -> Iterator[Schedule]:
+    costs, limit, placement, objective = question.costs, question.limit, question.placement, question.objective
+    cut = _only_cut(question)
+    yield from question.starts
+    if question.file is not None:
+        yield question.file
+    elif question.schedule != AUTO:
+        yield _named(question)
+    else:
+        assert limit is not None, "a search has a limit"
+        if variant.algorithm is not None and cut is None:
+            yield from searched(variant, limit, placement, objective)
+            return
+        if question.known:
+            yield from known_schedules(costs, placement, objective)
+        yield auto(costs, limit, placement, objective, cut or WHOLE)
+
+
+def _named(question: Question) -> Schedule:
+    costs, name = question.costs, str(question.schedule)
+    (chunks,) = question.num_chunks
+    make = partial(build, name, num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches, num_chunks=chunks)
+    if recipe(name).sliced:
+        return make(num_slices=_only_cut(question))
+    if question.has_units and question.unit is None:
+        limit = math.inf if question.limit is None else question.limit
+        return with_units(make, costs, question.objective, limit)
+    schedule = make(unit_microbatches=question.unit)
+    return fitted(schedule, costs, question.objective) if question.fits else schedule
+
+
+def _cut(question: Question) -> Question:
+    """The question with the cuts to choose from; None for a schedule that does not cut sequences.
+
+    Raises:
+        UserError: for slices of such a schedule.
+    """
+    cuts, name = question.slices, question.schedule
+    known = None if name in (None, AUTO) else recipe(str(name))
+    if cuts is None and known is not None and known.sliced:
+        cuts = Cuts(len(DEFAULT_SLICES))
+    if isinstance(cuts, Cuts):
+        cuts = cuts.candidates(question.costs)
+    if cuts is not None and known is not None and not known.sliced:
+        known.slices(max(cuts, key=len))
+        cuts = None
+    return replace(question, slices=cuts)
+
+
+def _only_cut(question: Question) -> Slices | None:
+    cuts = question.slices
+    assert not isinstance(cuts, Cuts), "they are chosen before"
+    return None if cuts is None else cuts[0]
+
+
+def _best(question: Question, offers: Iterable[Offer | Dropped]) -> Best[Offer]:
+    return best(offers, partial(score, question))

@@ -1,0 +1,57 @@
+"""An offer: one plan among those that the planner chooses from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.zero_bubble.analysis.score import excess, length_ms
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.layouts import LayoutPlan
+from megatron.zero_bubble.planning.offload import Offloaded
+from megatron.zero_bubble.planning.plans import peak_memory
+from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.score import Dropped, Score
+from megatron.zero_bubble.planning.shards import ShardPlan
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A schedule with its costs, and what was chosen together with it.
+
+    Attributes:
+        layouts: the layers per stage, and the layouts that they are compared with; None if they were given.
+        offloaded: what moves to host memory; None if nothing may move.
+        shards: the sharded units; None for whole weights.
+    """
+
+    schedule: Schedule
+    costs: Figures
+    layouts: LayoutPlan | None = None
+    offloaded: Offloaded | None = None
+    shards: ShardPlan | None = None
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The timeline as it runs: with the copies, or the collectives of sharded units."""
+        made = self.offloaded or self.shards or (None if self.layouts is None else self.layouts.best)
+        if made is not None:
+            return made.timeline
+        return timeline_of(self.schedule, *self.costs.on(self.schedule.placement))
+
+
+Ask = Callable[[Question], Iterable[Offer | Dropped]]
+"""Answers a question in which one more field is decided."""
+Chooser = Callable[[Question, Ask], Iterable[Offer | Dropped]]
+"""Chooses one field: asks with each of its values, and passes on what is offered, or the best of it."""
+
+
+def score(question: Question, offer: Offer) -> Score:
+    """How good an offer is. Of plans with offloading that are equally long, the one with the lowest peak is better."""
+    peak = peak_memory(offer.timeline, offer.costs) if question.limit is not None or offer.offloaded else 0.0
+    value = excess(peak, question.limit), length_ms(offer.timeline, question.objective)
+    return value if offer.offloaded is None else (*value, peak)

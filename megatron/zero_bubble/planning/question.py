@@ -1,0 +1,131 @@
+"""What is asked of the planner: costs and sizes, limits, and what it may choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from operator import gt
+from typing import Literal
+
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
+from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.cuts import Cuts
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offload import NO_LIMITS, HostLimits
+from megatron.zero_bubble.planning.plans import ADAPTING, peak_memory
+from megatron.zero_bubble.planning.shards import Replicas
+from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT, ScheduleSource
+from megatron.zero_bubble.planning.vocabulary import Variant
+from megatron.zero_bubble.schedules import recipe
+from megatron.zero_bubble.search.auto import PlacementChoice
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """What may move to host memory.
+
+    Attributes:
+        choice: as in ``plan_offload``.
+        limits: the memory limits to make schedules for, of which one is taken after offloading; None for no limit.
+        limit: the device memory that the moves are to meet, in the unit of the costs; None for the least peak.
+        host_ms, bytes_per_ms: the time of a copy, as in ``Figures.with_copies``; None for that of the costs.
+    """
+
+    choice: str
+    limits: tuple[float | None, ...]
+    limit: float | None
+    host: HostLimits = NO_LIMITS
+    host_ms: float | None = None
+    bytes_per_ms: float | None = None
+
+    def on(self, costs: Figures) -> Figures:
+        """The figures with the time of copies."""
+        is_given = self.host_ms is not None or self.bytes_per_ms is not None
+        return costs.with_copies(self.host_ms, self.bytes_per_ms) if is_given else costs
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked. A field with several values leaves the choice among them to the planner.
+
+    Attributes:
+        costs: costs, pipeline ranks and microbatches; where the layout is chosen, ``Figures.evenly``.
+        schedule: ``zb-auto`` to search, the name of a schedule, or None for that of ``file``.
+        limit: memory limit per rank, in the unit of the costs; None for no limit. A search needs one.
+        placement: that of a search.
+        num_chunks: stages per rank of an interleaved schedule; None for its default.
+        unit: microbatches of a unit of a schedule of units; None for the best.
+        slices: how to cut sequences, or the cuts to choose from; None for whole sequences, or a schedule's default.
+        variants: vocabulary parallelism, with its costs; empty for none.
+        offload: what may move to host memory; None for nothing.
+        shards: the replicas that shard weights; None for whole weights.
+        by_cost: whether the layers per stage are chosen together with the schedule.
+        fits: whether a schedule for equal passes is refitted to the costs.
+        starts: schedules of the variant that are known already, none of which may be better than the answer.
+        recompute_logits: whether a divided output layer computes the logits again, which ``variants`` account for.
+        known: whether a search also offers schedules that may be better once activations move to host memory.
+    """
+
+    costs: Figures
+    schedule: str | None = AUTO
+    limit: float | None = None
+    objective: Metric = "span"
+    file: Schedule | None = None
+    placement: PlacementChoice = "auto"
+    num_chunks: tuple[int | None, ...] = (None,)
+    unit: int | None = None
+    slices: Cuts | tuple[Slices, ...] | None = None
+    variants: tuple[Variant, ...] = ()
+    offload: Offloading | None = None
+    shards: Replicas | None = None
+    by_cost: bool = False
+    fits: bool = True
+    starts: tuple[Schedule, ...] = ()
+    recompute_logits: bool = False
+    known: bool = False
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the schedule is refitted to the costs."""
+        return self.fits and self.schedule in ADAPTING
+
+    @property
+    def searches(self) -> bool:
+        """Whether the answer needs a search, which takes seconds."""
+        return self.by_cost or self.schedule == AUTO or self.adapts
+
+    @property
+    def has_units(self) -> bool:
+        """Whether the schedule has units of microbatches."""
+        return self.schedule not in (None, AUTO) and recipe(str(self.schedule)).has_units
+
+
+def of_run(
+    costs: Figures,
+    memory_limit: str,
+    placement: Literal["linear", "vee"],
+    objective: Metric,
+    slices: Slices = WHOLE,
+    vocabulary: Algorithm | None = None,
+) -> Question:
+    """What a run of ``zb-auto`` asks.
+
+    With vocabulary parallelism, the answer is not worse than the schedule that the run begins with. Its peak is then
+    the default limit, because that of 1F1B leaves no room for the microbatches between the barriers.
+
+    Args:
+        costs: with ``vocabulary``, with the times of its passes.
+    """
+    cuts = (slices,) if len(slices) > 1 else None
+    own = Question(costs, AUTO, costs.limit(memory_limit), objective, placement=placement, slices=cuts)
+    if vocabulary is None:
+        return own
+    memory = costs.on(Placement.linear(costs.num_ranks))[1]
+    grows = any(map(gt, memory.wgrad, memory.activation))
+    source = ScheduleSource.automatic(placement, costs.num_ranks, vocabulary=vocabulary, fused=grows)
+    first = replace(source.make(costs.num_microbatches), name=f"{AUTO} (vocabulary {vocabulary})")
+    if memory_limit == DEFAULT_LIMIT and own.limit is not None:
+        needed = peak_memory(timeline_of(first, *costs.on(first.placement)), costs)
+        own = replace(own, limit=max(own.limit, needed))
+    return replace(own, variants=(Variant(vocabulary, costs),), starts=(first,))

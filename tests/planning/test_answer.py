@@ -1,0 +1,126 @@
+"""Every variant of a question is answered or reported, exclusions come before any search, and figures are made once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build
+from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.analysis.score import is_less
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.costs import CostsFile
+from megatron.zero_bubble.ir import Slices
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.planning import choosers
+from megatron.zero_bubble.planning.answer import answer
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offer import Ask, Offer
+from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.score import Dropped, best
+from megatron.zero_bubble.planning.vocabulary import Variant, with_times
+
+SIZES = "--num-ranks 3 --num-microbatches 3"
+TIMES = "--forward-ms 4 --backward-ms 5 --wgrad-ms 3"
+DIVIDED = "--vocabulary auto --output-ms 0.8 --output-wgrad-ms 0.6"
+
+
+def figures() -> Figures:
+    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+        return PassCosts.uniform(placement, 4, 5, 3), PassMemory.uniform(placement)
+
+    return Figures(3, 3, on)
+
+
+def never(*_: object, **__: object) -> Schedule:
+    raise AssertionError("a search was started")
+
+
+@pytest.mark.parametrize("offload", ["", "--offload auto --host-ms 3"])
+@pytest.mark.parametrize("slices", ["--num-slices 2", "--num-slices auto", "--slice-cuts 0.5,1"])
+@pytest.mark.parametrize("choice", ["1", "auto"])
+def test_slices_and_vocabulary_exclude_each_other_before_any_search(
+    offload: str, slices: str, choice: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With offloading as well, such a plan was made without the vocabulary, and did not say so."""
+    for name in ("auto", "known_schedules", "searched"):
+        monkeypatch.setattr(choosers, name, never)
+    divided = DIVIDED.replace("auto", choice)
+    assert main(f"plan --schedule zb-auto {TIMES} {SIZES} {slices} {divided} {offload}".split()) == 2
+    refused = capsys.readouterr().err
+    assert "sequence slices" in refused and "vocabulary parallelism" in refused
+
+
+def test_one_slice_is_no_slice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"plan --schedule zb-h1 {TIMES} {SIZES} --num-slices 1 {DIVIDED}".split()) == 0
+    assert "(vocabulary " in capsys.readouterr().out
+
+
+def test_a_variant_that_drops_out_is_reported_with_its_reason() -> None:
+    """Slices of a file's schedule cannot be divided; the whole vocabulary is answered."""
+    costs = with_times(figures(), VocabularyCosts.uniform(3, 0.8, 0.6))
+    file = build("seq-zb-h1", num_ranks=3, num_microbatches=3, num_slices=Slices.even(2))
+    variants = Variant(None, costs), Variant(1, costs)
+    made = answer(Question(costs, None, file=file, variants=variants))
+    assert algorithm_of(made.schedule) is None
+    (dropped,) = made.dropped
+    assert str(dropped).startswith("vocabulary parallelism 1 dropped out: vocabulary parallelism does not support")
+    with pytest.raises(UserError, match="vocabulary parallelism does not support"):
+        answer(Question(costs, None, file=file, variants=variants[1:]))
+
+
+def test_plan_prints_what_dropped_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """One microbatch has to fit before anything can move, for the search within the limit alone."""
+    command = f"plan --schedule zb-auto {TIMES} {SIZES} --memory-limit 0.3p --offload auto --host-ms 1".split()
+    assert main(command) == 0
+    line = "zb-auto within 0.9 microbatches, before offloading, dropped out: the memory limit admits no schedule"
+    assert line in capsys.readouterr().out
+    assert main([*command, "--format", "json"]) == 0
+    (name, reason), *_ = json.loads(capsys.readouterr().out)["dropped"].items()
+    assert f"{name} dropped out: {reason}".startswith(line)
+
+
+def test_the_best_of_equals_is_the_first() -> None:
+    values = {"a": (0.0, 2.0), "b": (0.0, 1.0), "c": (0.0, 1.0 - 1e-12), "d": (3.0, 0.5)}
+    found = best(["a", Dropped("x", "not for it"), "b", "c", "d"], values.__getitem__, is_less)
+    assert (found.offer, found.dropped) == ("b", (Dropped("x", "not for it"),))
+    with pytest.raises(UserError, match="not for it"):
+        best([Dropped("x", "not for it"), Dropped("y", "nor this")], values.__getitem__)
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--num-slices auto", "--vocabulary auto", "--offload auto --host-ms 3", "--layout auto"]
+)
+def test_figures_of_a_placement_are_made_once(flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The costs file was asked up to 49 times for two placements."""
+    part = {"forward_ms": 2, "backward_ms": 2, "wgrad_ms": 2}
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"layers": ["dense*6"], "parts": {"dense": part, "loss": part}}))
+    asked: Counter[Placement] = Counter()
+    original = CostsFile.on
+
+    def counted(own: CostsFile, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
+        asked[placement] += 1
+        return original(own, placement)
+
+    monkeypatch.setattr(CostsFile, "on", counted)
+    assert main(f"plan --schedule zb-auto --costs {file} {SIZES} {flags}".split()) == 0
+    assert max(asked.values()) <= 2 and asked.total() <= 8, "once to see whether the file has memory"
+
+
+def test_choosers_pass_on_what_they_do_not_choose() -> None:
+    """A question without choices is one question at the end."""
+    asked: list[Question] = []
+
+    def make(question: Question, _: Ask) -> Iterator[Offer]:
+        asked.append(question)
+        yield Offer(build("zb-h1", num_ranks=3, num_microbatches=3), question.costs)
+
+    order = choosers.shards, choosers.offload, choosers.layout, choosers.vocabulary, choosers.slices, make
+    made = answer(Question(figures(), "zb-h1"), order)
+    assert (made.schedule.name, len(asked), made.dropped, made.certificate) == ("zb-h1", 1, (), None)
