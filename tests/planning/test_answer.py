@@ -47,13 +47,24 @@ def never(*_: object, **__: object) -> Schedule:
 def test_slices_and_vocabulary_exclude_each_other_before_any_search(
     offload: str, slices: str, choice: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With offloading as well, such a plan was made without the vocabulary, and did not say so."""
     for name in ("auto", "known_schedules", "searched"):
         monkeypatch.setattr(choosers, name, never)
     divided = DIVIDED.replace("auto", choice)
     assert main(f"plan --schedule zb-auto {TIMES} {SIZES} {slices} {divided} {offload}".split()) == 2
     refused = capsys.readouterr().err
     assert "sequence slices" in refused and "vocabulary parallelism" in refused
+
+
+def test_a_plan_without_the_vocabulary_that_was_asked_for_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From costs per layer, the plan was made without the vocabulary, which offloading did not say."""
+    part = {"forward_ms": 2, "backward_ms": 2, "wgrad_ms": 2}
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"layers": ["dense*6"], "parts": {"dense": part, "loss": part}}))
+    flags = "--num-slices 2 --vocabulary auto --offload auto --host-ms 3"
+    assert main(f"plan --schedule zb-auto --costs {file} {SIZES} {flags}".split()) == 2
+    assert "exclude each other" in capsys.readouterr().err
 
 
 def test_one_slice_is_no_slice(capsys: pytest.CaptureFixture[str]) -> None:
