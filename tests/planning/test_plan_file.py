@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.__main__ import parser
-from megatron.zero_bubble.cli.plan import make_plan
+from megatron.zero_bubble.cli.plan import question_of
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import PlanFile, plan_from_json
 from megatron.zero_bubble.formats.plan_keys import PLAN_KEYS
+from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.plan_file import decided, written
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def planned(name: str, folder: Path) -> tuple[PlanFile, str]:
     costs = folder / "costs.json"
     costs.write_text(json.dumps(_COSTS))
     words = COMMANDS[name].replace("CONFIG", str(ROOT / "configs/gpt_1.5b.yaml")).replace("COSTS", str(costs))
-    plan = make_plan(parser().parse_args(["plan", *words.split()]))
+    plan = answer(question_of(parser().parse_args(["plan", *words.split()])))
     return decided(plan), written(plan)
 
 
