@@ -13,6 +13,7 @@ import pytest
 
 from megatron.zero_bubble.__main__ import parser as command_line
 from megatron.zero_bubble.job.effects import EFFECTS
+from megatron.zero_bubble.job.features import OPTIONS as FEATURES
 from megatron.zero_bubble.job.flags import add_flags
 from megatron.zero_bubble.job.options import OPTIONS
 from megatron.zero_bubble.megatron_lm import fork_flags
@@ -97,9 +98,11 @@ SUMMARIZED = {
 
 def test_every_rule_of_the_tables_of_refusals_is_documented() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
+    flags = {option.name: f"`--zero-bubble-{option.flag}`" for option in FEATURES}
     for rule in (*EFFECTS, *EXCLUSIONS, *OPTIONS):
-        parts = (rule.why.format(schedule="…", last="…"), rule.remedy, rule.subject.words)
-        assert all(part in page for part in parts), rule
+        subject = flags.get(rule.subject.words, rule.subject.words)
+        for part in (rule.why.format(schedule="…", last="…"), rule.remedy, rule.subject.plural or subject):
+            assert part in page, (rule.subject.words, part)
 
 
 def test_every_package_that_refuses_something_is_in_a_table() -> None:
