@@ -37,7 +37,7 @@ class Figures:
     Attributes:
         on: the pass costs and pass memory for the stages of a placement.
         memory_given: whether the user gave memory figures; otherwise memory is counted in microbatches.
-        message_bytes: size of a message between two stages; None if unknown.
+        message_bytes: bytes of a message between two stages; None if unknown.
         most_layers: the largest number of layers on one rank; None if unknown.
         weight_bytes: bytes of weights, gradients and optimizer state per rank on a placement; None if unknown.
         notes: the assumptions made, as sentences.
@@ -48,7 +48,8 @@ class Figures:
         stage_bytes: bytes of weights, gradients and optimizer per stage of a placement; None if unknown.
         tensor: the figures with tensor parallelism instead of replicas, given the number of GPUs that divide a layer,
             and the bytes per ms with which they send to each other; None if unknown.
-        unit: M_B, if it is not that of ``on``: with layouts, that of the even split, so that all have the same limit.
+        unit: memory of a microbatch, M_B, in the unit of the costs, if it is not that of ``on``: with layouts, that of
+            the even split, so that all have the same limit.
         division: which layers are on which stage; None if unknown.
         halves: whether ``on`` divides stages that differ, for a placement with more stages than there are figures for.
     """
@@ -191,7 +192,7 @@ class Figures:
         return amount * BYTES[unit]
 
     def show(self, amount: float) -> str:
-        """Format an amount of memory."""
+        """Format an amount of memory, given in the unit of these figures."""
         microbatches = f"{amount / self.microbatch:.4g} microbatches"
         return f"{microbatches}, {amount / 2**30:.4g} GiB" if self.in_bytes else microbatches
 
