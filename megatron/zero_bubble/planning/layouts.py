@@ -39,7 +39,8 @@ class Valued:
     """A layout and how good it is.
 
     Attributes:
-        value: memory above the limit (0 if within it), and the objective in ms; the smallest is the best.
+        value: the peak memory if it is above the limit (else 0), in the unit of the costs, and the objective in ms; the
+            smallest is the best.
     """
 
     layout: Layout
@@ -47,12 +48,12 @@ class Valued:
 
     @property
     def excess(self) -> float:
-        """The peak memory if it is above the limit, else 0."""
+        """The peak memory if it is above the limit, else 0; in the unit of the costs."""
         return self.value[0]
 
     @property
     def ms(self) -> float:
-        """The objective."""
+        """The objective in ms: the makespan or the longest span."""
         return self.value[1]
 
     @property
@@ -100,7 +101,7 @@ class Search:
 
     Attributes:
         draft: as ``make`` of ``lay_out``, with little effort.
-        least: a lower bound on what ``make`` gives within a limit.
+        least: a lower bound in ms on what ``make`` gives within a limit.
     """
 
     draft: Callable[[Figures, Placement], Schedule]
@@ -123,7 +124,7 @@ def lay_out(
     Args:
         costs: the costs of the even split, ``Figures.evenly``.
         make: builds a schedule on a placement, or searches for one, for the costs of one layout.
-        limit: memory limit per rank, or None.
+        limit: memory limit per rank, in the unit of the costs; None for no limit.
         search: if ``make`` searches: layouts are compared by drafts, and schedules are made for the best and for those
             that are about as good.
 
@@ -247,11 +248,11 @@ class _Desk:
         return None if option is None else Baseline(layout, option.value)
 
     def busiest(self, layout: Layout) -> float:
-        """The work of the busiest rank."""
+        """The work of the busiest rank per microbatch, in ms."""
         return max(self.layers.rank_work_ms(self.placement, layout))
 
     def bound(self, layout: Layout) -> float:
-        """A lower bound on the schedules of a layout; -1 if it is not known, or the limit admits no schedule."""
+        """A lower bound in ms on the schedules of a layout; -1 if it is not known, or the limit admits no schedule."""
         if layout not in self.bounds:
             self.bounds[layout] = -1.0
             if self.search is not None:
@@ -292,7 +293,7 @@ def _finished(drafts: Mapping[tuple[_Desk, Layout], LaidOut]) -> dict[tuple[_Des
 
 
 def _shortest(plans: Iterable[LaidOut]) -> float:
-    """Return the shortest length within the memory limit; infinity if there is none."""
+    """Return the shortest length in ms within the memory limit; infinity if there is none."""
     return min((plan.ms for plan in plans if not plan.excess), default=math.inf)
 
 
