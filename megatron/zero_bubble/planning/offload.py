@@ -58,9 +58,9 @@ class Offloaded:
         timeline: the passes and the copies; its peaks are those of the device.
         choice: what was requested, as in ``plan_offload``.
         moves: what moves.
-        share: share of the forwards that move, over all ranks.
-        device_peak, host_peak: per rank.
-        pending_wgrad: per rank, the most operands of W's that wait; no move reduces them.
+        share: share of the forwards that move, over all ranks, from 0 to 1.
+        device_peak, host_peak: peak memory per rank.
+        pending_wgrad: per rank, the most memory of operands that wait for W; no move reduces it.
         added_ms: what the copies add to the makespan.
     """
 
