@@ -31,7 +31,7 @@ class Replicas:
         unit_microbatches: microbatches of a unit; None for the best.
         whole_stages: the most stages of a rank with whole weights; None for the best.
         limit: limit of memory per rank, in the unit of the costs; in bytes it includes what is static.
-        activation_limit: limit of activations alone.
+        activation_limit: limit of the activations of a rank alone, in the unit of the costs.
     """
 
     count: int
@@ -47,8 +47,9 @@ class Replicas:
     def bytes_of(
         self, plan: ShardPlan | None, costs: Figures, placement: Placement
     ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-        """What every rank sends to its replicas, and its static bytes; where nothing is sharded, as with a distributed
-        optimizer, which reduces and gathers once per iteration. None if sizes are unknown.
+        """Bytes that every rank sends to its replicas, and its static bytes; None if sizes are unknown.
+
+        Without a plan, nothing is sharded: a distributed optimizer reduces and gathers once per iteration.
         """
         if plan is not None or costs.stage_bytes is None:
             return (None, None) if plan is None else (plan.traffic, plan.static)
@@ -69,8 +70,8 @@ class ShardPlan:
         gathers, reductions: collectives per rank and iteration.
         traffic: bytes that a rank sends in them, which is also what it receives; None if sizes are unknown.
         static: bytes per rank of shards, and of weights and gradients that are whole at a time; None if unknown.
-        activations: peak per rank, in the unit of memory.
-        lane_ms: what the collectives of a rank take, one after the other, on the rank where they take longest.
+        activations: peak per rank, in the unit of the costs.
+        lane_ms: ms that the collectives of a rank take, one after the other, on the rank where they take longest.
     """
 
     timeline: Timeline
@@ -85,7 +86,7 @@ class ShardPlan:
 
     @property
     def peaks(self) -> tuple[float, ...]:
-        """The peak per rank of activations, and of static memory where its size is known."""
+        """The peak per rank of activations, and of static memory where its size is known, in the unit of the costs."""
         static = self.static or (0.0,) * len(self.activations)
         return tuple(map(sum, zip(self.activations, static, strict=True)))
 
