@@ -19,20 +19,30 @@ from megatron.zero_bubble.search.loops import compiled
 
 @dataclass(frozen=True)
 class Row:
-    """One schedule in the table. Speed-ups compare the objective's length; None if the baseline is missing.
+    """One schedule in the table.
 
-    ``num_slices`` is the number of slices per sequence. ``peak_microbatches`` is in units of a microbatch's activation
-    memory on its rank, ``peak_memory`` in the unit of the costs. ``messages`` is the number of messages between ranks
-    per iteration, ``message_bytes`` their total size; None if the size of a message is unknown. ``layout`` is
-    Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost. ``vocabulary`` is the algorithm of
-    vocabulary parallelism, if the vocabulary is divided. With ``--offload``, ``offloaded_share`` of the forwards move,
-    and ``host_peak`` is the most host memory of a rank, in the unit of the costs; None without. With
-    ``--shard-weights``, ``gathers`` and ``reductions`` are those of a rank per iteration, None where weights are not
-    sharded; ``static_bytes`` is what weights, gradients and optimizer take on the rank that needs most in total, and
-    ``replica_bytes`` what a rank sends to its replicas. With ``--tensor-bandwidth``, ``tensor_parallel`` is the number
-    of GPUs that divide a layer instead of replicas, and ``tensor_bytes`` what a rank sends to them; None where layers
-    are whole. ``is_lower_bound`` is true where the costs of a stage were divided without knowing its layers, and
-    ``needed_layout`` is the layout without which a job has other layers per stage.
+    Attributes:
+        num_slices: slices per sequence.
+        span_ms, makespan_ms: length of an iteration; the longest span of a rank, and the time from the first pass of
+            any rank to the last.
+        bubble_rate_span, bubble_rate_makespan: share of either in which the busiest rank does not compute.
+        peak_microbatches: the highest peak of a rank, in microbatches of that rank.
+        peak_memory: the same, in the unit of the costs.
+        messages: number of messages between ranks per iteration.
+        message_bytes: their total size; None if the size of a message is unknown.
+        speedup_over_1f1b, speedup_over_interleaved: factor by which the objective is shorter; None without the
+            baseline.
+        layout: Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost.
+        vocabulary: the algorithm of vocabulary parallelism; None without it.
+        offloaded_share: share of the forwards that move to host memory; None without ``--offload``.
+        host_peak: the most host memory of a rank, in the unit of the costs; None without ``--offload``.
+        gathers, reductions: collectives of a rank per iteration; None where weights are not sharded.
+        static_bytes: weights, gradients and optimizer, on the rank that needs most in total; None if unknown.
+        replica_bytes: what a rank sends to its replicas per iteration; None if unknown.
+        tensor_parallel: number of GPUs that divide a layer instead of replicas; None where layers are whole.
+        tensor_bytes: what a rank sends to these GPUs per iteration; None where layers are whole.
+        is_lower_bound: whether the costs of a stage were divided without knowing its layers.
+        needed_layout: the layout without which a job has other layers per stage.
     """
 
     schedule: str
