@@ -30,6 +30,7 @@ COMMANDS = {
     "vocabulary": f"--schedule zb-h1 {TIMES} --vocabulary 1 {LOSS}",
     "other vocabulary": f"--schedule interleaved-1f1b {TIMES} --vocabulary 2 {LOSS}",
     "offload": f"--schedule zb-h2 {TIMES} --offload auto --host-ms 3",
+    "dropped": f"--schedule zb-auto {TIMES.replace('6', '3')} --memory-limit 0.3p --offload auto --host-ms 1",
     "share": f"--schedule zb-h2 {TIMES} --offload 50% --host-ms 1",
     "nothing moves": f"--schedule zb-h1 {TIMES} --offload auto --host-ms 300",
     "offload and vocabulary": f"--schedule zb-h2 {TIMES} --vocabulary 2 {LOSS} --offload auto --host-ms 3",

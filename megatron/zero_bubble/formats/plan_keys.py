@@ -65,7 +65,6 @@ PLAN_KEYS = (
         "per rank: the most bytes of messages that it sends and receives at a time",
         "config",
     ),
-    Key("dropped", "object", "the variants without a plan, by name, and why; missing if there are none"),
     Key("objective", "string", "`span` or `makespan`: the length that the bound and the gap refer to", "limit"),
     Key(
         "memory_limit",
@@ -89,6 +88,7 @@ PLAN_KEYS = (
     Key("lower_bound_reason", "string", "what the bound follows from", "limit"),
     Key("gap", "number", "(cost - bound) / cost; below 0 only where the schedule exceeds the limit", "limit"),
     Key("planning_seconds", "number", "time that the search took", "limit"),
+    Key("dropped", "object", "the reason for each of these variants, by its name", "dropped"),
     Key("offload", "string", "what was requested: `auto`, `all` or a share", "offload", decides=True),
     Key("offloaded_share", "number", "share of the forwards that move", "offload"),
     Key("offload_added_ms", "number", "what the copies add to the makespan", "offload"),

@@ -28,7 +28,7 @@ class Answer(Offer):
 
     Attributes:
         dropped: the variants without a plan, and why.
-        seconds: what planning took.
+        seconds: the time that planning took, in seconds.
     """
 
     question: Question

@@ -27,7 +27,8 @@ class Offloading:
 
     Attributes:
         choice: as in ``plan_offload``.
-        limits: the memory limits to make schedules for, of which one is taken after offloading; None for no limit.
+        limits: the memory limits to make schedules for, of which one is taken after offloading, in the unit of the
+            costs; None for no limit.
         limit: the device memory that the moves are to meet, in the unit of the costs; None for the least peak.
         host_ms, bytes_per_ms: the time of a copy, as in ``Figures.with_copies``; None for that of the costs.
     """
