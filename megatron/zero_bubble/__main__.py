@@ -18,7 +18,7 @@ from typing import NoReturn
 from megatron.zero_bubble import __version__
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.planning.figures import beyond_floats
-from megatron.zero_bubble.planning.source import AUTO
+from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.schedules import SCHEDULES
 
 _COMMANDS = {
@@ -97,7 +97,7 @@ def list_schedules(_: argparse.Namespace) -> str:
     bubble, memory = (max(len(getattr(one, name)) + 2 for one in SCHEDULES.values()) for name in ("bubble", "memory"))
     for recipe in SCHEDULES.values():
         lines.append(f"{recipe.name:21}bubble {recipe.bubble:{bubble}}memory {recipe.memory:{memory}}{recipe.summary}")
-    lines.append(f"{AUTO:21}the shortest schedule found for the given costs within --memory-limit")
+    lines.append(f"{ZB_AUTO:21}the shortest schedule found for the given costs within --memory-limit")
     return "\n".join(lines) + "\n"
 
 

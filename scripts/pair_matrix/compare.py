@@ -11,7 +11,7 @@ import torch
 from megatron.zero_bubble import SCHEDULES
 from pair_matrix.jobs import layout_of, microbatches_of
 from pair_matrix.options import Row, value_of
-from pair_matrix.train import Trained
+from pair_matrix.train import TrainingResult
 
 TOLERANCES = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2}
 """Relative differences of losses and gradient norms between the default mode and stock (``docs/exactness.md``)."""
@@ -25,7 +25,7 @@ _INVERSE = 1e-3
 """Of a norm after an Adam update was inverted."""
 _AUXILIARY_LOSS, _AUXILIARY_STEPS = 5e-3, 0.3
 """Of a gradient with auxiliary losses per slice, and of the steps, which were at most 0.17 apart."""
-Results = Sequence[Mapping[str, Trained]]
+Results = Sequence[Mapping[str, TrainingResult]]
 
 
 class Promise(NamedTuple):
@@ -118,7 +118,7 @@ def _between(own: str, other: str, promise: Promise, row: Row, results: Results)
     return [f"{own} against {other}, {where}: {line}" for line, where in lines.items()]
 
 
-def _of_rank(own: Trained, other: Trained, promise: Promise) -> list[str]:
+def _of_rank(own: TrainingResult, other: TrainingResult, promise: Promise) -> list[str]:
     a, b = own.outcome, other.outcome
     found = []
     if a.counted != b.counted:

@@ -35,7 +35,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """The results of one rank.
 
     Attributes:
@@ -78,9 +78,9 @@ class _Faults(IterationObserver):
 _FACTORS = {"none": None, "spike": SPIKE, "nan": math.nan}
 
 
-def train(rank: int, job: Job) -> dict[str, Trained]:
+def train(rank: int, job: Job) -> dict[str, TrainingResult]:
     """Train in every mode, from the same initial weights; call it on a rank pool."""
-    done: dict[str, Trained] = {}
+    done: dict[str, TrainingResult] = {}
     start = None
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -96,7 +96,7 @@ def train(rank: int, job: Job) -> dict[str, Trained]:
 
 def _train(
     flags: str, stock: bool, factor: float | None, start: dict[str, torch.Tensor] | None
-) -> tuple[Trained, dict[str, torch.Tensor]]:
+) -> tuple[TrainingResult, dict[str, torch.Tensor]]:
     from megatron.zero_bubble.patching import apply, observe, revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
@@ -133,7 +133,7 @@ def _train(
     finally:
         revert()
     before = {name: weight.detach().float() for name, weight in start.items()}
-    return Trained(replace(outcome, counted=tuple(iterations)), weights, before), start
+    return TrainingResult(replace(outcome, counted=tuple(iterations)), weights, before), start
 
 
 def _data(args: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.planning.offload import Offloaded, plan_offload
+from megatron.zero_bubble.planning.offload import OffloadPlan, plan_offload
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from site_parts.markdown import table
@@ -40,7 +40,7 @@ def picture() -> str:
 
 def _planned(
     name: str, num_ranks: int, num_microbatches: int, k: float, choice: str, chunks: int = _CHUNKS
-) -> Offloaded:
+) -> OffloadPlan:
     own = chunks if SCHEDULES[name].shape == "interleaved" else None
     schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=own)
     per_rank = len(schedule.placement.stages_of(0))

@@ -26,7 +26,16 @@ _FEWEST_LETTERS = 12
 """A message with fewer of its own is put together elsewhere."""
 _NO_REMEDY = {"got", "it", "line", "only", "so", "the", "these", "this", "when", _ELLIPSIS}
 """First words of the last part of a message that has no remedy."""
-_NAMES = {"column": "COLUMN", "flag": "FLAG", "form": "FORM", "key": "KEY", "path": "FILE", "where": "PART"}
+_NAMES = {
+    "AUTO": "auto",
+    "ZB_AUTO": "zb-auto",
+    "column": "COLUMN",
+    "flag": "FLAG",
+    "form": "FORM",
+    "key": "KEY",
+    "path": "FILE",
+    "where": "PART",
+}
 """Variables in messages that are shown by a word instead of an ellipsis."""
 _JOBS = (
     (),

@@ -9,7 +9,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.planning.source import AUTO
+from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from site_parts.markdown import code, table
@@ -30,7 +30,7 @@ _WHEN = {
     "v-min": "the least memory: about a third of 1F1B's activations with many ranks",
     "dualpipe-v": "comparison only: ZB-V has the same makespan, a shorter span and less memory",
     "seq-zb-h1": "long sequences or few microbatches, here with 4 slices: much less memory and bubble",
-    AUTO: "uneven stages, passes of unequal length, or any other memory limit (experimental)",
+    ZB_AUTO: "uneven stages, passes of unequal length, or any other memory limit (experimental)",
 }
 
 
@@ -50,7 +50,7 @@ def at_equal_passes() -> str:
                 _WHEN[name],
             )
         )
-    rows.append((code(AUTO), "searched", "the limit", f"{2 * (_RANKS - 1)} or {4 * (_RANKS - 1)}", _WHEN[AUTO]))
+    rows.append((code(ZB_AUTO), "searched", "the limit", f"{2 * (_RANKS - 1)} or {4 * (_RANKS - 1)}", _WHEN[ZB_AUTO]))
     words = (
         f"Computed for {_RANKS} ranks, {_MICROBATCHES} microbatches, F = B = W and free transfers. "
         "Bubble: idle share with post-validation (span) / with a synchronous optimizer (makespan); it shrinks with "

@@ -9,7 +9,7 @@ from megatron.zero_bubble.costs.cuts import balanced
 from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto
-from megatron.zero_bubble.planning.source import AUTO
+from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.schedules import build
 from site_parts.markdown import code, table
@@ -34,7 +34,7 @@ def by_number() -> str:
         "attention. The bubble is that of the makespan; memory is the peak over that of 1F1B. The search on a V gets "
         "an eighth of a microbatch more than that."
     )
-    return f"{words}\n\n{table(('slices', code(_FUSED), code(_SPLIT), code(AUTO) + ' on a V', 'memory'), rows)}"
+    return f"{words}\n\n{table(('slices', code(_FUSED), code(_SPLIT), code(ZB_AUTO) + ' on a V', 'memory'), rows)}"
 
 
 def by_cuts() -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.adapter.loss_reports import Collected, LossReports
+from megatron.zero_bubble.adapter.loss_reports import LossReportList, LossReports
 from tests.helpers.ranks import RankPool
 
 
@@ -28,8 +28,8 @@ REPORTS = [
 ]
 
 
-def collected() -> Collected:
-    reports = Collected()
+def collected() -> LossReportList:
+    reports = LossReportList()
     for report in REPORTS:
         reports.append(report)
     return reports
@@ -47,7 +47,7 @@ def exchange(rank: int, wait: bool) -> str:
             assert reports.deliver(collected(), 0, torch.device("cpu")) == []
             assert reports.num_in_flight == 0
         if rank != 0:
-            found += reports.deliver(Collected(), 0, torch.device("cpu"))
+            found += reports.deliver(LossReportList(), 0, torch.device("cpu"))
     reports.settle()
     assert reports.num_in_flight == 0
     reports.close()

@@ -244,7 +244,7 @@ def measure(
         chunks, start = parity._build(args, start)
         optimizer = model.build_optimizer(args, chunks)
         model.connect(args, chunks, optimizer)
-        samples, trained = parity._splits(args), checkpoint.Trained(chunks, optimizer, None)
+        samples, trained = parity._splits(args), checkpoint.TrainedObjects(chunks, optimizer, None)
         device, state = torch.device("cpu"), checkpoint.TrainState()
         trainer = loop.Trainer(args, select("cpu"), device, trained, samples, args.vocab_size, state, None)  # type: ignore[arg-type]
         count = args.global_batch_size // args.batch_sizes.granule

@@ -9,7 +9,7 @@ import torch
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from tests.adapter.test_shards import BASE, CHUNKS, SHARDED, Trained, train
+from tests.adapter.test_shards import BASE, CHUNKS, SHARDED, TrainingResult, train
 from tests.adapter.test_uneven_replicas import OF_LENGTHS
 from tests.helpers.launch import Death, run_training
 from tests.helpers.parity import Layout, assert_same_bits
@@ -21,7 +21,7 @@ ON_DEMAND = "--zero-bubble-shard-transport on-demand"
 TWO = Layout(2, data=2, num_layers=4)
 
 
-def trained(ranks: RankPool, layout: Layout, options: str, units: int) -> list[list[Trained]]:
+def trained(ranks: RankPool, layout: Layout, options: str, units: int) -> list[list[TrainingResult]]:
     runs = [f"zero-pp {SHARDED} {units} {transport}" for transport in ("", ON_DEMAND, ON_DEMAND)]
     job = layout.flags(4, f"{BASE} {CHUNKS} 2 --train-iters 3 {options}")
     results = ranks.run(layout.num_ranks, train, job, runs, timeout=200)

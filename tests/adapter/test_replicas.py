@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir.shards import Gather, Release
+from megatron.zero_bubble.ir.shards import Gather, ReleaseWeights
 from megatron.zero_bubble.plan.shard import Sharding
 from megatron.zero_bubble.platforms.streams import ThreadLane
 from megatron.zero_bubble.runtime.shards import Sharder
@@ -61,7 +61,7 @@ def compare(rank: int, iterations: list[tuple[int, bool]], backend: str, read: s
             if rank == 0:
                 dist.send(torch.zeros(1), 1)
             if read == WITH_THE_PASSES:
-                by_op[Release](Release(0, 0), ())
+                by_op[ReleaseWeights](ReleaseWeights(0, 0), ())
             else:
                 units.agree()
                 units.agree()  # once read, it costs nothing

@@ -26,7 +26,7 @@ WHOLE = "--zero-bubble-whole-stages"
 SHARDED = "--zero-bubble-shard-weights --zero-bubble-unit-microbatches"
 
 
-class Trained(NamedTuple):
+class TrainingResult(NamedTuple):
     """One training of one rank.
 
     Attributes:
@@ -50,7 +50,7 @@ class Trained(NamedTuple):
     weights: torch.Tensor
 
 
-def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Trained]:
+def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[TrainingResult]:
     """Train with each schedule, from the same initial weights."""
     start, done = None, []
     for args, pipeline in parity._under_each(flags, schedules):
@@ -65,7 +65,9 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Traine
         with nullcontext() if sharder is None else pipeline.units.whole_weights():
             weights = torch.cat([p.detach().float().reshape(-1) for chunk in chunks for p in chunk.parameters()])
         counts = (0, 0, 0, 0) if sharder is None else (sharder.num_gathers, sharder.num_reductions, *moved(sharder))
-        done.append(Trained(outcome, *(count / args.train_iters for count in counts), whole, kept, sizes, weights))
+        done.append(
+            TrainingResult(outcome, *(count / args.train_iters for count in counts), whole, kept, sizes, weights)
+        )
     return done
 
 
@@ -157,18 +159,18 @@ def test_smaller_units(ranks: RankPool) -> None:
     """
     layout, v = Layout(2, data=2, num_layers=8), 4
     kinds = [Sharding(4), Sharding(2), Sharding(1), Sharding(4, 1), Sharding(2, 1)]
-    runs = [f"zero-pp {SHARDED} {of.unit_microbatches} {WHOLE} {of.whole_chunks}" for of in kinds]
+    runs = [f"zero-pp {SHARDED} {of.unit_microbatches} {WHOLE} {of.open_chunks}" for of in kinds]
     flags = layout.flags(4, f"{BASE} {CHUNKS} {v} {NO_EVALUATION}")
     results = ranks.run(4, train, flags, [None, *runs], timeout=200)
     for rank, (plain, *sharded) in enumerate(results):
         assert plain.kept == sum(map(sum, plain.sizes))
         for of, trained in zip(kinds, sharded, strict=True):
-            unit, k = of.unit_microbatches, of.whole_chunks
+            unit, k = of.unit_microbatches, of.open_chunks
             assert torch.allclose(trained.weights, plain.weights, rtol=0, atol=1e-5), unit
             schedule = build("zero-pp", num_ranks=2, num_microbatches=4, num_chunks=v, unit_microbatches=unit)
             row = planned(schedule, of, rank // 2)
             weights, gradients = by_stage(trained.sizes, rank // 2)
-            assert (trained.gathered, trained.reduced) == plan_shard.moved(row, weights, gradients)
+            assert (trained.gathered, trained.reduced) == plan_shard.traffic_bytes(row, weights, gradients)
             assert trained.kept == 0
             assert trained.whole == plan_shard.most_whole(row, weights, gradients)
             units = 4 // unit

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.ir import Kind, Op, Pass, Plan, Value
-from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release, Wait
+from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, ReleaseWeights, Wait
 from megatron.zero_bubble.runtime.collectives import collective_handlers
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.handler import Awaited, Handler
@@ -297,7 +297,7 @@ def _shard_handlers(gpus: LoadingGPUs, rank: int) -> dict[type[Op], Handler]:
         gpus.launch(rank, type(op).__name__)
         return (None,) if isinstance(op, Open) else inputs
 
-    return {Gather: start, Reduce: start, Wait: change, Release: change, Open: change, Close: change}
+    return {Gather: start, Reduce: start, Wait: change, ReleaseWeights: change, Open: change, Close: change}
 
 
 @dataclass

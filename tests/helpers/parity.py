@@ -210,13 +210,13 @@ def own_rows(chunks: Any, weight: torch.Tensor, of_stock: torch.Tensor) -> torch
         return of_stock
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.adapter.vocabulary.shards import Shards
+    from megatron.zero_bubble.adapter.vocabulary.shards import VocabularyShards
 
     tensor = parallel_state.get_tensor_model_parallel_group()
     of_stock = of_stock.to(weight.device).contiguous()
     pieces = [torch.empty_like(of_stock) for _ in range(tensor.size())]
     torch.distributed.all_gather(pieces, of_stock, group=tensor)
-    rows = Shards.of(chunks[0]).output.rows
+    rows = VocabularyShards.of(chunks[0]).output.rows
     return torch.cat([*pieces, of_stock.new_zeros(weight.shape)])[rows.first : rows.first + rows.num_rows]
 
 
@@ -244,7 +244,9 @@ def _train_once(
     optimizer = model.build_optimizer(args, chunks)
     model.connect(args, chunks, optimizer)
     optimizer = zero_bubble.step_ahead(args, pipeline, optimizer, chunks)
-    trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer), pipeline and pipeline.units)
+    trained = checkpoint.TrainedObjects(
+        chunks, optimizer, model.build_scheduler(args, optimizer), pipeline and pipeline.units
+    )
     seen = RecordedProgress(args.train_iters)
     on_start(chunks, seen)
 

@@ -100,7 +100,7 @@ def own_gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[
     samples: Dataset = Tokens(args.global_batch_size, args.seq_length, args.vocab_size)
     samples = Documents(samples) if args.reset_attention_mask else samples  # type: ignore[arg-type]
     vocab_size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
-    trained, splits = checkpoint.Trained(chunks, optimizer, None), Splits(samples, None, None, False, False)
+    trained, splits = checkpoint.TrainedObjects(chunks, optimizer, None), Splits(samples, None, None, False, False)
     platform, device = select("cpu"), torch.device("cpu")
     trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), None)  # type: ignore[arg-type]
     trainer._zero_gradients()

@@ -75,7 +75,7 @@ def _trainer(args: Any, chunks: Any) -> Any:
     optimizer = model.build_optimizer(args, chunks)
     model.connect(args, chunks, optimizer)
     vocab_size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
-    trained, splits = checkpoint.Trained(chunks, optimizer, None), Splits(None, None, None, False, False)
+    trained, splits = checkpoint.TrainedObjects(chunks, optimizer, None), Splits(None, None, None, False, False)
     of_device = select("cpu"), torch.device("cpu")
     return loop.Trainer(args, *of_device, trained, splits, vocab_size, checkpoint.TrainState(), None)  # type: ignore[arg-type]
 

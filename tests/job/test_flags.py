@@ -13,7 +13,7 @@ from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.features import OPTIONS
 from megatron.zero_bubble.job.flags import add_flags, config_of, parse_ours
-from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
+from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS
 from tests.planning.test_source import divided_plan
 
 OF_SCHEDULE = {"zb-h1": {"schedule": "zb-h1"}, "zb-auto": {"schedule": "zb-auto", "memory_limit": "1p"}}
@@ -102,5 +102,5 @@ def test_every_flag_is_frozen() -> None:
 def test_the_table_states_the_defaults_of_the_configuration() -> None:
     defaults = {field.name: field.default for field in fields(ZeroBubbleConfig)}
     stated = {o.name: o.default for o in OPTIONS if o.name in defaults and " " not in o.default and o.default}
-    own = {"whole_stages": DEFAULT_WHOLE_CHUNKS, "vocabulary": "off"}
+    own = {"whole_stages": DEFAULT_OPEN_CHUNKS, "vocabulary": "off"}
     assert stated == {name: str(own.get(name, defaults[name])) for name in stated} and len(stated) == 8

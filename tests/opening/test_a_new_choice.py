@@ -19,7 +19,7 @@ from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.planning.answer import CHOOSERS, answer
 from megatron.zero_bubble.planning.offer import Ask, Offer
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.score import Dropped, attempt
+from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 
 TIMES = "--forward-ms 4 --backward-ms 5 --wgrad-ms 3 --num-ranks 3 --num-microbatches 6"
 
@@ -31,18 +31,18 @@ class _Question(Question):
     repeat: tuple[int, ...] = (1,)
 
 
-def repeat(question: Question, ask: Ask) -> Iterator[Offer | Dropped]:
+def repeat(question: Question, ask: Ask) -> Iterator[Offer | DroppedVariant]:
     """Choose how often the schedule is repeated; its parts have equally many microbatches."""
     assert isinstance(question, _Question)
     for times in question.repeat:
         yield from attempt(f"repeating {times} times", partial(_repeated, question, ask, times))
 
 
-def _repeated(question: Question, ask: Ask, times: int) -> Iterator[Offer | Dropped]:
+def _repeated(question: Question, ask: Ask, times: int) -> Iterator[Offer | DroppedVariant]:
     whole = question.costs
     few = whole.num_microbatches // times
     for offer in ask(replace(question, costs=replace(whole, num_microbatches=few))):
-        yield offer if isinstance(offer, Dropped) else Offer(_chained(offer.schedule, times), whole)
+        yield offer if isinstance(offer, DroppedVariant) else Offer(_chained(offer.schedule, times), whole)
 
 
 def _chained(schedule: Schedule, times: int) -> Schedule:

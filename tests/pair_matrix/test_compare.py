@@ -12,7 +12,7 @@ import torch
 
 from pair_matrix.compare import differences
 from pair_matrix.options import row_of
-from pair_matrix.train import Trained
+from pair_matrix.train import TrainingResult
 from tests.helpers.parity import Outcome
 
 SAMPLES = ("2 0x1p-10 0", "4 0x1p-10 0")
@@ -21,23 +21,25 @@ ROWS = ("wgrad=fused", "wgrad=fused dtype=fp16", "wgrad=fused dtype=bf16", "sche
 """Three with tolerances, bits, and bits of the model."""
 
 
-def trained() -> Trained:
+def trained() -> TrainingResult:
     start = {"a": torch.linspace(-1, 1, 64), "b": torch.ones(8)}
     weights = {name: weight + 1e-2 * torch.sign(weight) for name, weight in start.items()}
     outcome = Outcome(LOSSES, ("0x1p+0", "0x1.1p+0"), {}, ("state",), (1024.0,) * 2, (), Counter(), (), SAMPLES)
-    return Trained(outcome, weights, start)
+    return TrainingResult(outcome, weights, start)
 
 
-def found(text: str, spoil: Callable[[Trained], Trained]) -> list[str]:
+def found(text: str, spoil: Callable[[TrainingResult], TrainingResult]) -> list[str]:
     stock = trained()
     return differences(row_of(text), [{"stock": stock, "schedule": spoil(trained())}] * 2)
 
 
-def with_outcome(**figures: object) -> Callable[[Trained], Trained]:
+def with_outcome(**figures: object) -> Callable[[TrainingResult], TrainingResult]:
     return lambda done: replace(done, outcome=replace(done.outcome, **figures))  # type: ignore[arg-type]
 
 
-def with_weights(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Trained], Trained]:
+def with_weights(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> Callable[[TrainingResult], TrainingResult]:
     return lambda done: replace(done, weights=change(done.weights))
 
 
@@ -63,7 +65,9 @@ def test_equal_runs_are_equal(text: str) -> None:
         (with_weights(lambda weights: weights | {"c": weights["a"]}), "weights of c are on one side only"),
     ],
 )
-def test_planted_differences_are_found(text: str, spoil: Callable[[Trained], Trained], message: str) -> None:
+def test_planted_differences_are_found(
+    text: str, spoil: Callable[[TrainingResult], TrainingResult], message: str
+) -> None:
     lines = found(text, spoil)
     assert any(part in line for line in lines for part in message.split("|")), lines
 

@@ -12,7 +12,7 @@ from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
 from megatron.zero_bubble.analysis.memory import host_peaks, memory_curve
 from megatron.zero_bubble.errors import PlanError, UserError
 from megatron.zero_bubble.ir import Compute, Kind, Op, Pass, Plan
-from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, Release
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, ReleaseDevice
 from megatron.zero_bubble.plan import lower_training, prove
 from megatron.zero_bubble.plan.offload import (
     Move,
@@ -114,8 +114,14 @@ BACKWARD = Compute(Pass(0, Kind.B, 0))
     ("edit", "what"),
     [
         (lambda row: _moved(row, BACKWARD, Fetch(FIRST)), "0F0:saved is used by 0B0 but is not there"),
-        (lambda row: _moved(row, Fetch(FIRST), Release(FIRST)), "0F0v needs 0F0:host, which rank 0 does not have"),
-        (lambda row: _moved(row, Release(FIRST), Evict(FIRST)), "0F0~ needs 0F0:leaving, which rank 0 does not have"),
+        (
+            lambda row: _moved(row, Fetch(FIRST), ReleaseDevice(FIRST)),
+            "0F0v needs 0F0:host, which rank 0 does not have",
+        ),
+        (
+            lambda row: _moved(row, ReleaseDevice(FIRST), Evict(FIRST)),
+            "0F0~ needs 0F0:leaving, which rank 0 does not have",
+        ),
         (lambda row: _moved(row, Evict(FIRST), Compute(FIRST)), "0F0:saved is used by 0F0\\^ but is not there"),
         (lambda row: _moved(row, BACKWARD, Reclaim(FIRST)), "0F0:saved is used by 0B0 but is not there"),
         (lambda row: _moved(row, Reclaim(FIRST), Fetch(FIRST)), "0F0_ needs 0F0:coming, which rank 0 does not have"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Kind, Op, Pass, Plan, Schedule
-from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release, Wait
+from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, ReleaseWeights, Wait
 from megatron.zero_bubble.plan import lower_training, prove
 from megatron.zero_bubble.plan.shard import Sharding
 from tests.helpers.plans import plan_from_text
@@ -162,9 +162,9 @@ FIRST, LAST_B, LAST_W = (Compute(Pass(0, kind, m)) for kind, m in ((Kind.F, 0), 
     ("edit", "what"),
     [
         (lambda row: moved(row, FIRST, Wait(0)), "0F0 runs while the weights of stage 0 are not whole"),
-        (lambda row: moved(row, Release(0, 0), LAST_B), "0B1 runs while the weights of stage 0 are not whole"),
+        (lambda row: moved(row, ReleaseWeights(0, 0), LAST_B), "0B1 runs while the weights of stage 0 are not whole"),
         (lambda row: moved(row, Wait(0), Gather(0, 0)), "0:wait needs 0F0:gathering"),
-        (lambda row: without(row, Release(0, 0)), "0:wait leaves 0F0:weights behind|leaves slot 0 behind"),
+        (lambda row: without(row, ReleaseWeights(0, 0)), "0:wait leaves 0F0:weights behind|leaves slot 0 behind"),
         (lambda row: moved(row, Reduce(0), LAST_W), "0W1 runs while the gradients of stage 0 are not open"),
         (lambda row: without(row, Close(0)), "0:reduce leaves 0F0:reducing behind"),
         (lambda row: (*row, Open(0)), "0:open leaves 0F0:gradients behind"),
@@ -180,7 +180,7 @@ def test_misplaced_ops_are_rejected(edit: Callable[[Sequence[Op]], tuple[Op, ...
 
 def test_second_chunk_in_one_slot_is_rejected() -> None:
     plan = sharded(looped("zero-pp", 2, 2, 2), 2)
-    changes: dict[Op, Op] = {Gather(2, 1): Gather(2, 0), Release(2, 1): Release(2, 0)}
+    changes: dict[Op, Op] = {Gather(2, 1): Gather(2, 0), ReleaseWeights(2, 1): ReleaseWeights(2, 0)}
     row = tuple(changes.get(op, op) for op in plan.ops[0])
     with pytest.raises(PlanError, match="2:gather@0 gives slot 0, which rank 0 has already"):
         prove(replace(plan, ops=(row, *plan.ops[1:])))

@@ -22,7 +22,7 @@ from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offer import Ask, Offer
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.score import Dropped, best
+from megatron.zero_bubble.planning.score import DroppedVariant, best
 from megatron.zero_bubble.planning.vocabulary import Variant, with_times
 
 SIZES = "--num-ranks 3 --num-microbatches 3"
@@ -98,10 +98,10 @@ def test_plan_prints_what_dropped_out(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_best_of_equals_is_the_first() -> None:
     values = {"a": (0.0, 2.0), "b": (0.0, 1.0), "c": (0.0, 1.0 - 1e-12), "d": (3.0, 0.5)}
-    found = best(["a", Dropped("x", "not for it"), "b", "c", "d"], values.__getitem__, is_less)
-    assert (found.offer, found.dropped) == ("b", (Dropped("x", "not for it"),))
+    found = best(["a", DroppedVariant("x", "not for it"), "b", "c", "d"], values.__getitem__, is_less)
+    assert (found.offer, found.dropped) == ("b", (DroppedVariant("x", "not for it"),))
     with pytest.raises(UserError, match="not for it"):
-        best([Dropped("x", "not for it"), Dropped("y", "nor this")], values.__getitem__)
+        best([DroppedVariant("x", "not for it"), DroppedVariant("y", "nor this")], values.__getitem__)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs.layers import LayerCosts, Part
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.layouts import EVEN, MOVED, lay_out, moved
+from megatron.zero_bubble.planning.layouts import EVEN, MOVED, lay_out, shifted_layers
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search
 from megatron.zero_bubble.schedules import recipe
 from megatron.zero_bubble.search import portfolio
@@ -66,7 +66,7 @@ def test_no_layout_and_no_baseline_is_better(seeds: range) -> None:
             best, limit = min(valued(layout, layers, schedule, None, objective) for layout in options), None
         assert plan.best.value == pytest.approx(best, rel=1e-9), (seed, name, plan.best.text)
         evenly = even(placement, layers.num_layers)
-        for name_, layout in ((EVEN, evenly), (MOVED, moved(layers, placement, evenly))):
+        for name_, layout in ((EVEN, evenly), (MOVED, shifted_layers(layers, placement, evenly))):
             assert plan.others[name_].value == pytest.approx(valued(layout, layers, schedule, limit, objective))
 
 
@@ -95,7 +95,7 @@ def test_searched_schedules_are_never_longer_than_those_of_the_baselines(
     assert all(other.excess or other.ms >= plan.best.ms * (1 - 1e-9) for other in plan.others.values())
     for placement in placements:
         evenly = even(placement, 12)
-        for layout in (evenly, moved(layers, placement, evenly)):
+        for layout in (evenly, shifted_layers(layers, placement, evenly)):
             own = costs.laid_out(placement, layout)
             timeline = simulate(make(own, placement), *own.on(placement))
             if max(most_kept(timeline, own.on(placement)[1])) <= memory * (1 + 1e-9):
@@ -110,8 +110,8 @@ def test_layers_are_moved_until_the_loss_is_no_longer_the_longest() -> None:
     linear = Placement.linear(8)
     for layers_of_loss, expected in ((3.9, (4, 4, 4, 4, 5, 5, 5, 1)), (1.8, (4, 4, 4, 4, 4, 4, 5, 3))):
         loss = Part(*(layers_of_loss * ms for ms in (1.0, 1.1, 0.9)))
-        assert moved(LayerCosts((LAYER,) * 32, Part(), loss), linear, (4,) * 8) == expected
-    assert moved(LayerCosts((LAYER,) * 3, Part(), LOSS), Placement.linear(1), (3,)) == (3,)
+        assert shifted_layers(LayerCosts((LAYER,) * 32, Part(), loss), linear, (4,) * 8) == expected
+    assert shifted_layers(LayerCosts((LAYER,) * 3, Part(), LOSS), Placement.linear(1), (3,)) == (3,)
 
 
 def test_the_limit_has_one_unit_for_all_layouts() -> None:

@@ -18,7 +18,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.ir.offload import Evict, Fetch
 from megatron.zero_bubble.plan import lower_training
-from megatron.zero_bubble.planning.offload import HostLimits, Offloaded, plan_offload
+from megatron.zero_bubble.planning.offload import HostLimits, OffloadPlan, plan_offload
 from tests.helpers.rows import some
 
 REFUSED = None
@@ -154,7 +154,7 @@ def test_all_may_take_longer_where_the_link_is_slow(name: str) -> None:
     assert everything.added_ms > 0
 
 
-def planned(name: str = "pipe-offload", limit: float | None = None, k: float = 0.8, **host: float) -> Offloaded:
+def planned(name: str = "pipe-offload", limit: float | None = None, k: float = 0.8, **host: float) -> OffloadPlan:
     return plan_offload(*in_unit_time(name, 8, 2, k), limit=limit, host=HostLimits(**host))  # type: ignore[arg-type]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, build
-from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.offload import plan_offload
 
@@ -18,7 +18,7 @@ from megatron.zero_bubble.planning.offload import plan_offload
 @pytest.mark.parametrize(("k", "limit"), [(0.5, None), (1.2, None), (0.8, 0.6)])
 def test_planning_takes_a_second_at_most(name: str, k: float, limit: float | None) -> None:
     """``limit`` is relative to the peak without offloading."""
-    with without_collection():
+    with without_gc():
         started = time.process_time()
         schedule = build(name, num_ranks=32, num_microbatches=256)
         costs = PassCosts.uniform(schedule.placement, 2.0, 2.0, 2.0)

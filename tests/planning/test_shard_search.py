@@ -115,8 +115,8 @@ def test_a_tight_limit_takes_fewer_whole_stages_or_smaller_units() -> None:
     free = plan(Replicas(REPLICAS, None, None))
     tight = plan(Replicas(REPLICAS, None, None, max(free.peaks) - 0.1))
     assert max(tight.peaks) < max(free.peaks) and tight.timeline.makespan_ms > free.timeline.makespan_ms
-    assert (tight.sharding.whole_chunks, tight.sharding.unit_microbatches) != (
-        free.sharding.whole_chunks,
+    assert (tight.sharding.open_chunks, tight.sharding.unit_microbatches) != (
+        free.sharding.open_chunks,
         free.sharding.unit_microbatches,
     )
 
@@ -126,7 +126,7 @@ def test_whole_stages_without_times_of_gathers(limit: float, whole: int) -> None
     """All numbers take as long then: two, or one if two do not fit."""
     costs = figures(4, 16, 0.3, 0.0, 0.0)
     plan = plan_shards(costs, [maker("zero-pp", 4, 16, 4)], True, Replicas(REPLICAS, 4, None, limit))
-    assert plan.sharding.whole_chunks == whole
+    assert plan.sharding.open_chunks == whole
 
 
 def test_without_sizes_the_fewest_whole_stages_that_hide_gathers() -> None:
@@ -134,4 +134,4 @@ def test_without_sizes_the_fewest_whole_stages_that_hide_gathers() -> None:
     costs = figures(4, 16, 0.3, 16.0, 0.0)
     unsized = Figures(costs.num_ranks, costs.num_microbatches, costs.on)
     plan = plan_shards(unsized, [maker("zero-pp", 4, 16, 4)], True, Replicas(REPLICAS, 4, None))
-    assert plan.sharding.whole_chunks == 2
+    assert plan.sharding.open_chunks == 2

@@ -16,7 +16,7 @@ from megatron.zero_bubble.plan.shard import Sharding
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, of_schedule, with_collectives
-from megatron.zero_bubble.planning.units import best_within, smallest, unit_sizes
+from megatron.zero_bubble.planning.unit_sizes import best_within, smallest, unit_sizes
 
 P, V, M = 8, 4, 32
 PARAMETERS = 1000.0

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.ir import Compute, Op, Pass, Plan
-from megatron.zero_bubble.ir.offload import Evict, Fetch, Reclaim, Release
+from megatron.zero_bubble.ir.offload import Evict, Fetch, Reclaim, ReleaseDevice
 from megatron.zero_bubble.plan.offload import offload
-from megatron.zero_bubble.planning.offload import HostLimits, Offloaded, plan_offload
+from megatron.zero_bubble.planning.offload import HostLimits, OffloadPlan, plan_offload
 
 Case = tuple[Timeline, PassCosts, PassMemory]
 _Lane = tuple[int, type[Op]]
@@ -63,7 +63,7 @@ class SharedLinks:
 
     def _ready(self, op: Op, rank: int) -> float:
         """When that is there for which the op waits; infinity as long as this is open."""
-        if isinstance(op, Release):
+        if isinstance(op, ReleaseDevice):
             return self._ended.get(Evict(op.forward), math.inf)
         if isinstance(op, Reclaim):
             return self._ended.get(Fetch(op.forward), math.inf)
@@ -94,7 +94,7 @@ class SharedLinks:
         self.now = then
 
 
-def added(case: Case, plan: Offloaded, per_link: int) -> float:
+def added(case: Case, plan: OffloadPlan, per_link: int) -> float:
     """How much longer than without offloading a plan takes on shared links, as a share."""
     before, costs, _ = case
     return SharedLinks(offload(Plan.bare(before.schedule), plan.moves), costs, per_link).now / before.makespan_ms - 1

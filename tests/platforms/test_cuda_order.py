@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.adapter import loss_reports
-from megatron.zero_bubble.adapter.loss_reports import Collected
+from megatron.zero_bubble.adapter.loss_reports import LossReportList
 from megatron.zero_bubble.ir import Compute, Kind, Pass
-from megatron.zero_bubble.ir.offload import Evict, Fetch, Reclaim, Release
+from megatron.zero_bubble.ir.offload import Evict, Fetch, Reclaim, ReleaseDevice
 from megatron.zero_bubble.optimizer import global_state
 from megatron.zero_bubble.optimizer.global_state import Reduction
 from megatron.zero_bubble.platforms import cuda as platform_module
@@ -80,7 +80,7 @@ def read_a_loss(cuda: FakeCuda) -> float:
     """A loss on its way to the host, while passes are queued behind it."""
     loss = cuda.on_device(torch.zeros(2))
     loss.add_(4.0)
-    losses = Collected()
+    losses = LossReportList()
     losses.append({"lm loss": (loss,)})
     cuda.free(loss)
     passes = cuda.on_device(torch.ones(2))
@@ -133,7 +133,7 @@ def offload(cuda: FakeCuda) -> float:
             come_back(*returning)
             returning = None
         away = leaving.wait("release")
-        by_op[Release](Release(forward), (away,))
+        by_op[ReleaseDevice](ReleaseDevice(forward), (away,))
         cuda.free_dropped()
         assert kept.place.storage is None, "the memory is free"
         passes.mul_(2.0)

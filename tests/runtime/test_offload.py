@@ -19,12 +19,12 @@ from megatron.zero_bubble import PassMemory, build
 from megatron.zero_bubble.analysis.memory import host_peaks
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Compute, Kind, Pass
-from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, Release
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, ReleaseDevice
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.offload import select_longest
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.cpu import host as cpu_host
-from megatron.zero_bubble.platforms.host import ALIGNMENT, Extent, HostBuffer, HostMemory
+from megatron.zero_bubble.platforms.host import ALIGNMENT, Extent, HostMemory, PinnedBuffer
 from megatron.zero_bubble.platforms.streams import ThreadLane
 from megatron.zero_bubble.runtime.offload import Offloader
 from megatron.zero_bubble.runtime.saved import SavedTensors, unpack
@@ -49,7 +49,7 @@ class Rank:
         return self.by_op[Evict](Evict(FIRST), (ends,))[0]
 
     def release(self, leaving: Any) -> Any:
-        return self.by_op[Release](Release(FIRST), (leaving.wait("release"),))[0]
+        return self.by_op[ReleaseDevice](ReleaseDevice(FIRST), (leaving.wait("release"),))[0]
 
     def fetch(self, on_host: Any) -> None:
         coming = self.by_op[Fetch](Fetch(FIRST), (on_host,))[0]
@@ -333,7 +333,7 @@ def test_what_fits_by_bytes_fits_in_host_memory(steps: list[tuple[int, bool]], d
             blocks.append(num_bytes)
             return torch.empty(num_bytes, dtype=torch.uint8)
 
-    host, taken = Counting(), [(HostBuffer(0, (), ()), 0)]
+    host, taken = Counting(), [(PinnedBuffer(0, (), ()), 0)]
     for number, (size, gives) in enumerate(steps):
         if gives:
             if taken:
@@ -350,7 +350,7 @@ def test_what_fits_by_bytes_fits_in_host_memory(steps: list[tuple[int, bool]], d
 
 def test_a_buffer_of_several_pieces_is_read_in_order() -> None:
     pieces = torch.arange(10, dtype=torch.uint8).split([3, 1, 6])
-    buffer = HostBuffer(10, [Extent(0, 0, 3), Extent(1, 4, 5), Extent(1, 8, 14)], pieces)
+    buffer = PinnedBuffer(10, [Extent(0, 0, 3), Extent(1, 4, 5), Extent(1, 8, 14)], pieces)
     for start, num_bytes in [(0, 10), (1, 5), (3, 1), (4, 6), (2, 1)]:
         found = torch.cat([*buffer.parts(start, num_bytes)])
         assert found.tolist() == list(range(start, start + num_bytes))

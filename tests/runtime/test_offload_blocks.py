@@ -9,7 +9,7 @@ import torch
 
 from megatron.zero_bubble import build
 from megatron.zero_bubble.ir import Compute
-from megatron.zero_bubble.ir.offload import OFFLOAD_OPS, Evict, Fetch, Reclaim, Release
+from megatron.zero_bubble.ir.offload import OFFLOAD_OPS, Evict, Fetch, Reclaim, ReleaseDevice
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.offload import select_longest
 from megatron.zero_bubble.platforms import select
@@ -31,9 +31,9 @@ def run(offloader: Offloader, saved: SavedTensors, row: Any) -> None:
                 del tensors
             elif isinstance(op, Evict):
                 held[op.forward] = held[op.forward], by_op[Evict](op, ((None, None),))[0]
-            elif isinstance(op, Release):
+            elif isinstance(op, ReleaseDevice):
                 packed, leaving = held[op.forward]
-                held[op.forward] = packed, by_op[Release](op, (leaving.wait("release"),))[0]
+                held[op.forward] = packed, by_op[ReleaseDevice](op, (leaving.wait("release"),))[0]
             elif isinstance(op, Fetch):
                 packed, on_host = held[op.forward]
                 held[op.forward] = packed, by_op[Fetch](op, (on_host,))[0]

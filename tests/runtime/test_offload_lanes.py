@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble.ir import Compute, Kind, Pass
-from megatron.zero_bubble.ir.offload import Evict, Fetch, Reclaim, Release
+from megatron.zero_bubble.ir.offload import Evict, Fetch, Reclaim, ReleaseDevice
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.streams import ThreadLane
 from megatron.zero_bubble.runtime.offload import Offloader
@@ -30,7 +30,7 @@ def test_host_memory_that_a_copy_back_still_reads_is_not_overwritten() -> None:
 
     def away(forward: Pass) -> Any:
         (leaving,) = by_op[Evict](Evict(forward), ((None, None),))
-        return by_op[Release](Release(forward), (leaving.wait("release"),))[0]
+        return by_op[ReleaseDevice](ReleaseDevice(forward), (leaving.wait("release"),))[0]
 
     first, second = (Pass(0, Kind.F, microbatch) for microbatch in (0, 1))
     packed = saved_by(first, 1.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
-from megatron.zero_bubble.costs.shards import divide
+from megatron.zero_bubble.costs.divided_vocabulary import divide
 from megatron.zero_bubble.formats.costs import CostsFile, read_costs_file
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary, with_vocabulary
 

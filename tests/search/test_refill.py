@@ -7,11 +7,11 @@ from itertools import islice
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
-from megatron.zero_bubble.search.portfolio import Derivation, Found, Workbench
+from megatron.zero_bubble.search.portfolio import Derivation, PricedRows, Workbench
 from megatron.zero_bubble.search.problem import F, Problem, Rows, W
 from megatron.zero_bubble.search.refill import Eagerness, refill
 from megatron.zero_bubble.search.seeds import zb_v
-from megatron.zero_bubble.search.steep import Filled, tuned
+from megatron.zero_bubble.search.steep import FilledRows, tuned
 
 UNLIMITED = float("inf")
 
@@ -59,7 +59,7 @@ def test_eagerness_that_differs_by_rank_and_time_is_better_than_any_that_does_no
     (found,) = islice(workbench.derive(Derivation(zb_v, 0.0, None, 1)), 1, 2)
 
     def cost(eagerness: Eagerness) -> float:
-        other: Found | None = workbench.filled(found, eagerness, UNLIMITED)
+        other: PricedRows | None = workbench.filled(found, eagerness, UNLIMITED)
         return UNLIMITED if other is None else other.cost
 
     best_even = min(cost(Eagerness.even(share / 20)) for share in range(21))
@@ -70,7 +70,7 @@ def test_eagerness_that_differs_by_rank_and_time_is_better_than_any_that_does_no
 def test_tuning_never_lengthens_and_more_tries_help(num_ranks: int) -> None:
     workbench = Workbench(question(num_ranks, 2 * num_ranks), UNLIMITED)
     (found,) = islice(workbench.derive(Derivation(zb_v, 0.0, None, 1)), 1, 2)
-    filled = Filled(zb_v, 0.0, Eagerness.even(0.6), found)
+    filled = FilledRows(zb_v, 0.0, Eagerness.even(0.6), found)
     few, many = tuned(workbench, filled, 0, 0), tuned(workbench, filled, 2, 40)
     assert many.found.cost < few.found.cost <= found.cost
     assert tuned(workbench, many, 0, 10).found.cost <= many.found.cost

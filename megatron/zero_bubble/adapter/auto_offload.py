@@ -22,7 +22,7 @@ from megatron.zero_bubble.measure.gather import median_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.plan.offload import Move, select_longest
 from megatron.zero_bubble.plan.timelines import timeline_of
-from megatron.zero_bubble.planning.offload import HostLimits, Offloaded, plan_offload
+from megatron.zero_bubble.planning.offload import HostLimits, OffloadPlan, plan_offload
 from megatron.zero_bubble.runtime.observer import IterationStart
 
 _WARM_UP, _MEASURED = 2, 3
@@ -92,7 +92,7 @@ def costs_of_copies(costs: PassCosts, memory: PassMemory) -> PassCosts:
     return replace(costs, host_ms=tuple(ms or usual * size for ms, size in both))
 
 
-def _summary(plan: Offloaded, costs: PassCosts, memory: PassMemory) -> str:
+def _summary(plan: OffloadPlan, costs: PassCosts, memory: PassMemory) -> str:
     speed = sum(memory.activation) / sum(costs.host_ms) / 1e6
     device, host = (max(peaks) / 2**20 for peaks in (plan.device_peak, plan.host_peak))
     return (

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 
-from megatron.zero_bubble.adapter.prepared import Prepared
+from megatron.zero_bubble.adapter.prepared import PreparedPlan
 from megatron.zero_bubble.adapter.stage import StepResults
 from megatron.zero_bubble.adapter.versions import finalize_arguments, supported_kwargs
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
@@ -24,7 +24,7 @@ Finalize = Callable[[list[torch.nn.Module], torch.Tensor | None], None]
 def finalized(
     config: Any,
     groups: Any,
-    prepared: Prepared,
+    prepared: PreparedPlan,
     chunks: list[torch.nn.Module],
     results: StepResults,
     force_all_reduce: bool | None,

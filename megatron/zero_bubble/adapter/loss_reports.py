@@ -16,7 +16,7 @@ from megatron.zero_bubble.platforms.streams import HostCopy
 from megatron.zero_bubble.runtime.groups import new_group
 
 
-class Collected(list[Any]):
+class LossReportList(list[Any]):
     """The reports of an iteration; the tensors of a report start on their way to host memory when it is appended.
 
     So ``LossReports.deliver`` waits for the last loss, but not for the backwards and weight gradients queued after it.
@@ -46,7 +46,7 @@ class LossReports:
         """Send ``reports`` from rank ``holder`` to the last rank. Every pipeline rank calls this after its passes.
 
         Args:
-            reports: on ``holder``, a ``Collected``.
+            reports: on ``holder``, a ``LossReportList``.
 
         Returns:
             on the last rank, the reports of ``holder`` with tensors on ``device``; on other ranks, an empty list.

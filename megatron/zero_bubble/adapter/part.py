@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.finalize import Finalize
-from megatron.zero_bubble.adapter.prepared import Lowering, Prepared
+from megatron.zero_bubble.adapter.prepared import Lowering, PreparedPlan
 from megatron.zero_bubble.adapter.stage import StageParts, StepArguments
 from megatron.zero_bubble.adapter.staging import Links
 from megatron.zero_bubble.ir import Op, Plan, Schedule, Slices
@@ -74,7 +74,7 @@ class IterationFacts:
         observer: is notified of every op, message and wait; None if the iteration is not observed.
     """
 
-    prepared: Prepared
+    prepared: PreparedPlan
     call: Call
     boundary: Boundary
     links: Links

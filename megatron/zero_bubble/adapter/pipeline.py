@@ -23,14 +23,14 @@ from megatron.zero_bubble.adapter.boundary import make_boundary
 from megatron.zero_bubble.adapter.connection import Connection
 from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, per_chunk
 from megatron.zero_bubble.adapter.iteration import Iteration, Slicing
-from megatron.zero_bubble.adapter.loss_reports import Collected, LossReports
+from megatron.zero_bubble.adapter.loss_reports import LossReportList, LossReports
 from megatron.zero_bubble.adapter.part import Call, IterationFacts, Joined, Part
-from megatron.zero_bubble.adapter.prepared import Prepared, check_queues, check_same_plan, loss_rank
+from megatron.zero_bubble.adapter.prepared import PreparedPlan, check_queues, check_same_plan, loss_rank
 from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
 from megatron.zero_bubble.adapter.staging import Links
 from megatron.zero_bubble.adapter.versions import check_one_model, process_groups
-from megatron.zero_bubble.adapter.vocabulary_parallel import DividedVocabulary
+from megatron.zero_bubble.adapter.vocabulary_parallel import VocabularyParallel
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs.lengths import Shape
 from megatron.zero_bubble.errors import UserError
@@ -100,7 +100,7 @@ class Pipeline:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
         self.microbatch = 0, 0
-        self._vocabulary = DividedVocabulary(self.accumulate, options.recompute_logits)
+        self._vocabulary = VocabularyParallel(self.accumulate, options.recompute_logits)
         self._slicing = Slicing()
         self._parts: tuple[Part, ...] = (self._vocabulary, self._slicing, *parts)
         self._make_schedule = make_schedule
@@ -109,7 +109,7 @@ class Pipeline:
         self._options, self._say = options, say
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
-        self._prepared: dict[tuple[int, bool], Prepared] = {}
+        self._prepared: dict[tuple[int, bool], PreparedPlan] = {}
         self._connection: Connection | None = None
 
     def part(self, kind: type[P]) -> P | None:
@@ -233,7 +233,7 @@ class Pipeline:
         prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
         prepared.check_chunks(chunks)
         boundary = call.boundary(prepared.schedule.slices)
-        losses = [] if self._reports is None else Collected()
+        losses = [] if self._reports is None else LossReportList()
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device), losses)
         self.store.clear()
         if config.timers is not None:
@@ -257,7 +257,7 @@ class Pipeline:
             return losses
         return self._reports.deliver(losses, prepared.last_stage_rank, boundary.device)
 
-    def _links(self, prepared: Prepared, forward_only: bool) -> Links:
+    def _links(self, prepared: PreparedPlan, forward_only: bool) -> Links:
         """What moves values between ranks in this iteration."""
         assert self._connection is not None
         validates = not forward_only and self._optimizer is not None and self._optimizer.is_pending
@@ -310,7 +310,9 @@ class Pipeline:
             self._reports = None
         self._prepared.clear()
 
-    def _prepare(self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool) -> Prepared:
+    def _prepare(
+        self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool
+    ) -> PreparedPlan:
         """The plan for this number of microbatches; made, checked and compared between ranks when it is new."""
         key = (num_microbatches, forward_only)
         schedule = self._make_schedule(group.size(), num_microbatches)
@@ -330,7 +332,7 @@ class Pipeline:
             plan = self._plan(schedule, [lowering.run for lowering in lowerings], forward_only)
             check_queues(group, plan)
             self._connect(group, plan)
-            prepared = self._prepared[key] = Prepared.of(schedule, lowerings, plan, group.rank(), forward_only)
+            prepared = self._prepared[key] = PreparedPlan.of(schedule, lowerings, plan, group.rank(), forward_only)
         return prepared
 
     def _plan(self, schedule: Schedule, more: Sequence[LoweringPass], forward_only: bool) -> Plan:

@@ -37,7 +37,7 @@ class Lowering:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedPlan:
     """A plan, and the facts about it that one rank needs in every iteration.
 
     Attributes:
@@ -58,7 +58,7 @@ class Prepared:
     @classmethod
     def of(
         cls, schedule: Schedule, lowerings: tuple[Lowering, ...], plan: Plan, rank: int, forward_only: bool
-    ) -> Prepared:
+    ) -> PreparedPlan:
         own = schedule.placement.stages_of(rank)
         facts = tuple(StageFacts.of(plan.schedule, stage) for stage in own)
         even = 0.0  # a plan without a drain validates nothing

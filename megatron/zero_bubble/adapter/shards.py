@@ -28,7 +28,7 @@ from megatron.zero_bubble.adapter.sharded_step import Place, check_optimizer, st
 from megatron.zero_bubble.adapter.versions import skips_stages_without_embedding
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Op, Plan, Schedule
-from megatron.zero_bubble.ir.shards import Release
+from megatron.zero_bubble.ir.shards import ReleaseWeights
 from megatron.zero_bubble.job.options import check_shards
 from megatron.zero_bubble.plan.shard import Sharding, check_chunks, shard
 from megatron.zero_bubble.runtime.groups import backend_of
@@ -231,13 +231,13 @@ class ShardedUnits(Part):
         """See ``Part``."""
         assert self.sharder is not None, "connect comes first"
         by_op = self.sharder.handlers(iteration.observer)
-        release = by_op[Release]
+        release = by_op[ReleaseWeights]
 
         def release_and_agree(op: Op, inputs: Sequence[Any]) -> Any:
             self.agree()  # the passes of the first run of a stage are queued
             return release(op, inputs)
 
-        return {**by_op, Release: release_and_agree}
+        return {**by_op, ReleaseWeights: release_and_agree}
 
     @contextmanager
     def iteration(self, iteration: IterationFacts) -> Iterator[None]:

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.costs import SliceTokens
-from megatron.zero_bubble.costs.layers import whole_stages
+from megatron.zero_bubble.costs.layers import stages_of_layers
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.trace import Recording, trace_to_json
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
@@ -115,7 +115,7 @@ class Tracer(IterationObserver):
         if traces and costs_file:
             placement = next(iter(traces.values())).timeline.schedule.placement
             layers = gather_layers(self._chunks, placement, group)
-            layers = layers if whole_stages(layers) else ()
+            layers = layers if stages_of_layers(layers) else ()
         tokens = None
         if pipeline is not None and traces and costs_file:
             # Vocabulary parallelism does not support slices.

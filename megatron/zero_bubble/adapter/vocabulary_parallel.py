@@ -9,19 +9,19 @@ from megatron.zero_bubble.adapter.part import IterationFacts, Part
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageParts
 from megatron.zero_bubble.adapter.vocabulary.logits import KeptLogits, Logits, RecomputedLogits, SavedForT
 from megatron.zero_bubble.adapter.vocabulary.passes import VocabularyStage
-from megatron.zero_bubble.adapter.vocabulary.shards import Shards
+from megatron.zero_bubble.adapter.vocabulary.shards import VocabularyShards
 from megatron.zero_bubble.adapter.vocabulary.stages import FirstStage, LastStage
 from megatron.zero_bubble.adapter.vocabulary.tensor_parallel import TensorParallel
 from megatron.zero_bubble.adapter.vocabulary.transfers import Shapes, VocabularyTransfers
 from megatron.zero_bubble.ir import Op, Pass
-from megatron.zero_bubble.ir.passes import VOCABULARY
+from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS
 from megatron.zero_bubble.runtime.collectives import collective_handlers
 from megatron.zero_bubble.runtime.handler import Handler
 from megatron.zero_bubble.runtime.handlers import Stage
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 
 
-class DividedVocabulary(Part):
+class VocabularyParallel(Part):
     """Divides the vocabulary over the ranks, if the schedule does.
 
     Args:
@@ -42,7 +42,7 @@ class DividedVocabulary(Part):
         facts = iteration.prepared.vocabulary
         if facts is None:
             return {}
-        shards = Shards.of(chunks[0].model)
+        shards = VocabularyShards.of(chunks[0].model)
         stages: dict[int, MegatronStage] = {}
         loss_of = read_tokens = None
         for own in chunks:
@@ -76,7 +76,7 @@ class DividedVocabulary(Part):
         facts, plan = iteration.prepared.vocabulary, iteration.prepared.plan
         if facts is None:
             return {}
-        shapes = _shapes(iteration, Shards.of(iteration.call.chunks[0]))
+        shapes = _shapes(iteration, VocabularyShards.of(iteration.call.chunks[0]))
         transfers = VocabularyTransfers(shapes, facts.algorithm, trains=not iteration.forward_only)
         return collective_handlers(plan, iteration.links.lanes, transfers, iteration.observer)
 
@@ -86,7 +86,7 @@ class DividedVocabulary(Part):
         return len(self.saved)
 
 
-def _shapes(iteration: IterationFacts, shards: Shards) -> Shapes:
+def _shapes(iteration: IterationFacts, shards: VocabularyShards) -> Shapes:
     boundary, tensor = iteration.boundary, iteration.call.groups.tp
     hidden, num_tokens = boundary.activation, boundary.ends[-1]
     part = tensor.rank() if hidden[0] < num_tokens else 0
@@ -101,4 +101,4 @@ class _WithVocabulary:
 
     def run(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """See ``runtime.handlers.Stage``."""
-        return (self._vocabulary if work.kind in VOCABULARY else self._stage).run(work, inputs)
+        return (self._vocabulary if work.kind in VOCABULARY_KINDS else self._stage).run(work, inputs)

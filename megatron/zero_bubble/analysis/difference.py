@@ -27,7 +27,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Compute, Pass
 
 
-class Step(NamedTuple):
+class PassDifference(NamedTuple):
     """A pass on its rank, and the idle time before it.
 
     Attributes:
@@ -52,7 +52,7 @@ class RankDifference:
         end_ms: idle time after its last pass, measured minus planned.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[PassDifference, ...]
     end_ms: float
 
     @cached_property
@@ -210,12 +210,12 @@ class _Both:
         tails = self._planned.makespan_ms - planned_end, self._measured.makespan_ms - measured_end
         return RankDifference(steps, tails[1] - tails[0])
 
-    def _step(self, place: _Place) -> Step:
+    def _step(self, place: _Place) -> PassDifference:
         planned_free, measured_free = self._free(place)
         needs = self._input(place)
         waited = needs.arrived_ms - needs.awaited_ms if needs else 0.0
         due, ran, messages = place.planned, place.measured, self._messages_ms(place, place.before)
-        return Step(
+        return PassDifference(
             ran.pass_,
             needs.producer if needs else None,
             waited,

@@ -12,14 +12,14 @@ from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Effects, Message, Plan, Schedule, Slices, Value
 
 
-class Kept(NamedTuple):
+class MemoryStep(NamedTuple):
     """A step of a memory curve: from ``at_ms`` on, a rank holds ``amount``, in the unit of the memory figures."""
 
     at_ms: float
     amount: float
 
 
-def memory_curve(timeline: Timeline, memory: PassMemory) -> tuple[tuple[Kept, ...], ...]:
+def memory_curve(timeline: Timeline, memory: PassMemory) -> tuple[tuple[MemoryStep, ...], ...]:
     """Return one curve per rank, with one step per change."""
     return tuple(tuple(_curve(timeline, rank, memory)) for rank in range(len(timeline.spans)))
 
@@ -91,11 +91,11 @@ def _microbatch(timeline: Timeline, memory: PassMemory) -> Iterator[float]:
     return (sum(memory.activation[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks))
 
 
-def _curve(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[Kept]:
+def _curve(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[MemoryStep]:
     amount = 0.0
     for at_ms, change in _changes(timeline, rank, memory):
         amount += change
-        yield Kept(at_ms, amount)
+        yield MemoryStep(at_ms, amount)
 
 
 def _changes(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[tuple[float, float]]:

@@ -19,13 +19,13 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.messages import occupied
 from megatron.zero_bubble.errors import PlanError, UserError
 from megatron.zero_bubble.ir import Compute, Plan, Schedule, Token
-from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.ir.ops import COMPUTE
 
 __all__ = ["Span", "Timeline", "simulate"]
 
 
-@without_collection()
+@without_gc()
 def simulate(plan: Plan | Schedule, costs: PassCosts, memory: PassMemory | None = None) -> Timeline:
     """Compute the timeline of ``plan``, in time linear in its number of ops.
 

@@ -13,8 +13,8 @@ from megatron.zero_bubble.analysis.errors import ScheduleError
 from megatron.zero_bubble.analysis.steps import Blocked, run_to_end, steps_of
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass, Schedule, Value
-from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.flow import OPERANDS, SAVED
+from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.ir.passes import FORWARDS
 from megatron.zero_bubble.ir.repeats import find_repeats
 
@@ -28,7 +28,7 @@ _KEPT = 2
 """Repeated windows of a schedule that are checked: if the second can follow the first, so can any number of them."""
 
 
-@without_collection()
+@without_gc()
 def validate(schedule: Schedule, *, forward_only: bool = False) -> None:
     """Check every rule; ``forward_only`` expects an order without any backward, as an evaluation runs.
 

@@ -33,7 +33,7 @@ from megatron.zero_bubble.planning.choosers import search_limits
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.offer import Offer
 from megatron.zero_bubble.planning.plans import bound, peak_memory, rank_memory
-from megatron.zero_bubble.planning.score import Dropped, attempt
+from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
@@ -97,7 +97,7 @@ def compare(options: argparse.Namespace) -> str:
         moving = offloading(options, costs, limits, limit if options.memory_limit else None)
         variants = tuple(replace(variant, costs=moving.on(variant.costs)) for variant in variants)
     comparison = Comparison(chunks, limit, placements, options.objective, not options.equal_passes, moving)
-    listed: list[Candidate | Dropped] = []
+    listed: list[Candidate | DroppedVariant] = []
     for variant in variants:
         if variant.algorithm is None:
             listed += chain(comparison.whole(costs), comparison.sliced(costs, slices))
@@ -135,7 +135,7 @@ def compare(options: argparse.Namespace) -> str:
 
 
 def _simulated(
-    candidates: Sequence[Candidate | Dropped], limit: float, objective: Metric, replicas: Replicas | None = None
+    candidates: Sequence[Candidate | DroppedVariant], limit: float, objective: Metric, replicas: Replicas | None = None
 ) -> tuple[list[Row], list[str], Timeline | None, BreakEven | None]:
     """Return the rows, the reasons why schedules are missing, the shortest timeline within the limit, and how long a
     message must take for another schedule to be shorter.
@@ -146,7 +146,7 @@ def _simulated(
     shortest = True, math.inf
     with progress("planning", [(each.name, each) for each in candidates]) as listed:
         for candidate, made in chain.from_iterable(map(_answered, listed)):
-            if isinstance(made, Dropped):
+            if isinstance(made, DroppedVariant):
                 absent.append(made.reason)
                 continue
             absent += [f"{candidate.name}: {dropped}" for dropped in made.dropped]
@@ -162,8 +162,8 @@ def _simulated(
     return rows, list(dict.fromkeys(absent)), best, contenders.break_even()  # several schedules may lack the same
 
 
-def _answered(candidate: Candidate | Dropped) -> Iterator[tuple[Candidate, Answer | Dropped]]:
-    if isinstance(candidate, Dropped):
+def _answered(candidate: Candidate | DroppedVariant) -> Iterator[tuple[Candidate, Answer | DroppedVariant]]:
+    if isinstance(candidate, DroppedVariant):
         return
     for made in attempt(candidate.name, lambda: [answer(candidate.question)]):
         yield candidate, made
@@ -203,7 +203,7 @@ def _bounds(
 
 
 def _row(timeline: Timeline, made: Answer, candidate: Candidate, limit: float, replicas: Replicas | None) -> Row:
-    schedule, costs, moved = timeline.schedule, made.costs, made.offloaded
+    schedule, costs, offload_plan = timeline.schedule, made.costs, made.offloaded
     ranks = schedule.placement.stage_to_rank
     whole = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
     kept = peak_memory(timeline, costs)
@@ -229,8 +229,8 @@ def _row(timeline: Timeline, made: Answer, candidate: Candidate, limit: float, r
         within_limit=within(max(total), limit),
         layout=None if made.layouts is None else made.layouts.best.text,
         vocabulary=algorithm_of(schedule),
-        offloaded_share=None if moved is None else moved.share,
-        host_peak=None if moved is None else max(moved.host_peak),
+        offloaded_share=None if offload_plan is None else offload_plan.share,
+        host_peak=None if offload_plan is None else max(offload_plan.host_peak),
         gathers=None if made.shards is None else max(made.shards.gathers),
         reductions=None if made.shards is None else max(made.shards.reductions),
         static_bytes=None if static is None else max(static),

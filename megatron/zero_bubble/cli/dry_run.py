@@ -35,7 +35,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import message_memory, rank_memory, slower_than_1f1b
 from megatron.zero_bubble.planning.question import of_run
 from megatron.zero_bubble.planning.shards import of_schedule
-from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT, ScheduleSource
+from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
 from megatron.zero_bubble.schedules import build
@@ -161,7 +161,7 @@ def _checked_job(options: argparse.Namespace) -> MegatronJob:
 
 def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -> Schedule:
     """Return the schedule that the run would use for this number of microbatches."""
-    if args.zero_bubble_schedule == AUTO:
+    if args.zero_bubble_schedule == ZB_AUTO:
         config: ZeroBubbleConfig = args.zero_bubble
         objective: Metric = "span" if config.post_validation else "makespan"
         wanted = config.placement, objective, config.cuts() or WHOLE, config.vocabulary
@@ -190,7 +190,7 @@ def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule) -> tu
     plan = lower_training(schedule, sharding=sharding)
     units = of_schedule(costs, schedule, sharding, replicas)
     sent = "" if units.traffic is None else f", {max(units.traffic) / _GIB:.3g} GiB sent to {replicas - 1} replicas"
-    note = f"Sharded units, {sharding.whole_chunks} whole stages per rank: {max(units.gathers)} gathers and "
+    note = f"Sharded units, {sharding.open_chunks} whole stages per rank: {max(units.gathers)} gathers and "
     note += f"{max(units.reductions)} reductions per rank and iteration{sent}."
     notes = (note, *(() if units.lane_ms else (_COLLECTIVES,)))
     static = units.static
@@ -211,7 +211,7 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
     queues = hardware_queues() if _uses_nccl(args) else None
     batches = args.batch_sizes
     counts = sorted({size // batches.granule for size in batches.steps})
-    if args.zero_bubble_schedule == AUTO:
+    if args.zero_bubble_schedule == ZB_AUTO:
         counts = counts[-1:]  # the run plans smaller batches when it reaches them
     for count in counts:
         schedule = _schedule(args, costs, count)

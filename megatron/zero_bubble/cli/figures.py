@@ -18,7 +18,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.ir.sizes import check_size
-from megatron.zero_bubble.planning.figures import Divided, Figures, measured
+from megatron.zero_bubble.planning.figures import Figures, TensorFigures, measured
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")
 _MEMORY = ("activation_memory", "wgrad_memory")
@@ -181,7 +181,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
             on(placement, of).stage_weights(placement), _WEIGHT, _GRADIENT, _OPTIMIZER
         )
 
-    def tensor(degree: int, bytes_per_ms: float) -> Divided:
+    def tensor(degree: int, bytes_per_ms: float) -> TensorFigures:
         divided = TensorParallel(model, degree)
         divided.check()
         samples = count * degree  # those of the replicas that the group replaces
@@ -193,7 +193,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
             message_bytes=divided.model.message_bytes,
             stage_bytes=stage_bytes(divided.model),
         )
-        return Divided(own, divided.sent(samples))
+        return TensorFigures(own, divided.sent(samples))
 
     return Figures(
         len(model.layers),

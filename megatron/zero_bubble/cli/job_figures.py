@@ -12,7 +12,7 @@ from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.formats.layout import job_predictions
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.model import VOCABULARY, model_of
+from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, model_of
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 
 _NO_PREDICTIONS = (
@@ -40,7 +40,7 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
     elif dense:
         figures = _estimated(sizes, model, gpu, predictions)
         if vocabulary is None:
-            figures = _noting(figures, f"A vocabulary of {VOCABULARY:,} is assumed.")
+            figures = _noting(figures, f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed.")
         if args.context_parallel_size > 1:
             figures = _noting(
                 figures, "Attention is counted only within each context-parallel rank's part of the sequence."

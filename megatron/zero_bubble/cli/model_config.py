@@ -8,7 +8,7 @@ from megatron.zero_bubble.costs.estimate import Model
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.ir.sizes import MOST_LAYERS, check_size
-from megatron.zero_bubble.job.model import VOCABULARY, division_of, model_of, stated_vocabulary
+from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, stated_vocabulary
 from megatron.zero_bubble.planning.division import Division
 
 
@@ -51,7 +51,7 @@ def read_model(
         _check_divided(args, p, file)
     division = Division(args.num_layers) if any_layers else division_of(args, stated_vocabulary(args))
     model = model_of(args, division.on(Placement.linear(p)), flash)
-    assumed = [] if args.vocab_size else [f"A vocabulary of {VOCABULARY:,} is assumed."]
+    assumed = [] if args.vocab_size else [f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed."]
     if args.global_batch_size:
         assumed.append(
             f"One data-parallel rank is assumed to run the global batch of {batch}; --num-microbatches overrides this."

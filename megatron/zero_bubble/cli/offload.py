@@ -10,7 +10,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.plan.offload import NO_SHARE, parse_share
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.offload import AUTO, HostLimits, Offloaded, check_copies
+from megatron.zero_bubble.planning.offload import AUTO, HostLimits, OffloadPlan, check_copies
 from megatron.zero_bubble.planning.question import Offloading
 
 _BYTES_PER_MS = 1e6
@@ -119,7 +119,7 @@ def _size(options: argparse.Namespace, costs: Figures, name: str) -> float | Non
     return size
 
 
-def offload_summary(done: Offloaded, costs: Figures) -> str:
+def offload_summary(done: OffloadPlan, costs: Figures) -> str:
     """Format what moves, and the memory of device and host."""
     longer = f"{done.added_ms:.3f} ms longer" if done.added_ms > 0 else "no longer"
     rows = (

@@ -13,15 +13,7 @@ from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_summary
 from megatron.zero_bubble.cli.offload import add_offload, offload_summary, offloading, offloads
 from megatron.zero_bubble.cli.plan_text import limit_text, period_text, plan_text
 from megatron.zero_bubble.cli.progress import working
-from megatron.zero_bubble.cli.shards import (
-    AUTO_COUNT,
-    add_shards,
-    number_or_auto,
-    replicas_of,
-    shard_summary,
-    shards,
-    with_shards,
-)
+from megatron.zero_bubble.cli.shards import add_shards, number_or_auto, replicas_of, shard_summary, shards, with_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.costs.units import refuse_huge
@@ -35,10 +27,11 @@ from megatron.zero_bubble.planning.candidates import MOST_CHUNKS
 from megatron.zero_bubble.planning.choosers import search_limits
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.plans import ADAPTING, slower_than_1f1b
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT
+from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
 from megatron.zero_bubble.render.svg import render_svg, zoomable
 from megatron.zero_bubble.schedules import SCHEDULES, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
@@ -55,13 +48,13 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--schedule",
         metavar="NAME",
-        help=f"{AUTO} to search for a schedule, or one of {', '.join(SCHEDULES)}; `zero-bubble list` describes them",
+        help=f"{ZB_AUTO} to search for a schedule, or one of {', '.join(SCHEDULES)}; `zero-bubble list` describes them",
     )
     source.add_argument("--schedule-file", metavar="FILE", help="JSON file with a schedule, as --format json prints it")
     add_figures(verb, or_file="--schedule-file")
     add_search(
         verb,
-        limit=f"{AUTO} plans within it (default: 1p); other schedules are only checked against it, if given",
+        limit=f"{ZB_AUTO} plans within it (default: 1p); other schedules are only checked against it, if given",
         placement="one stage per rank (linear), two in a V (vee), or the better of both (auto)",
     )
     verb.add_argument(
@@ -104,7 +97,7 @@ def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> Non
     verb.add_argument(
         "--placement",
         choices=("linear", "vee", "auto"),
-        help=f"stage placement for {AUTO}: {placement} (default: auto)",
+        help=f"stage placement for {ZB_AUTO}: {placement} (default: auto)",
     )
     verb.add_argument(
         "--objective",
@@ -122,7 +115,7 @@ def plan(options: argparse.Namespace) -> str:
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
     if options.format == "svg":
         return zoomable(render_svg(timeline))
-    layouts, moved, units, over = made.layouts, made.offloaded, made.shards, made.question.shards
+    layouts, offload_plan, units, over = made.layouts, made.offloaded, made.shards, made.question.shards
     if options.format == "json":
         return written(made)
     divided = division_text(costs, timeline.schedule.placement)
@@ -131,7 +124,7 @@ def plan(options: argparse.Namespace) -> str:
     if layouts is None and units is None and algorithm_of(timeline.schedule) is None:
         slower = slower_than_1f1b(timeline, costs, options.objective)
         text += "" if slower is None else f"{slower}\n"
-    text += "" if moved is None else offload_summary(moved, costs)
+    text += "" if offload_plan is None else offload_summary(offload_plan, costs)
     text += "" if units is None or over is None else shard_summary(over, units, costs)
     text += limit_text(timeline, costs, certificate) if certificate else ""
     if options.step_ms is not None:
@@ -157,10 +150,10 @@ def question_of(options: argparse.Namespace) -> Question:
     if by_cost:
         costs = costs.evenly()
     variants = () if by_cost or sharding else variants_of(options, costs, file)
-    text = options.memory_limit or (DEFAULT_LIMIT if options.schedule == AUTO else None)
+    text = options.memory_limit or (DEFAULT_LIMIT if options.schedule == ZB_AUTO else None)
     limit = None if text is None else costs.limit(text)
     limits: tuple[float | None, ...] = (None,) if limit is None else (None, limit)
-    if options.schedule == AUTO and limit is not None:
+    if options.schedule == ZB_AUTO and limit is not None:
         limits = search_limits(costs, limit, vocabulary=any(each.algorithm for each in variants))
     return Question(
         costs,
@@ -183,11 +176,11 @@ def question_of(options: argparse.Namespace) -> Question:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse flags that apply only to other schedules."""
-    if options.schedule != AUTO and options.placement is not None:
-        raise UserError(f"--placement applies only to {AUTO}; other schedules have a fixed placement; leave it out")
-    if options.num_chunks is not None and options.schedule in (AUTO, None):
+    if options.schedule != ZB_AUTO and options.placement is not None:
+        raise UserError(f"--placement applies only to {ZB_AUTO}; other schedules have a fixed placement; leave it out")
+    if options.num_chunks is not None and options.schedule in (ZB_AUTO, None):
         raise UserError("--num-chunks applies only to interleaved schedules selected by name; leave it out")
-    if options.num_chunks == AUTO_COUNT and not options.shard_weights:
+    if options.num_chunks == AUTO and not options.shard_weights:
         raise UserError(
             "--num-chunks auto applies only to --shard-weights, whose stages per rank are chosen together with units; "
             "give a number, or use zero-bubble compare, which lists several"
@@ -202,7 +195,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _num_chunks(options: argparse.Namespace, costs: Figures) -> tuple[int | None, ...]:
-    if options.num_chunks != AUTO_COUNT:
+    if options.num_chunks != AUTO:
         return (options.num_chunks,)
     most = max(2, min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS))
     return tuple(range(2, most + 1)) if recipe(options.schedule).shape == "interleaved" else (None,)

@@ -12,11 +12,12 @@ from megatron.zero_bubble.cli.figures import replicas
 from megatron.zero_bubble.costs.units import checked_figure, parse_memory_limit, refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.option import unit_microbatches
-from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
+from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import sharded_bound
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, with_collectives
-from megatron.zero_bubble.planning.source import AUTO
+from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.schedules import recipe
 
 _MOST = 1_000_000
@@ -24,8 +25,6 @@ _MOST = 1_000_000
 _BYTES_PER_MS = 1e6
 """Bytes per ms in one GB/s."""
 _GIB = 2**30
-AUTO_COUNT = "auto"
-"""A number that is left to the planner."""
 _FLAGS = ("whole_stages", "gather_ms", "reduce_ms", "replicas", "replica_bandwidth", "tensor_bandwidth")
 
 
@@ -50,7 +49,7 @@ def add_shards(verb: argparse.ArgumentParser) -> None:
         metavar="K|auto",
         help="the most stages of a rank whose weights are whole at a time; auto is the fewest of the shortest schedule "
         "within the memory limit, chosen together with the units (default: auto where --memory-limit includes weights, "
-        f"that is in bytes with --config, else {DEFAULT_WHOLE_CHUNKS})",
+        f"that is in bytes with --config, else {DEFAULT_OPEN_CHUNKS})",
     )
     verb.add_argument(
         "--gather-ms",
@@ -115,7 +114,7 @@ def shards(options: argparse.Namespace) -> bool:
     """
     schedule = getattr(options, "schedule", None)
     if options.unit_microbatches is not None and hasattr(options, "schedule"):
-        units = schedule is not None and schedule != AUTO and recipe(schedule).has_units
+        units = schedule is not None and schedule != ZB_AUTO and recipe(schedule).has_units
         if not (units or options.shard_weights):
             raise UserError(
                 f"--unit-microbatches is for zero-pp, or for --shard-weights; got {schedule or 'a file'}; leave it out"
@@ -126,7 +125,7 @@ def shards(options: argparse.Namespace) -> bool:
                 raise UserError(f"{_flag(name)} applies only to --shard-weights; give both, or leave {_flag(name)} out")
         return False
     for name in ("whole_stages", "replicas"):
-        if (count := getattr(options, name)) not in (None, AUTO_COUNT) and not 1 <= count <= _MOST:
+        if (count := getattr(options, name)) not in (None, AUTO) and not 1 <= count <= _MOST:
             raise UserError(f"{_flag(name)} must be from 1 to {_MOST:,}; got {count}; give another number")
     return True
 
@@ -139,8 +138,8 @@ def replicas_of(options: argparse.Namespace, costs: Figures) -> Replicas:
         limit = math.inf  # a limit in microbatches is one of activations
     whole = options.whole_stages
     if whole is None:
-        whole = AUTO_COUNT if costs.stage_bytes is not None and limit < math.inf else DEFAULT_WHOLE_CHUNKS
-    whole = None if whole == AUTO_COUNT else int(whole)
+        whole = AUTO if costs.stage_bytes is not None and limit < math.inf else DEFAULT_OPEN_CHUNKS
+    whole = None if whole == AUTO else int(whole)
     return Replicas(replicas(options), options.unit_microbatches or None, whole, limit, activations)
 
 
@@ -185,7 +184,7 @@ def shard_summary(over: Replicas, plan: ShardPlan, costs: Figures) -> str:
     """Format the collectives, their traffic, memory, and a lower bound."""
     of = plan.sharding
     lines = [
-        f"{over.count} replicas, units of {of.unit_microbatches} microbatches, {of.whole_chunks} whole stages",
+        f"{over.count} replicas, units of {of.unit_microbatches} microbatches, {of.open_chunks} whole stages",
         f"per rank: {max(plan.gathers)} gathers, {max(plan.reductions)} reductions, {plan.lane_ms:.3f} ms together",
     ]
     if plan.traffic is not None:
@@ -209,7 +208,7 @@ def number_or_auto(text: str) -> int | str:
         argparse.ArgumentTypeError: any other text.
     """
     try:
-        return text if text == AUTO_COUNT else int(text)
+        return text if text == AUTO else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"it is a number, or auto; got {text[:40]!r}") from None
 

@@ -10,8 +10,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Slices
 from megatron.zero_bubble.ir.slices import MOST_SLICES
 from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
-
-AUTOMATIC = "auto"
+from megatron.zero_bubble.planning.offload import AUTO
 
 
 def add_slices(verb: argparse.ArgumentParser, default: str) -> None:
@@ -19,7 +18,7 @@ def add_slices(verb: argparse.ArgumentParser, default: str) -> None:
     verb.add_argument(
         "--num-slices",
         metavar="N",
-        help=f"cut every sequence into N slices, or {AUTOMATIC}: 1, 2, 4, ... slices, whichever is shortest within the "
+        help=f"cut every sequence into N slices, or {AUTO}: 1, 2, 4, ... slices, whichever is shortest within the "
         f"memory limit ({default})",
     )
     verb.add_argument(
@@ -33,7 +32,7 @@ def add_slices(verb: argparse.ArgumentParser, default: str) -> None:
         "--min-slice-tokens",
         type=int,
         metavar="TOKENS",
-        help=f"fewest tokens per slice for --num-slices {AUTOMATIC}, with --config or a costs file that has the length "
+        help=f"fewest tokens per slice for --num-slices {AUTO}, with --config or a costs file that has the length "
         f"of sequences (default: what a run has measured for the costs file, else {LEAST_TOKENS}; if the length is "
         "unknown, up to 16 slices are tried)",
     )
@@ -46,8 +45,8 @@ def cuts_of(options: argparse.Namespace) -> Cuts | None:
         UserError: for flags of another form, or that contradict each other.
     """
     number, least = _number(options.num_slices), options.min_slice_tokens
-    if least is not None and options.num_slices != AUTOMATIC:
-        raise UserError(f"--min-slice-tokens applies only to --num-slices {AUTOMATIC}; leave it out")
+    if least is not None and options.num_slices != AUTO:
+        raise UserError(f"--min-slice-tokens applies only to --num-slices {AUTO}; leave it out")
     if least is not None and least < 1:
         raise UserError(f"--min-slice-tokens must be 1 or more; got {least}")
     if options.slice_cuts is None:
@@ -66,14 +65,14 @@ def cuts_of(options: argparse.Namespace) -> Cuts | None:
 
 
 def _number(text: str | None) -> int | None:
-    if text in (None, AUTOMATIC):
+    if text in (None, AUTO):
         return None
     try:
         number = int(text)
     except ValueError:
         number = 0
     if not 1 <= number <= MOST_SLICES:
-        raise UserError(f"--num-slices must be a number from 1 to {MOST_SLICES}, or {AUTOMATIC}; got {text}")
+        raise UserError(f"--num-slices must be a number from 1 to {MOST_SLICES}, or {AUTO}; got {text}")
     return number
 
 

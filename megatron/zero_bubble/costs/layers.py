@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import fsum
 
-from megatron.zero_bubble.costs.memory import HISTORY, MEMORY, PassMemory
-from megatron.zero_bubble.costs.passes import HOST, SHARDS, TIMES, PassCosts
+from megatron.zero_bubble.costs.memory import KEY_HISTORY, MEMORY, PassMemory
+from megatron.zero_bubble.costs.passes import KEY_HOST, SHARDS, TIMES, PassCosts
 from megatron.zero_bubble.costs.units import checked_figure, checked_share, refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 
-_AMOUNTS = (*TIMES, HOST, *SHARDS, *MEMORY, HISTORY)
+_AMOUNTS = (*TIMES, KEY_HOST, *SHARDS, *MEMORY, KEY_HISTORY)
 """The figures of a stage that are sums over its parts."""
 _SHARES = ("forward_attention", "backward_attention")
 _NEARLY_NOTHING = 1e-3
@@ -115,7 +115,7 @@ class LayerCosts:
                 f"the layers per stage must add up to {self.num_layers}; got {', '.join(map(str, layout))}; change them"
             )
         forward, backward, wgrad = (self._summed(layout, name) for name in TIMES)
-        host, gather, reduce = (self._summed(layout, name) for name in (HOST, *SHARDS))
+        host, gather, reduce = (self._summed(layout, name) for name in (KEY_HOST, *SHARDS))
         costs = PassCosts(forward, backward, wgrad, self.comm_ms, self.links, message_ms=self.message_ms)
         costs = replace(costs, host_ms=host, gather_ms=gather, reduce_ms=reduce)
         if self._has_attention:
@@ -125,7 +125,7 @@ class LayerCosts:
         least = self.input_memory or _NEARLY_NOTHING * max(layer.activation for layer in self.layers)
         activation, wgrad = (self._summed(layout, name) for name in MEMORY)
         kept = tuple(max(least, amount) for amount in activation)
-        return costs, PassMemory(kept, wgrad, self._summed(layout, HISTORY), self.recomputed)
+        return costs, PassMemory(kept, wgrad, self._summed(layout, KEY_HISTORY), self.recomputed)
 
     @cached_property
     def _has_attention(self) -> bool:
@@ -156,7 +156,7 @@ class LayerCosts:
         return tuple(map(fsum, self._parts_of(layout, share + ms)))
 
 
-def whole_stages(layout: Sequence[int]) -> tuple[int, ...]:
+def stages_of_layers(layout: Sequence[int]) -> tuple[int, ...]:
     """The stages that have nothing but layers, from which the costs of a layer are taken; of two stages, the first."""
     last = len(layout) - 1
     return tuple(s for s in (range(1, last) if last > 1 else range(last)) if layout[s])
@@ -180,7 +180,7 @@ def of_stages(
         UserError: when the layout is for another number of stages, no stage gives the time of a layer, or ``embedding``
             or ``loss`` takes more than its stage.
     """
-    known, last = whole_stages(layout), len(layout) - 1
+    known, last = stages_of_layers(layout), len(layout) - 1
     if len(layout) != costs.num_stages:
         raise UserError(
             f"layers_per_stage must have one number for each of the {costs.num_stages} stages of the lists; got "
@@ -225,9 +225,9 @@ def _check_fits(end: str, name: str, amount: float, of_stage: float) -> None:
 
 def _figures_of(costs: PassCosts, memory: PassMemory | None) -> dict[str, list[float]]:
     """Figures that add up over the parts of a stage, by stage; instead of a share of attention, its time."""
-    figures = {name: list(getattr(costs, name)) for name in (*TIMES, HOST, *SHARDS)}
+    figures = {name: list(getattr(costs, name)) for name in (*TIMES, KEY_HOST, *SHARDS)}
     if memory is not None:
-        figures |= {name: list(getattr(memory, name)) for name in (*MEMORY, HISTORY)}
+        figures |= {name: list(getattr(memory, name)) for name in (*MEMORY, KEY_HISTORY)}
     for share, ms in zip(_SHARES, TIMES, strict=False):
         figures[share] = [a * b for a, b in zip(getattr(costs, share), getattr(costs, ms), strict=True)]
     return figures

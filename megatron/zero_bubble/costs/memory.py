@@ -8,10 +8,10 @@ from megatron.zero_bubble.costs.units import check_same_length, checked_figures,
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Pass, Placement, Slices, Value
 from megatron.zero_bubble.ir.flow import OPERANDS, SAVED
-from megatron.zero_bubble.ir.passes import VOCABULARY, B, F, S, T, W
+from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS, B, F, S, T, W
 
 MEMORY = ("activation", "wgrad")
-HISTORY = "history"
+KEY_HISTORY = "history"
 LOGITS = "logits"
 MOST_SUMMED_AS_THEY_ARE = 8
 """Most slices whose gradients of keys and values are summed in their own dtype; with more slices, in float32."""
@@ -47,10 +47,10 @@ class PassMemory:
 
     def __post_init__(self) -> None:
         if not self.history:
-            object.__setattr__(self, HISTORY, (0.0,) * len(self.activation))
-        for name in (*MEMORY, HISTORY):
+            object.__setattr__(self, KEY_HISTORY, (0.0,) * len(self.activation))
+        for name in (*MEMORY, KEY_HISTORY):
             object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
-        check_same_length(self, (*MEMORY, HISTORY))
+        check_same_length(self, (*MEMORY, KEY_HISTORY))
         object.__setattr__(self, LOGITS, checked_figures(LOGITS, self.logits, "rank"))
         if 0.0 in self.activation:
             raise UserError("activation memory must be above 0, because it is the unit of peaks; got 0; give its size")
@@ -74,13 +74,15 @@ class PassMemory:
 
     def fit(self, placement: Placement) -> PassMemory:
         """Convert to the stages of ``placement`` for the same model, as ``PassCosts.fit`` does."""
-        activation, wgrad, history = (recut(getattr(self, name), placement.num_stages) for name in (*MEMORY, HISTORY))
+        activation, wgrad, history = (
+            recut(getattr(self, name), placement.num_stages) for name in (*MEMORY, KEY_HISTORY)
+        )
         return PassMemory(activation, wgrad, history, self.recomputed, self.logits)
 
     def size(self, value: Value, slices: Slices = WHOLE) -> float:
         """Memory of ``value`` on its rank, in the unit of these figures; messages under way are not counted."""
         producer = value.producer
-        if producer.kind in VOCABULARY:
+        if producer.kind in VOCABULARY_KINDS:
             return self.logits[producer.stage] if self.logits and (value.name, producer.kind) == (SAVED, S) else 0.0
         figures = {SAVED: self.activation, OPERANDS: self.wgrad}.get(value.name)
         if figures is None:
@@ -91,7 +93,7 @@ class PassMemory:
 
     def changes(self, p: Pass, slices: Slices = WHOLE) -> tuple[float, float]:
         """The changes of memory by ``p`` at its start and at its end, in the unit of these figures."""
-        if p.kind in VOCABULARY:
+        if p.kind in VOCABULARY_KINDS:
             saved = self.logits[p.stage] if self.logits and p.kind in (S, T) else 0.0
             return (saved, 0.0) if p.kind is S else (0.0, -saved)
         share = slices.shares[p.slice]

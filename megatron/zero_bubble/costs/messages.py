@@ -25,7 +25,7 @@ def ends_of(p: Pass, messages: Messages) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Occupied(PassCosts):
+class CostsWithMessages(PassCosts):
     """Costs on one placement, whose durations include the messages of a pass.
 
     Attributes:
@@ -41,7 +41,7 @@ class Occupied(PassCosts):
 
 def occupied(costs: PassCosts, placement: Placement) -> PassCosts:
     """Return ``costs`` with durations that include messages; unchanged if these take no time."""
-    if not costs.message_ms or isinstance(costs, Occupied):
+    if not costs.message_ms or isinstance(costs, CostsWithMessages):
         return costs
     figures = {each.name: getattr(costs, each.name) for each in fields(PassCosts)}
-    return Occupied(**figures, messages=costs.messages_on(placement))
+    return CostsWithMessages(**figures, messages=costs.messages_on(placement))

@@ -16,13 +16,13 @@ from megatron.zero_bubble.costs.units import (
     refuse_huge,
     spread,
 )
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts, known
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts, required
 from megatron.zero_bubble.ir import WHOLE, Chain, Pass, Placement, Slices, Value
-from megatron.zero_bubble.ir.passes import BW, VOCABULARY, B, F, W
+from megatron.zero_bubble.ir.passes import BW, VOCABULARY_KINDS, B, F, W
 
 TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
 ATTENTION = ("forward_attention", "backward_attention")
-HOST = "host_ms"
+KEY_HOST = "host_ms"
 SHARDS = ("gather_ms", "reduce_ms")
 COMM, MESSAGE = "comm_ms", "message_ms"
 
@@ -71,12 +71,12 @@ class PassCosts:
         for name in ATTENTION:
             shares = getattr(self, name) or (0.0,) * len(self.forward_ms)
             object.__setattr__(self, name, tuple(checked_share(name, share) for share in shares))
-        for name in (HOST, *SHARDS):
+        for name in (KEY_HOST, *SHARDS):
             if not getattr(self, name):
                 object.__setattr__(self, name, (0.0,) * len(self.forward_ms))
-        for name in (*TIMES, HOST, *SHARDS):
+        for name in (*TIMES, KEY_HOST, *SHARDS):
             object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
-        check_same_length(self, (*TIMES, *ATTENTION, HOST, *SHARDS))
+        check_same_length(self, (*TIMES, *ATTENTION, KEY_HOST, *SHARDS))
         for name in (COMM, MESSAGE):
             object.__setattr__(self, name, checked_figure(name, getattr(self, name)))
         links = {link: checked_figure(f"links{list(link)}", ms) for link, ms in self.links.items()}
@@ -123,7 +123,7 @@ class PassCosts:
         forward, backward = (
             self._recut_shares(times, shares, placement) for times, shares in zip(TIMES, ATTENTION, strict=False)
         )
-        host, gather, reduce = (recut(getattr(self, name), placement.num_stages) for name in (HOST, *SHARDS))
+        host, gather, reduce = (recut(getattr(self, name), placement.num_stages) for name in (KEY_HOST, *SHARDS))
         lanes = host, gather, reduce, self.message_ms
         return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary, *lanes)
 
@@ -136,8 +136,8 @@ class PassCosts:
 
     def duration(self, p: Pass, slices: Slices = WHOLE) -> float:
         """Milliseconds of ``p``, for the slice of the sequence that it computes."""
-        if p.kind in VOCABULARY:
-            return known(self.vocabulary).duration(p)
+        if p.kind in VOCABULARY_KINDS:
+            return required(self.vocabulary).duration(p)
         if p.kind is F:
             whole, attention = self.forward_ms[p.stage], self.forward_attention[p.stage]
         elif p.kind is W:

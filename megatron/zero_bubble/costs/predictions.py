@@ -13,7 +13,7 @@ from dataclasses import replace
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import Device, Model, layer_costs
 from megatron.zero_bubble.costs.layers import Part
-from megatron.zero_bubble.costs.memory import HISTORY, MEMORY
+from megatron.zero_bubble.costs.memory import KEY_HISTORY, MEMORY
 from megatron.zero_bubble.costs.passes import TIMES
 
 
@@ -59,5 +59,5 @@ def with_predictions(
         scores = zip(getattr(costs, f"{name}_attention"), own, counts, times, strict=True)
         shares.append(tuple(min(1.0, (a * ms + n * of_layer) / new) if new else 0.0 for a, ms, n, new in scores))
     own_costs = replace(costs, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad).with_attention(*shares)
-    activation, kept, history = (plus(getattr(memory, name), name) for name in (*MEMORY, HISTORY))
+    activation, kept, history = (plus(getattr(memory, name), name) for name in (*MEMORY, KEY_HISTORY))
     return own_costs, replace(memory, activation=activation, wgrad=kept, history=history)

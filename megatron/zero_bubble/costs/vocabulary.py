@@ -73,7 +73,7 @@ class VocabularyCosts:
         )
 
 
-def known(costs: VocabularyCosts | None) -> VocabularyCosts:
+def required(costs: VocabularyCosts | None) -> VocabularyCosts:
     """Return the figures of vocabulary parallelism.
 
     Raises:

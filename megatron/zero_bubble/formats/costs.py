@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.costs.layers import LayerCosts, Part, of_stages
-from megatron.zero_bubble.costs.memory import HISTORY, LOGITS, MEMORY, PassMemory
-from megatron.zero_bubble.costs.passes import ATTENTION, COMM, HOST, MESSAGE, SHARDS, TIMES, PassCosts
+from megatron.zero_bubble.costs.memory import KEY_HISTORY, LOGITS, MEMORY, PassMemory
+from megatron.zero_bubble.costs.passes import ATTENTION, COMM, KEY_HOST, MESSAGE, SHARDS, TIMES, PassCosts
 from megatron.zero_bubble.costs.slice_tokens import LEAST_SLICE_TOKENS, SEQUENCE_LENGTH, TOKENS, SliceTokens
 from megatron.zero_bubble.costs.units import (
     checked_figure,
@@ -52,7 +52,7 @@ Figure = float | tuple[float, ...]
 _LAYOUT = "layers_per_stage"
 _SHARES = {"attention": "forward_attention", "backward_attention": "backward_attention"}
 """The keys of shares, and the attributes of ``PassCosts`` that they give; ``ATTENTION`` has them in the same order."""
-_OF_STAGES = (*TIMES, *MEMORY, HISTORY, HOST, *SHARDS, *_SHARES, _LAYOUT, *ENDS, *KEYS)
+_OF_STAGES = (*TIMES, *MEMORY, KEY_HISTORY, KEY_HOST, *SHARDS, *_SHARES, _LAYOUT, *ENDS, *KEYS)
 _KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, COMM, "links", MESSAGE))
 _WHAT = "costs file"
 _ALIKE = 0.01
@@ -73,7 +73,7 @@ def costs_to_json(
     content: dict[str, Any] = {name: list(getattr(costs, name)) for name in TIMES}
     if any(any(getattr(costs, name)) for name in ATTENTION):
         content |= {key: list(getattr(costs, name)) for key, name in _SHARES.items()}
-    content |= {name: list(getattr(costs, name)) for name in (HOST, *SHARDS) if any(getattr(costs, name))}
+    content |= {name: list(getattr(costs, name)) for name in (KEY_HOST, *SHARDS) if any(getattr(costs, name))}
     content[COMM] = costs.comm_ms
     content["links"] = [[source, destination, ms] for (source, destination), ms in costs.links.items()]
     if costs.message_ms:
@@ -81,7 +81,7 @@ def costs_to_json(
     if memory is not None:
         content |= {name: list(getattr(memory, name)) for name in MEMORY}
         if any(memory.history):
-            content[HISTORY] = list(memory.history)
+            content[KEY_HISTORY] = list(memory.history)
     content |= vocabulary_content(costs, memory)
     if tokens is not None:
         content |= {key: number for key, number in zip(TOKENS, tokens, strict=True) if number is not None}
@@ -164,12 +164,12 @@ class CostsFile:
                 refuse_huge(**{name: value})
         passes = {name: _figure(content, name) for name in TIMES}
         refuse_no_time(*passes.values())
-        times = passes | _given(content, (HOST, *SHARDS))
+        times = passes | _given(content, (KEY_HOST, *SHARDS))
         comm_ms, message_ms = (checked_figure(name, content.get(name, 0.0)) for name in (COMM, MESSAGE))
         links = _links(content.get("links", []))
         memory = None
-        if content.keys() & {*MEMORY, HISTORY, LOGITS}:
-            memory = {name: _figure(content, name) for name in MEMORY} | _given(content, (HISTORY,))
+        if content.keys() & {*MEMORY, KEY_HISTORY, LOGITS}:
+            memory = {name: _figure(content, name) for name in MEMORY} | _given(content, (KEY_HISTORY,))
         shares = _given(content, _SHARES)
         for key, share in shares.items():
             for one in share if isinstance(share, tuple) else (share,):
@@ -239,7 +239,8 @@ class CostsFile:
                 return self.on_layout(placement, even(placement, sum(self.layers_per_stage)))
             f, b, w = (_per_stage(name, self.times[name], placement) for name in TIMES)
             host, gather, reduce = (
-                _per_stage(name, self.times[name], placement) if name in self.times else () for name in (HOST, *SHARDS)
+                _per_stage(name, self.times[name], placement) if name in self.times else ()
+                for name in (KEY_HOST, *SHARDS)
             )
             costs = PassCosts(f, b, w, self.comm_ms, self.links, message_ms=self.message_ms)
             costs = replace(costs, host_ms=host, gather_ms=gather, reduce_ms=reduce)
@@ -251,7 +252,7 @@ class CostsFile:
                 return costs, None
             kept = {name: _per_stage(name, figure, placement) for name, figure in self.memory.items()}
             logits = () if self.vocabulary is None else self.vocabulary.memory(placement.num_ranks)
-            return costs, PassMemory(kept["activation"], kept["wgrad"], kept.get(HISTORY, ()), logits=logits)
+            return costs, PassMemory(kept["activation"], kept["wgrad"], kept.get(KEY_HISTORY, ()), logits=logits)
 
     def on_layout(self, placement: Placement, layout: Sequence[int]) -> tuple[PassCosts, PassMemory | None]:
         """Return what ``on`` does for a number of layers per stage, if the file has costs per layer.

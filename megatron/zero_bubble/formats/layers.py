@@ -13,14 +13,14 @@ from typing import Any
 
 from megatron.zero_bubble.costs.layers import LayerCosts, Part
 from megatron.zero_bubble.costs.memory import MEMORY
-from megatron.zero_bubble.costs.passes import HOST, SHARDS, TIMES, backward_share
+from megatron.zero_bubble.costs.passes import KEY_HOST, SHARDS, TIMES, backward_share
 from megatron.zero_bubble.costs.units import refuse_no_time
 from megatron.zero_bubble.errors import UserError, nearest
 from megatron.zero_bubble.ir.sizes import MOST_LAYERS
 
 LAYERS, PARTS = "layers", "parts"
 ENDS = ("embedding", "loss")
-_FIGURES = (*TIMES, HOST, *SHARDS, *MEMORY, "history", "attention", "backward_attention")
+_FIGURES = (*TIMES, KEY_HOST, *SHARDS, *MEMORY, "history", "attention", "backward_attention")
 
 
 def layers_from(content: Mapping[str, Any], comm_ms: float, links: Mapping[tuple[int, int], float]) -> LayerCosts:

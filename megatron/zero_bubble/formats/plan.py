@@ -30,7 +30,7 @@ from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, algorithm_of
 from megatron.zero_bubble.plan.offload import Move
 from megatron.zero_bubble.plan.shard import Sharding
 
-VOCABULARY = "vocabulary"
+KEY_VOCABULARY = "vocabulary"
 RECOMPUTE_LOGITS = "recompute_logits"
 _NAMES = frozenset(key.name for key in PLAN_KEYS)
 
@@ -84,7 +84,7 @@ def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> 
         "num_microbatches": schedule.num_microbatches,
         "stage_to_rank": schedule.placement.stage_to_rank,
         **slices_content(schedule.slices),
-        **({} if (algorithm := algorithm_of(schedule)) is None else {VOCABULARY: algorithm}),
+        **({} if (algorithm := algorithm_of(schedule)) is None else {KEY_VOCABULARY: algorithm}),
         "order": schedule.to_text(),
         "makespan_ms": timeline.makespan_ms,
         "span_ms": timeline.span_ms,
@@ -186,11 +186,11 @@ def flow_from(content: Mapping[str, Any]) -> Callable[[Schedule], Flow]:
 
 def algorithm_from(content: Mapping[str, Any]) -> Algorithm | None:
     """Read the algorithm of vocabulary parallelism; None if the schedule is without it."""
-    if VOCABULARY not in content:
+    if KEY_VOCABULARY not in content:
         return None
     form = "the algorithm of its vocabulary passes, 1 or 2"
     return cast(
-        Algorithm, read_key(dict(content), VOCABULARY, form, lambda value: type(value) is int and value in FLOWS)
+        Algorithm, read_key(dict(content), KEY_VOCABULARY, form, lambda value: type(value) is int and value in FLOWS)
     )
 
 
@@ -198,9 +198,9 @@ def _recomputes_logits(content: dict[str, Any]) -> bool:
     recomputes = RECOMPUTE_LOGITS in content and read_key(
         content, RECOMPUTE_LOGITS, "true or false", lambda value: type(value) is bool
     )
-    if recomputes and VOCABULARY not in content:
+    if recomputes and KEY_VOCABULARY not in content:
         raise UserError(
-            f"{RECOMPUTE_LOGITS} needs passes of a divided vocabulary and the key {VOCABULARY}, which is missing; "
+            f"{RECOMPUTE_LOGITS} needs passes of a divided vocabulary and the key {KEY_VOCABULARY}, which is missing; "
             f"remove {RECOMPUTE_LOGITS}"
         )
     return bool(recomputes)

@@ -15,7 +15,7 @@ _UNIT, _WHOLE = "unit_microbatches", "whole_stages"
 
 def sharding_content(sharding: Sharding) -> dict[str, Any]:
     """Return the keys of the plan's JSON."""
-    return {SHARD_WEIGHTS: True, _UNIT: sharding.unit_microbatches, _WHOLE: sharding.whole_chunks}
+    return {SHARD_WEIGHTS: True, _UNIT: sharding.unit_microbatches, _WHOLE: sharding.open_chunks}
 
 
 def sharding_from(content: Mapping[str, Any], placement: Placement) -> Sharding | None:

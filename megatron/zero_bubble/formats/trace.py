@@ -19,11 +19,11 @@ from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Trace, Validated
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.memory import HISTORY, MEMORY
+from megatron.zero_bubble.costs.memory import KEY_HISTORY, MEMORY
 from megatron.zero_bubble.costs.passes import ATTENTION, COMM, MESSAGE, TIMES
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
-from megatron.zero_bubble.formats.plan import VOCABULARY, flow_from
+from megatron.zero_bubble.formats.plan import KEY_VOCABULARY, flow_from
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.formats.vocabulary import vocabulary_content, vocabulary_from
 from megatron.zero_bubble.ir import Op, Pass
@@ -87,13 +87,13 @@ def trace_to_json(recording: Recording) -> str:
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_microbatches,
         **slices_content(schedule.slices),
-        **({} if (algorithm := algorithm_of(schedule)) is None else {VOCABULARY: algorithm}),
+        **({} if (algorithm := algorithm_of(schedule)) is None else {KEY_VOCABULARY: algorithm}),
         **{key: getattr(costs, key) for key in TIMES},
         **{key: getattr(costs, key) for key in ATTENTION if any(getattr(costs, key))},
         COMM: costs.comm_ms,
         **({MESSAGE: costs.message_ms} if costs.message_ms else {}),
         **({key: getattr(memory, key) for key in MEMORY} if memory else {}),
-        **({HISTORY: memory.history} if memory and any(memory.history) else {}),
+        **({KEY_HISTORY: memory.history} if memory and any(memory.history) else {}),
         **vocabulary_content(costs, memory),
         "planned": _figures([planned]),
         "measured": _figures([trace.timeline for trace in recording.traces.values()]),
@@ -144,7 +144,7 @@ def trace_from_json(text: str) -> Recording:
     memory = None
     if content.keys() & set(MEMORY):
         activation, wgrad = (_per_stage(content, key) for key in MEMORY)
-        history = _per_stage(content, HISTORY) if HISTORY in content else ()
+        history = _per_stage(content, KEY_HISTORY) if KEY_HISTORY in content else ()
         logits = () if figures is None else figures.memory(num_ranks)
         memory = PassMemory(activation, wgrad, history, logits=logits)
     recording = Recording(costs, traces, memory)

@@ -74,7 +74,9 @@ class _Move(Op):
 
 
 class Evict(_Move):
-    """Allocate host memory and start to copy to it; never waits. The device keeps its memory until ``Release``."""
+    """Allocate host memory and start to copy to it; never waits. The device keeps its memory until
+    ``ReleaseDevice``.
+    """
 
     __slots__ = ()
     lane: ClassVar[str] = COPY_OUT
@@ -90,7 +92,7 @@ class Evict(_Move):
         return memory.size(self.saved, slices)
 
 
-class Release(_Move):
+class ReleaseDevice(_Move):
     """Wait until the copy is on the host, then free the device's memory. The passes of the rank wait with it, so that
     what is freed is free for the next pass.
     """
@@ -152,4 +154,4 @@ class Discard(_Move):
         return -memory.size(self.saved, slices)
 
 
-OFFLOAD_OPS: tuple[type[Op], ...] = (Evict, Release, Fetch, Reclaim, Discard)
+OFFLOAD_OPS: tuple[type[Op], ...] = (Evict, ReleaseDevice, Fetch, Reclaim, Discard)

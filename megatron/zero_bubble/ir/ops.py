@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.flow import Flow, Value
-from megatron.zero_bubble.ir.passes import VOCABULARY, F, Pass, later
+from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS, F, Pass, later
 from megatron.zero_bubble.ir.schedule import Schedule
 from megatron.zero_bubble.ir.slices import WHOLE, Slices
 
@@ -199,7 +199,7 @@ class Compute(Op):
         """In a schedule without ops, passes are tokens, and all ranks take part in what passes of the vocabulary take
         and make.
         """
-        collective = isinstance(token, Pass) and (self.work.kind in VOCABULARY or token.kind in VOCABULARY)
+        collective = isinstance(token, Pass) and (self.work.kind in VOCABULARY_KINDS or token.kind in VOCABULARY_KINDS)
         return times.collective() if collective else 0.0
 
     def memory(self, memory: Memory, slices: Slices) -> tuple[float, float]:

@@ -43,7 +43,7 @@ FORWARDS = (F, I, S, L)
 REPEATABLE = (F, I, S)
 """The kinds that an iteration may run before it validates the previous optimizer step, and can repeat if that is
 rejected: forwards that read nothing that a validation changes. L reads the loss scale."""
-VOCABULARY = (S, T, L, I, J)
+VOCABULARY_KINDS = (S, T, L, I, J)
 """The kinds of vocabulary parallelism. The stage of S, T, I and J is the first stage of their rank."""
 
 _PASS = re.compile(r"(\d{1,9})(F|BW|B|W|S|T|L|I|J)(\d{1,9})(?:\.(\d{1,9}))?")

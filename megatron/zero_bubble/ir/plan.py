@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, overload
 
-from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.ir.ops import Channel, Compute, Effects, Op, Rows, Send
 from megatron.zero_bubble.ir.registers import Allocation, allocate
 from megatron.zero_bubble.ir.schedule import Schedule
@@ -80,7 +80,7 @@ class Plan:
     def _executables(self) -> dict[int, Executable]:
         return {}
 
-    @without_collection()
+    @without_gc()
     def _make_executable(self, rank: int) -> Executable:
         flow, ops = self.schedule.flow, self.ops[rank]
         drain = self.drain[rank] if self.drain else ()
@@ -120,7 +120,7 @@ class Unrolled(Sequence[tuple[Op, ...]]):
     def __getitem__(self, rank: int) -> tuple[Op, ...]: ...
     @overload
     def __getitem__(self, rank: slice) -> tuple[tuple[Op, ...], ...]: ...
-    @without_collection()
+    @without_gc()
     def __getitem__(self, rank: int | slice) -> Any:
         if isinstance(rank, slice):
             return tuple(self[number] for number in range(len(self))[rank])

@@ -129,13 +129,13 @@ class Wait(_OfStage):
             for op in row:
                 if isinstance(op, Wait):
                     whole.add(op.stage)
-                elif isinstance(op, Release):
+                elif isinstance(op, ReleaseWeights):
                     whole.discard(op.stage)
                 elif isinstance(op, Compute) and op.work.kind in NEED_WEIGHTS and op.work.stage not in whole:
                     yield f"{op} runs while the weights of stage {op.work.stage} are not whole", rank
 
 
-class Release(_InSlot):
+class ReleaseWeights(_InSlot):
     """Free the weights; the replica's shard stays."""
 
     __slots__ = ()
@@ -199,4 +199,4 @@ class Close(_OfStage):
         return Effects(takes=(self.reducing,))
 
 
-SHARD_OPS: tuple[type[Op], ...] = (Gather, Wait, Release, Open, Reduce, Close)
+SHARD_OPS: tuple[type[Op], ...] = (Gather, Wait, ReleaseWeights, Open, Reduce, Close)

@@ -18,17 +18,16 @@ from megatron.zero_bubble.job.effects import EFFECTS
 from megatron.zero_bubble.job.planned import decisions, is_file
 from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.plan.offload import MoveSelection, parse_share, select_longest
-from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding
+from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS, Sharding
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
+from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.rule import check
-from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks, UnitChoice
+from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource, SourceOnRanks, UnitChoice
 from megatron.zero_bubble.schedules import has_units, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
 DEFAULT_NCCL_CTAS = 2
 DEFAULT_NCCL_COLLECTIVE_CTAS = 8
-PLANNED_OFFLOAD = "auto"
-"""The choice of ``offload`` that is planned during the run."""
 
 _POSITIVE = ("nccl_ctas", "nccl_collective_ctas", "whole_stages", "unit_microbatches", "peer_timeout_s")
 
@@ -133,7 +132,7 @@ class ZeroBubbleConfig:
     peer_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.memory_limit is None and self.schedule == AUTO:
+        if self.memory_limit is None and self.schedule == ZB_AUTO:
             object.__setattr__(self, "memory_limit", DEFAULT_LIMIT)
         if self.schedule is None and self.schedule_file is None:
             raise UserError("a configuration needs schedule or schedule_file; got neither; give one of them")
@@ -190,13 +189,13 @@ class ZeroBubbleConfig:
     @property
     def plans_offload(self) -> bool:
         """Whether what moves is planned during the run, from its measurements; ``selection`` is for the time before."""
-        return self.offload == PLANNED_OFFLOAD
+        return self.offload == AUTO
 
     def sharding(self, num_ranks: int) -> Sharding:
         """How chunks are sharded over their replicas with ``shard_weights``."""
         # The units of zero-pp end by themselves: backwards of another stage follow.
         unit = self.unit_microbatches or (1 if self._chooses_units else num_ranks)
-        return Sharding(unit, self.whole_stages or DEFAULT_WHOLE_CHUNKS)
+        return Sharding(unit, self.whole_stages or DEFAULT_OPEN_CHUNKS)
 
     @property
     def _chooses_units(self) -> bool:
@@ -221,7 +220,7 @@ class ZeroBubbleConfig:
     @property
     def takes_chunks(self) -> bool:
         """Whether ``num_chunks`` can be given: only for schedules selected by name."""
-        return self.schedule not in (None, AUTO)
+        return self.schedule not in (None, ZB_AUTO)
 
     def placement_on(self, num_ranks: int) -> Placement:
         """The placement of the stages on ``num_ranks`` ranks; a schedule file ignores ``num_ranks`` and has its own.
@@ -241,12 +240,12 @@ class ZeroBubbleConfig:
             source = ScheduleSource.of_plan(self.schedule_file, self.plan)
             return lambda _: source
         cuts, vocabulary = self.cuts(), self.vocabulary
-        if self.schedule == AUTO:
+        if self.schedule == ZB_AUTO:
             return functools.partial(ScheduleSource.automatic, self.placement, slices=cuts, vocabulary=vocabulary)
         assert self.schedule is not None, "either schedule or schedule_file is given"
         name, chunks = recipe(self.schedule).name, self.num_chunks
         units = self.unit_microbatches if has_units(name) else None
-        whole = (self.whole_stages or DEFAULT_WHOLE_CHUNKS) if self.shard_weights else None
+        whole = (self.whole_stages or DEFAULT_OPEN_CHUNKS) if self.shard_weights else None
         costs = None if self.costs_file is None else read_costs_file(self.costs_file)
         limit = self.memory_limit if self._chooses_units else None
         return functools.partial(

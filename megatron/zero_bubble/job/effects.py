@@ -19,7 +19,7 @@ from megatron.zero_bubble.planning.exclusions import (
     VOCABULARY,
 )
 from megatron.zero_bubble.planning.rule import Choice, Choices, Rule, chosen
-from megatron.zero_bubble.schedules import AUTO, has_units, sliced
+from megatron.zero_bubble.schedules import ZB_AUTO, has_units, sliced
 
 
 def _if(words: str, field: str, holds: Callable[[Choices], bool]) -> Choice:
@@ -36,8 +36,8 @@ def _in_the_run(own: Choices) -> bool:
 
 
 SCHEDULE = Choice("a zero-bubble schedule", chosen("schedule", "schedule_file"), "zero-bubble schedules")
-_BY_NAME = _if("interleaved schedules by name", "schedule", lambda own: own.get("schedule") not in (None, AUTO))
-_CUT = _if(f"a schedule of slices or {AUTO}", "schedule", lambda own: own.get("schedule") in (*sliced(), AUTO))
+_BY_NAME = _if("interleaved schedules by name", "schedule", lambda own: own.get("schedule") not in (None, ZB_AUTO))
+_CUT = _if(f"a schedule of slices or {ZB_AUTO}", "schedule", lambda own: own.get("schedule") in (*sliced(), ZB_AUTO))
 _HAS_UNITS = _if("zero-pp", "schedule", lambda own: has_units(own.get("schedule")))
 _CHOSEN_UNITS = _if(
     "zero-pp without unit_microbatches",
@@ -117,7 +117,7 @@ EFFECTS = (
     ),
     *_rules(
         "memory_limit",
-        _either(f"{AUTO}, or {_CHOSEN_UNITS.words}", PLANS, _CHOSEN_UNITS),
+        _either(f"{ZB_AUTO}, or {_CHOSEN_UNITS.words}", PLANS, _CHOSEN_UNITS),
         ", because every other schedule has a fixed peak; got {schedule}",
         "choose one of the two",
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.job.option import NEGATABLE, SWITCH, Option, iterations, token_counts, unit_microbatches
-from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT
+from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
 from megatron.zero_bubble.schedules import SCHEDULES, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
@@ -20,7 +20,7 @@ OPTIONS = (
         "schedule",
         "core",
         "NAME|FILE",
-        f"pipeline schedule to run: {', '.join(SCHEDULES)} or {AUTO}; `zero-bubble list` describes them; or a file "
+        f"pipeline schedule to run: {', '.join(SCHEDULES)} or {ZB_AUTO}; `zero-bubble list` describes them; or a file "
         "that ends in .json or has a folder in its path, as --zero-bubble-schedule-file",
         "Megatron's own schedule",
     ),
@@ -28,9 +28,9 @@ OPTIONS = (
         "memory-limit",
         "core",
         "LIMIT",
-        f"activation-memory limit per rank for {AUTO}, and for the units of zero-pp that auto chooses, e.g. 1p (1F1B's "
-        "peak) or 60GiB, which zero-pp needs --zero-bubble-costs for",
-        f"{DEFAULT_LIMIT} for {AUTO}, with --zero-bubble-vocabulary-parallel the peak of the first schedule",
+        f"activation-memory limit per rank for {ZB_AUTO}, and for the units of zero-pp that auto chooses, e.g. 1p "
+        "(1F1B's peak) or 60GiB, which zero-pp needs --zero-bubble-costs for",
+        f"{DEFAULT_LIMIT} for {ZB_AUTO}, with --zero-bubble-vocabulary-parallel the peak of the first schedule",
     ),
     Option(
         "exact",
@@ -105,8 +105,8 @@ OPTIONS = (
         "num-slices",
         "advanced",
         "N",
-        f"slices into which {_OF_SLICES} or {AUTO} cut every sequence",
-        f"{len(DEFAULT_SLICES)}, or 1 for {AUTO} without --zero-bubble-attention-share",
+        f"slices into which {_OF_SLICES} or {ZB_AUTO} cut every sequence",
+        f"{len(DEFAULT_SLICES)}, or 1 for {ZB_AUTO} without --zero-bubble-attention-share",
         int,
     ),
     Option(
@@ -138,7 +138,7 @@ OPTIONS = (
         "placement",
         "advanced",
         ("linear", "vee"),
-        f"stage placement for {AUTO}: one stage per rank (linear) or two per rank in a V (vee); `zero-bubble plan "
+        f"stage placement for {ZB_AUTO}: one stage per rank (linear) or two per rank in a V (vee); `zero-bubble plan "
         "--placement auto` shows which of the two is better",
         "linear",
     ),
@@ -200,8 +200,8 @@ OPTIONS = (
         "expert",
         SWITCH,
         "compute weight gradients on a separate CUDA stream, concurrently with the following passes; its effect has "
-        f"not been measured; excludes {AUTO}, --zero-bubble-exact, --zero-bubble-trace, --zero-bubble-record-costs and "
-        "--zero-bubble-log-bubble",
+        f"not been measured; excludes {ZB_AUTO}, --zero-bubble-exact, --zero-bubble-trace, --zero-bubble-record-costs "
+        "and --zero-bubble-log-bubble",
     ),
     Option(
         "post-receives",

@@ -13,7 +13,7 @@ from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.search.cut import cut
 
-VOCABULARY = 50_304
+GPT2_VOCABULARY_SIZE = 50_304
 """Size of GPT-2's vocabulary, padded to a multiple of 128."""
 _SHAPES = ("hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 _EMBEDDING = 0.02
@@ -35,7 +35,7 @@ def model_of(args: Any, layers: tuple[int, ...], flash: bool = True) -> Model:
         head_size=args.kv_channels or args.hidden_size // args.num_attention_heads,
         sequence=args.seq_length,
         microbatch=args.micro_batch_size,
-        vocabulary=args.vocab_size or VOCABULARY,
+        vocabulary=args.vocab_size or GPT2_VOCABULARY_SIZE,
         gated=args.swiglu,
         flash=flash and backend not in ("unfused", "local"),
         recompute=_recompute(args),

@@ -144,13 +144,17 @@ def _arguments(rule: Rule) -> dict[str, Any]:
 
 
 def check_options(
-    values: Any, in_place: bool = True, post_validation: bool = False, num_slices: int = 1, vocabulary: bool = False
+    values: Any,
+    megatrons_own: bool = True,
+    post_validation: bool = False,
+    num_slices: int = 1,
+    vocabulary: bool = False,
 ) -> None:
     """Reject Megatron options that zero-bubble schedules do not support.
 
     Args:
         values: a ``TransformerConfig``, or the flags of a Megatron-LM job; missing options count as disabled.
-        in_place: whether every stage is on the rank where Megatron itself would put it.
+        megatrons_own: whether every stage is on the rank where Megatron itself would put it.
         post_validation: whether optimizer steps are validated in the next iteration.
         num_slices: number of slices of a sequence.
         vocabulary: whether the vocabulary is divided over all pipeline ranks.
@@ -158,7 +162,12 @@ def check_options(
     Raises:
         UserError: the rule, the value and the remedy.
     """
-    choices = {"schedule": True, "on_a_v": not in_place, "post_validation": post_validation, "vocabulary": vocabulary}
+    choices = {
+        "schedule": True,
+        "on_a_v": not megatrons_own,
+        "post_validation": post_validation,
+        "vocabulary": vocabulary,
+    }
     check(OPTIONS, {**choices, "num_slices": num_slices}, values)
     recipe = getattr(values, "fp8_recipe", None)
     if post_validation and getattr(values, "fp8", None) and getattr(recipe, "value", recipe) == "delayed":

@@ -53,7 +53,7 @@ _DECISIONS = (
     _Decision("recompute_logits", lambda plan, _: plan.recompute_logits or None),
     _Decision("shard_weights", lambda plan, _: True if plan.sharding else None),
     _Decision("unit_microbatches", lambda plan, _: plan.sharding and plan.sharding.unit_microbatches),
-    _Decision("whole_stages", lambda plan, _: plan.sharding and plan.sharding.whole_chunks),
+    _Decision("whole_stages", lambda plan, _: plan.sharding and plan.sharding.open_chunks),
     _Decision("num_slices", lambda plan, _: len(plan.schedule.slices), in_plan=True),
     _Decision("slice_ends", _slice_ends, in_plan=True),
     _Decision("placement", _placement_of, in_plan=True),

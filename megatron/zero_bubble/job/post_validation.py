@@ -7,7 +7,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.planning.source import AUTO, ScheduleSource, even_costs
+from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource, even_costs
 from megatron.zero_bubble.schedules import build
 
 _GAINING = ("zb-h2", "zb-v")
@@ -21,7 +21,7 @@ def forecast(source: ScheduleSource, num_microbatches: int) -> str:
     Args:
         num_microbatches: of a training iteration.
     """
-    if source.name == AUTO:
+    if source.name == ZB_AUTO:
         return "post-validation: zb-auto plans for it, and prints what it gains with the plan"
     return f"post-validation under {source.name}: {_gain(_of_equal_passes(source.make(num_microbatches)))}"
 
@@ -60,7 +60,7 @@ def _advice(schedule: Schedule, is_planned: bool) -> str:
     found = [name for name in _GAINING if _gains(_of_equal_passes(build(name, **size)))]
     if not found:
         return "drop --zero-bubble-post-validation"
-    found += [] if is_planned else [f"{AUTO} with more than 1p of memory"]
+    found += [] if is_planned else [f"{ZB_AUTO} with more than 1p of memory"]
     conditions = ["whole sequences"] if schedule.num_slices > 1 else []
     conditions += [] if algorithm_of(schedule) is None else ["--zero-bubble-vocabulary-parallel off"]
     needs = f", with {' and '.join(conditions)}," if conditions else ""

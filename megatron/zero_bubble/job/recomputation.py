@@ -16,7 +16,7 @@ from megatron.zero_bubble.costs.units import format_bytes
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.passes import W
 from megatron.zero_bubble.job.model import model_of
-from megatron.zero_bubble.planning.source import AUTO, ScheduleSource
+from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.search.cut import even
 
@@ -34,7 +34,7 @@ def remark(args: Any, source: ScheduleSource | None, num_microbatches: int) -> s
         source: the schedules of the job; None for Megatron's own.
         num_microbatches: of a training iteration.
     """
-    if getattr(args, "recompute_granularity", None) != "full" or source is None or source.name == AUTO:
+    if getattr(args, "recompute_granularity", None) != "full" or source is None or source.name == ZB_AUTO:
         return None  # zb-auto plans within its limit
     schedule = source.make(num_microbatches)
     if all(p.kind is not W for p in schedule.passes()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Placement, Schedule
-from megatron.zero_bubble.ir.passes import VOCABULARY
+from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS
 
 
 def is_megatrons_own(placement: Placement) -> bool:
@@ -84,7 +84,7 @@ def check_trainable(schedule: Schedule) -> None:
 
 def _check_vocabulary(schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.order):
-        for kind in VOCABULARY:
+        for kind in VOCABULARY_KINDS:
             microbatches = [p.microbatch for p in row if p.kind is kind]
             if microbatches != sorted(microbatches):
                 raise UserError(

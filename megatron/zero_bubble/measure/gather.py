@@ -18,7 +18,7 @@ from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.ir import Kind, Slices
 from megatron.zero_bubble.ir.offload import Evict, Fetch
-from megatron.zero_bubble.ir.passes import VOCABULARY
+from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS
 from megatron.zero_bubble.ir.shards import Gather, Reduce
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.measure.messages import measured_message_ms
@@ -176,7 +176,7 @@ class _Transfers:
                 last = max(needed, key=ends.__getitem__, default=None)  # a collective is complete when all have started
                 if last is None or ends[last] <= previous.end_ms:
                     continue
-                if work.kind in VOCABULARY or last.kind in VOCABULARY:
+                if work.kind in VOCABULARY_KINDS or last.kind in VOCABULARY_KINDS:
                     ready_ms = end_ms if work.kind is Kind.L else start_ms
                     self.collectives.setdefault(work.kind, []).append(max(0.0, ready_ms - ends[last]))
                 else:

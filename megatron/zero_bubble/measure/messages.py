@@ -16,7 +16,7 @@ from statistics import median
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.messages import ends_of
-from megatron.zero_bubble.ir.passes import VOCABULARY
+from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS
 
 
 def measured_message_ms(timelines: Sequence[Timeline], transfer_ms: float) -> float:
@@ -53,5 +53,5 @@ def _gaps(timeline: Timeline, transfer_ms: float) -> Iterator[tuple[int, float]]
         for (before, _, end), (p, start, _) in pairwise(row):
             inputs = (ends[d] for d in schedule.dependencies(p) if placement.stage_to_rank[d.stage] != rank)
             is_there = max(inputs, default=end - transfer_ms) + transfer_ms <= end
-            if is_there and before.kind not in VOCABULARY and p.kind not in VOCABULARY:
+            if is_there and before.kind not in VOCABULARY_KINDS and p.kind not in VOCABULARY_KINDS:
                 yield round(ends_of(before, one)[1] + ends_of(p, one)[0]), start - end

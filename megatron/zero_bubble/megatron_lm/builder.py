@@ -41,7 +41,7 @@ class Builder:
 
     def __init__(self, placement: Placement, divides_vocabulary: bool) -> None:
         self._placement = placement
-        self._is_own = is_megatrons_own(placement)
+        self._is_megatrons_own = is_megatrons_own(placement)
         self._divides_vocabulary = divides_vocabulary
         self._rank_of_chunk: int | None = None
 
@@ -53,7 +53,7 @@ class Builder:
             built: list[torch.nn.Module] = []
 
             def build_where_placed(*groups: Any, **of_chunk: Any) -> torch.nn.Module:
-                if self._is_own:
+                if self._is_megatrons_own:
                     built.append(build_chunk(*groups, **of_chunk))
                 else:
                     built.append(self._build(build_chunk, *groups, **of_chunk))

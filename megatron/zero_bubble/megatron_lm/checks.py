@@ -99,8 +99,8 @@ def check_offload(
 
 
 def _check_options(args: Any, options: argparse.Namespace, source: ScheduleSource) -> None:
-    own, divides = is_megatrons_own(source.placement), source.vocabulary is not None
-    check_options(args, own, bool(options.zero_bubble_post_validation), vocabulary=divides)
+    megatrons_own, divides = is_megatrons_own(source.placement), source.vocabulary is not None
+    check_options(args, megatrons_own, bool(options.zero_bubble_post_validation), vocabulary=divides)
 
 
 def _check_weight_shards(args: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.flags import StrictParser
-from megatron.zero_bubble.planning.source import AUTO
+from megatron.zero_bubble.planning.source import ZB_AUTO
 
 _POST_VALIDATION, _EXACT = "--enable-optimizer-post-validation", "--enable-exactly-numeric-match"
 _RENAMED = {
@@ -92,7 +92,7 @@ def _schedule(old: argparse.Namespace, said: list[str]) -> list[str]:
             f"--zero-bubble-v-schedule{f' with memory setup {setup}' if setup else ''} is replaced by {' '.join(flags)}"
         )
     elif old.enable_zero_bubble:
-        flags = ["--zero-bubble-schedule", AUTO, "--zero-bubble-memory-limit", _limit(pending, old)]
+        flags = ["--zero-bubble-schedule", ZB_AUTO, "--zero-bubble-memory-limit", _limit(pending, old)]
         what = "" if pending is None else f" with --zero-bubble-max-pending-backward {pending}"
         said.append(f"--enable-zero-bubble{what} is replaced by {' '.join(flags)}")
     else:

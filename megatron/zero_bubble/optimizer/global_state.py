@@ -24,7 +24,7 @@ from megatron.zero_bubble.runtime.groups import destroy, new_group
 Group = dist.ProcessGroup
 
 
-class Chain:
+class RankChain:
     """Passes figures from each pipeline rank to the next. The constructor is a collective call of the whole job.
 
     Args:

@@ -27,11 +27,18 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.optimizer.clip_forecast import ClipForecast
 from megatron.zero_bubble.optimizer.clipping import Clipping
-from megatron.zero_bubble.optimizer.global_state import Chain, GlobalState, Replicas, joined, refused_together, split
+from megatron.zero_bubble.optimizer.global_state import (
+    GlobalState,
+    RankChain,
+    Replicas,
+    joined,
+    refused_together,
+    split,
+)
 from megatron.zero_bubble.optimizer.loss_scale import LossScale
 from megatron.zero_bubble.optimizer.own_state import prepare, reducing_over
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback, SnapshotRollback
-from megatron.zero_bubble.optimizer.step import Outcome, PartialState, Step, StepMode, Tally, Verdict
+from megatron.zero_bubble.optimizer.step import OptimizerStep, Outcome, PartialState, StepMode, Tally, Verdict
 from megatron.zero_bubble.optimizer.step_options import StepOptions
 from megatron.zero_bubble.optimizer.surface import OptimizerSurface, check_optimizers
 from megatron.zero_bubble.platforms.device import device_of
@@ -54,11 +61,9 @@ class PostValidatedOptimizer(OptimizerSurface):
 
     Args:
         optimizer: the result of ``get_megatron_optimizer``.
-        chunks: the model chunks of this rank.
-        pipeline: the pipeline-parallel group.
+        chunks: the model chunks of this rank; ``pipeline`` is the pipeline-parallel group.
         rollback: makes the object that undoes steps.
-        replicas: ranks of the same stage that exchange tokens in their forwards, so that these must be repeated
-            together.
+        replicas: ranks of the same stage that exchange tokens, and so must repeat their forwards together.
         timeout: maximum time to wait for figures of another rank.
 
     Raises:
@@ -88,16 +93,15 @@ class PostValidatedOptimizer(OptimizerSurface):
             check_optimizers([optimizer, *self._parts])
             self._rollback = rollback(steppers)
         for one in (optimizer, *self._parts):
-            # Ranks do not step together, so a barrier of the timers in a step would never end.
-            one.config.barrier_with_L1_time = False
+            one.config.barrier_with_L1_time = False  # ranks do not step together: such a barrier would never end
         self._options = StepOptions(steppers)
         groups = [part.get_grad_stats_parallel_group() for part in self._parts]
         self._one_norm = len(groups) == 1 or optimizer.grads_states_parallel_group_is_shared()
         self._alone = new_group([dist.get_rank()], dist.get_backend(pipeline), timeout)
         self._state = GlobalState(pipeline, groups, device_of(chunks), timeout)
-        self._chain = Chain(pipeline, timeout)
+        self._chain = RankChain(pipeline, timeout)
         self._replicas = Replicas(replicas, timeout)
-        self._pending: Step | None = None
+        self._pending: OptimizerStep | None = None
         self._wrong = False
         self._zero_later: list[Callable[[], object]] = []
         self._forecast = ClipForecast()
@@ -258,7 +262,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         if self._pending is not None:
             self._complete(self._pending)
 
-    def _begin(self, of: Any) -> tuple[Step, PartialState]:
+    def _begin(self, of: Any) -> tuple[OptimizerStep, PartialState]:
         """Prepare the gradients and start to reduce their figures; the second result is the state of this stage."""
         with reducing_over(self._alone, self._parts):
             found = [prepare(part) for part in self._parts]
@@ -267,7 +271,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         squares = [float(norm) ** 2 for norm in norms]
         figures = [[square, *(split(zeros[i]) if zeros else ())] for i, square in enumerate(squares)]
         scaled = [i for i, part in enumerate(self._parts) if getattr(part, "grad_scaler", None)]
-        step = Step(
+        step = OptimizerStep(
             [self._state.reduce_flag(i, found[i]) for i in scaled],
             [self._state.sum(i, of_group) for i, of_group in enumerate(figures)],
             can_be_wrong=self._optimizer.config.clip_grad > 0 or bool(scaled),
@@ -292,7 +296,7 @@ class PostValidatedOptimizer(OptimizerSurface):
             return []
         return [self._optimizer.count_zeros()] if self._one_norm else [part.count_zeros() for part in self._parts]
 
-    def _decide(self, step: Step, known: PartialState) -> None:
+    def _decide(self, step: OptimizerStep, known: PartialState) -> None:
         """Decide on the mode from the partial state, pass the state on, and step if the mode is ``AHEAD``."""
         before = self._chain.receive(5)
         if before is not None:
@@ -323,7 +327,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         return likely > max(self.break_even, _NEGLIGIBLE)
 
     @torch.no_grad()
-    def _complete(self, step: Step) -> None:
+    def _complete(self, step: OptimizerStep) -> None:
         """Wait for the global state and make a step final: keep, repeat, take or skip it."""
         found, norm, zeros, wrong = self._learn(step)
         updated = not any(found)
@@ -350,7 +354,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         scale = self._loss_scale.of(self.get_loss_scale())
         self._outcomes.append(Outcome(updated, *reported, scale, step.how, step.of))
 
-    def _learn(self, step: Step) -> Verdict:
+    def _learn(self, step: OptimizerStep) -> Verdict:
         """Wait for the global state of a step."""
         if step.verdict is None:
             found = [flag > 0 for reduction in step.found_inf for flag in reduction.wait()]

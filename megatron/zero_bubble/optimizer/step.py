@@ -80,7 +80,7 @@ class Verdict(NamedTuple):
 
 
 @dataclass
-class Step:
+class OptimizerStep:
     """A step whose global state is still being reduced.
 
     Attributes:

@@ -35,7 +35,7 @@ from megatron.zero_bubble.patching import bodies, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.plan.offload import MoveSelection
-from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks
+from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
@@ -176,7 +176,7 @@ def _pipeline(
             moves = planned = AutoMoves(memory, limit, say)
             planners.append(planned)
         parts.append(Offloading(moves, limit, said))
-    if config.schedule == AUTO:
+    if config.schedule == ZB_AUTO:
         of_job = config.memory_limit or DEFAULT_LIMIT, config.placement, config.post_validation
         auto = AutoSchedule(AutoOptions(*of_job, config.cuts() or WHOLE, config.vocabulary), memory, say)
         make = auto.make

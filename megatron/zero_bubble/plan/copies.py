@@ -27,7 +27,7 @@ from megatron.zero_bubble.plan.offload import Lifespan, Move, lifespans
 """Share of the length of a row by which sums of times may differ."""
 
 
-class Candidate(NamedTuple):
+class Interval(NamedTuple):
     """A forward that may move.
 
     Attributes:
@@ -48,7 +48,7 @@ class Candidate(NamedTuple):
         return self.kept_ms / self.ms if self.ms else math.inf
 
 
-def candidates(row: Sequence[Span], costs: PassCosts, memory: PassMemory, slices: Slices) -> list[Candidate]:
+def intervals(row: Sequence[Span], costs: PassCosts, memory: PassMemory, slices: Slices) -> list[Interval]:
     """Return the forwards of a rank that have a backward, in their order."""
     found = []
     known: dict[tuple[int, int], tuple[float, float]] = {}
@@ -57,11 +57,11 @@ def candidates(row: Sequence[Span], costs: PassCosts, memory: PassMemory, slices
         if key not in known:
             saved = Value(span.forward, SAVED)
             known[key] = costs.copy(saved, slices), memory.size(saved, slices)
-        found.append(Candidate(span, *known[key], row[span.end].start_ms - row[span.begin].end_ms))
+        found.append(Interval(span, *known[key], row[span.end].start_ms - row[span.begin].end_ms))
     return found
 
 
-def fit_copies(row: Sequence[Span], movable: Sequence[Candidate], room: float = math.inf) -> list[Move]:
+def fit_copies(row: Sequence[Span], movable: Sequence[Interval], room: float = math.inf) -> list[Move]:
     """Select what moves out of ``movable``, and when, in time O(n log n) unless copies back queue up.
 
     Args:
@@ -75,7 +75,7 @@ def fit_copies(row: Sequence[Span], movable: Sequence[Candidate], room: float = 
 class RowMemory:
     """The memory of a rank for any moves of its candidates; it depends only on the order of the ops."""
 
-    def __init__(self, row: Sequence[Span], of_rank: Sequence[Candidate], memory: PassMemory, slices: Slices) -> None:
+    def __init__(self, row: Sequence[Span], of_rank: Sequence[Interval], memory: PassMemory, slices: Slices) -> None:
         # Of every pass: what is freed before it, what is then allocated, and its own changes at its start and its end.
         known: dict[tuple[Kind, int, int], tuple[float, float]] = {}
         self._changes: list[float] = []
@@ -84,12 +84,12 @@ class RowMemory:
             if key not in known:
                 known[key] = memory.changes(p, slices)
             self._changes += 0.0, 0.0, *known[key]
-        self._candidates = {each.lifespan.forward: each for each in of_rank}
+        self._intervals = {each.lifespan.forward: each for each in of_rank}
 
     def peak(self, moves: Collection[Move]) -> float:
         """Return the peak with these moves, all of this rank, in the unit of the memory figures."""
-        moved = [(move, self._candidates[move.forward]) for move in moves]
-        places = [(move.places(candidate.lifespan), candidate.size) for move, candidate in moved]
+        moved = [(move, self._intervals[move.forward]) for move in moves]
+        places = [(move.places(interval.lifespan), interval.size) for move, interval in moved]
         return self.peak_without((release, fetch, size) for (_, release, fetch), size in places)
 
     def peak_without(self, away: Iterable[tuple[int, int, float]]) -> float:
@@ -104,7 +104,7 @@ class RowMemory:
 class _Away(NamedTuple):
     """A forward on the host or on its way there: the places of its first two ops, and when the first copy ends."""
 
-    candidate: Candidate
+    interval: Interval
     evict: int
     release: int
     end_ms: float
@@ -130,7 +130,7 @@ class _Lanes:
         self._returning: list[tuple[int, float]] = []  # of what comes back: the place of its backward, and its size
         self._moves: list[Move] = []
 
-    def fit(self, movable: Sequence[Candidate]) -> list[Move]:
+    def fit(self, movable: Sequence[Interval]) -> list[Move]:
         ends = [self._ends[each.lifespan.begin] for each in movable]
         waiting: list[tuple[float, int]] = []
         arrived = 0
@@ -160,8 +160,8 @@ class _Lanes:
     def _is_past(self, ms: float) -> bool:
         return ms <= self._now + self._rounding
 
-    def _deadline(self, candidate: Candidate) -> float:
-        return self._starts[candidate.lifespan.end]
+    def _deadline(self, interval: Interval) -> float:
+        return self._starts[interval.lifespan.end]
 
     def _place(self, ms: float) -> int:
         """The number of passes that have ended at ``ms``: an op at this place is issued at or before it."""
@@ -175,7 +175,7 @@ class _Lanes:
             return self._now
         return self._ends[self._returning[0][0]] if self._returning else math.inf
 
-    def _evict(self, chosen: Candidate) -> None:
+    def _evict(self, chosen: Interval) -> None:
         """Start a copy to the host, unless moving only costs memory or a copy back would be late."""
         end = self._now + chosen.ms
         release = bisect_left(self._starts, end - self._rounding)
@@ -201,7 +201,7 @@ class _Lanes:
         """The new latest starts of the copies back before ``position``, as far as a start there changes them."""
         pulled = {}
         for other in range(position - 1, -1, -1):
-            latest = min(self._deadlines[other], latest) - self._due[other].candidate.ms
+            latest = min(self._deadlines[other], latest) - self._due[other].interval.ms
             if latest >= self._latest[other] - self._rounding:
                 break
             pulled[other] = latest
@@ -211,15 +211,15 @@ class _Lanes:
         """Start the copy back that is due first."""
         away, fetch = self._due.pop(0), self._place(self._now)
         del self._deadlines[0], self._latest[0]
-        self._back_free = self._now + away.candidate.ms
-        span, release = away.candidate.lifespan, self._release(away)
+        self._back_free = self._now + away.interval.ms
+        span, release = away.interval.lifespan, self._release(away)
         if release < fetch:  # else it would come back before it is gone
             self._fetched.append(self._now)
-            heappush(self._returning, (span.end, away.candidate.size))
+            heappush(self._returning, (span.end, away.interval.size))
             out, after = release - away.evict, away.evict - span.begin - 1
             self._moves.append(Move(span.forward, out, span.end - fetch, after))
         else:
-            self._room += away.candidate.size
+            self._room += away.interval.size
 
     def _release(self, away: _Away) -> int:
         """The place of its second op: one later if a copy back that starts there would have to wait for it."""

@@ -7,7 +7,7 @@ from functools import partial
 
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Plan, Schedule
-from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.ir.repeats import find_repeats
 from megatron.zero_bubble.plan.collect import collect
 from megatron.zero_bubble.plan.communicate import PostReceives, communicate
@@ -24,7 +24,7 @@ _KEPT, _MORE = 6, 2
 """Windows in the stem of a plan in addition to their lag, and the factor by which they grow until its ops repeat."""
 
 
-@without_collection()
+@without_gc()
 def lower(schedule: Schedule, passes: Sequence[LoweringPass] = (communicate,)) -> Plan:
     """Turn a valid schedule into the ops of every rank, and prove after every lowering pass that the plan can run.
 

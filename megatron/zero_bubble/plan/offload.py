@@ -21,7 +21,7 @@ from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.errors import PlanError, UserError
 from megatron.zero_bubble.ir import Compute, Op, Pass, Plan, Schedule, Validate
-from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, Release
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, ReleaseDevice
 from megatron.zero_bubble.ir.passes import BW, B, F
 
 _Item = TypeVar("_Item")
@@ -142,7 +142,7 @@ def _row(row: Sequence[Op], moves: dict[Pass, Move]) -> Iterator[Op]:
     own = [(span, moves[span.forward].places(span)) for span in lifespans(passes) if span.forward in moves]
     for span, places in sorted(own, key=lambda each: each[1].release):
         behind[places.evict].append(Evict(span.forward))
-        before[places.release].append(Release(span.forward))
+        before[places.release].append(ReleaseDevice(span.forward))
     # After the releases, because what is freed can be allocated again; what is needed first is copied first.
     for span, places in sorted(own, key=lambda each: each[0].end):
         before[places.fetch].append(Fetch(span.forward))
@@ -163,13 +163,13 @@ def _row(row: Sequence[Op], moves: dict[Pass, Move]) -> Iterator[Op]:
 def _discards(row: Sequence[Op]) -> Iterator[Op]:
     """The ops that free what is on the host if the rank stops at its ``Validate``."""
     begun = row[: row.index(Validate())]
-    kinds = Evict, Release, Fetch, Reclaim
+    kinds = Evict, ReleaseDevice, Fetch, Reclaim
     evicted, released, fetched, reclaimed = ([op.forward for op in begun if isinstance(op, kind)] for kind in kinds)
     for forward in evicted:
         if forward in fetched:
             yield from () if forward in reclaimed else (Reclaim(forward),)
         else:
-            yield from () if forward in released else (Release(forward),)
+            yield from () if forward in released else (ReleaseDevice(forward),)
             yield Discard(forward)
 
 

@@ -19,7 +19,7 @@ from megatron.zero_bubble.analysis.score import ROUNDING, within
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir.passes import BW, B, W
-from megatron.zero_bubble.plan.copies import Candidate, RowMemory, candidates, fit_copies
+from megatron.zero_bubble.plan.copies import Interval, RowMemory, fit_copies, intervals
 from megatron.zero_bubble.plan.offload import Move, spread
 
 _FEW = 32
@@ -81,11 +81,11 @@ class _Rank:
 
     def __init__(self, timeline: Timeline, rank: int, costs: PassCosts, memory: PassMemory) -> None:
         self._row, slices = timeline.spans[rank], timeline.schedule.slices
-        self._candidates = candidates(self._row, costs, memory, slices)
-        self._memory = RowMemory(self._row, self._candidates, memory, slices)
-        order = list(_longest_first(self._candidates))
+        self._intervals = intervals(self._row, costs, memory, slices)
+        self._memory = RowMemory(self._row, self._intervals, memory, slices)
+        order = list(_longest_first(self._intervals))
         places = {each.lifespan.forward: place for place, each in enumerate(order)}
-        self._places = [places[each.lifespan.forward] for each in self._candidates]
+        self._places = [places[each.lifespan.forward] for each in self._intervals]
         self._copies_ms = list(accumulate((2 * each.ms for each in order), initial=0.0))
         self._work_ms = sum(end - start for _, start, end in self._row)
         self._numbers = _numbers(len(order), len(timeline.schedule.placement.stages_of(rank)))
@@ -93,7 +93,7 @@ class _Rank:
 
     def load(self, share: float) -> float:
         """The ratio of the time of the copies of this share, in both directions, to that of all passes."""
-        return self._copies_ms[round(share * len(self._candidates))] / self._work_ms if self._work_ms else 0.0
+        return self._copies_ms[round(share * len(self._intervals))] / self._work_ms if self._work_ms else 0.0
 
     def best(self, share: float, most: float, room: float, slower: _Factor) -> tuple[float, list[Move]]:
         """Return the moves and the peak with them: the fewest whose peak is at most ``most``, or else the fewest of
@@ -102,7 +102,7 @@ class _Rank:
         nothing: tuple[float, list[Move]] = (self._memory.peak(()), [])
         if nothing[0] <= most:
             return nothing
-        total = len(self._candidates)
+        total = len(self._intervals)
         numbers = [number for number in self._numbers if number <= round(share * total)]
         tried = cache(lambda number: self._tried(number, room, slower(number / total)))
         at_least = cache(lambda number: self._at_least(number, slower(number / total)))
@@ -119,7 +119,7 @@ class _Rank:
         return best if least < nothing[0] * (1 - ROUNDING) else nothing
 
     def _tried(self, number: int, room: float, slower: float) -> tuple[float, list[Move]]:
-        pairs = zip(self._candidates, self._places, strict=True)
+        pairs = zip(self._intervals, self._places, strict=True)
         chosen = [each for each, place in pairs if place < number]
         if slower != 1:
             chosen = [each._replace(ms=each.ms / slower) for each in chosen]
@@ -136,7 +136,7 @@ class _Rank:
         starts, ends = [span.start_ms for span in self._row], [span.end_ms for span in self._row]
         slack = 100 * ROUNDING * max(ends, default=0.0)
         found = []
-        for (_, begin, end), ms, size, _ in self._candidates:
+        for (_, begin, end), ms, size, _ in self._intervals:
             release = bisect_left(starts, ends[begin] + ms / slower - slack)
             fetch = bisect_right(ends, starts[end] - ms / slower + slack)
             found.append((release, fetch, size) if release < fetch else (0, 0, 0.0))
@@ -151,15 +151,15 @@ def _numbers(total: int, chunks: int) -> list[int]:
     return sorted({round(total * part / parts) for part in range(1, parts + 1)})
 
 
-def _longest_first(of_rank: Sequence[Candidate]) -> Iterator[Candidate]:
+def _longest_first(of_rank: Sequence[Interval]) -> Iterator[Interval]:
     """Yield the forwards that are kept longest per time on a lane first: stages as a whole by their mean; in a stage,
     those with equal lifespans at even distances, because neighbours are kept together.
     """
-    by_stage: defaultdict[int, list[Candidate]] = defaultdict(list)
+    by_stage: defaultdict[int, list[Interval]] = defaultdict(list)
     for each in of_rank:
         by_stage[each.lifespan.forward.stage].append(each)
     for stage in sorted(by_stage.values(), key=_mean_gain, reverse=True):
-        alike: list[list[Candidate]] = []
+        alike: list[list[Interval]] = []
         for each in sorted(stage, key=_gain, reverse=True):
             if not alike or each.gain < alike[-1][0].gain * (1 - ROUNDING):
                 alike.append([])
@@ -168,15 +168,15 @@ def _longest_first(of_rank: Sequence[Candidate]) -> Iterator[Candidate]:
             yield from spread(sorted(group, key=_begin))
 
 
-def _gain(candidate: Candidate) -> float:
-    return candidate.gain
+def _gain(interval: Interval) -> float:
+    return interval.gain
 
 
-def _begin(candidate: Candidate) -> int:
-    return candidate.lifespan.begin
+def _begin(interval: Interval) -> int:
+    return interval.lifespan.begin
 
 
-def _mean_gain(stage: Sequence[Candidate]) -> float:
+def _mean_gain(stage: Sequence[Interval]) -> float:
     return sum(each.gain for each in stage) / len(stage)
 
 

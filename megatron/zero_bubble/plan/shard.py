@@ -22,9 +22,18 @@ from typing import NamedTuple
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Compute, Op, Pass, Placement, Plan
 from megatron.zero_bubble.ir.passes import BW, B
-from megatron.zero_bubble.ir.shards import NEED_GRADIENTS, NEED_WEIGHTS, Close, Gather, Open, Reduce, Release, Wait
+from megatron.zero_bubble.ir.shards import (
+    NEED_GRADIENTS,
+    NEED_WEIGHTS,
+    Close,
+    Gather,
+    Open,
+    Reduce,
+    ReleaseWeights,
+    Wait,
+)
 
-DEFAULT_WHOLE_CHUNKS = 2
+DEFAULT_OPEN_CHUNKS = 2
 """Chunks of a rank whose weights are whole at a time: one is in use while the next one is gathered."""
 
 
@@ -34,14 +43,14 @@ class Sharding:
 
     Attributes:
         unit_microbatches: microbatches after which gradients are reduced at the earliest.
-        whole_chunks: the most chunks of a rank whose weights are whole at a time.
+        open_chunks: the most chunks of a rank whose weights are whole at a time.
     """
 
     unit_microbatches: int
-    whole_chunks: int = DEFAULT_WHOLE_CHUNKS
+    open_chunks: int = DEFAULT_OPEN_CHUNKS
 
     def __post_init__(self) -> None:
-        assert self.unit_microbatches > 0 and self.whole_chunks > 0, "both are counts"
+        assert self.unit_microbatches > 0 and self.open_chunks > 0, "both are counts"
 
 
 def shard(plan: Plan, sharding: Sharding) -> Plan:
@@ -60,7 +69,7 @@ def most_whole(row: Iterable[Op], weights: Sequence[float], gradients: Sequence[
     for op in row:
         if isinstance(op, Gather):
             now += weights[op.stage]
-        elif isinstance(op, Release):
+        elif isinstance(op, ReleaseWeights):
             now -= weights[op.stage]
         elif isinstance(op, Open):
             now += gradients[op.stage]
@@ -70,7 +79,7 @@ def most_whole(row: Iterable[Op], weights: Sequence[float], gradients: Sequence[
     return most
 
 
-def moved(row: Iterable[Op], weights: Sequence[float], gradients: Sequence[float]) -> tuple[float, float]:
+def traffic_bytes(row: Iterable[Op], weights: Sequence[float], gradients: Sequence[float]) -> tuple[float, float]:
     """What the gathers and the reductions of these ops gather and reduce, given the whole sizes by stage."""
     row = list(row)
     return (
@@ -82,7 +91,7 @@ def moved(row: Iterable[Op], weights: Sequence[float], gradients: Sequence[float
 def _row(row: Sequence[Op], sharding: Sharding) -> Iterator[Op]:
     passes = [op.work for op in row if isinstance(op, Compute)]
     before: defaultdict[int, list[Op]] = defaultdict(list)  # by position among the passes
-    for place, op in (*_weights(passes, sharding.whole_chunks), *_gradients(passes, sharding.unit_microbatches)):
+    for place, op in (*_weights(passes, sharding.open_chunks), *_gradients(passes, sharding.unit_microbatches)):
         before[place].append(op)
     place = 0
     for op in row:
@@ -93,12 +102,12 @@ def _row(row: Sequence[Op], sharding: Sharding) -> Iterator[Op]:
     yield from sorted(before[place], key=_turn)
 
 
-_TURNS = (Release, Reduce, Gather, Close, Open, Wait)
+_ORDER_AT_ONE_PLACE = (ReleaseWeights, Reduce, Gather, Close, Open, Wait)
 
 
 def _turn(op: Op) -> int:
     """The order at one place: a slot is free before it is used again, and collectives start before the rank waits."""
-    return _TURNS.index(type(op))
+    return _ORDER_AT_ONE_PLACE.index(type(op))
 
 
 class _Run(NamedTuple):
@@ -125,7 +134,7 @@ class _Resident(NamedTuple):
     last: _Run
 
 
-def _weights(passes: Sequence[Pass], whole_chunks: int) -> Iterator[tuple[int, Op]]:
+def _weights(passes: Sequence[Pass], open_chunks: int) -> Iterator[tuple[int, Op]]:
     """The ops on weights, each with the number of passes before it."""
     runs = _runs(passes)
     later: defaultdict[int, list[int]] = defaultdict(list)  # by stage: the numbers of its runs, last one first
@@ -136,7 +145,7 @@ def _weights(passes: Sequence[Pass], whole_chunks: int) -> Iterator[tuple[int, O
         return later[stage][-1] if later[stage] else len(runs)
 
     resident: dict[int, _Resident] = {}
-    free = list(reversed(range(whole_chunks)))
+    free = list(reversed(range(open_chunks)))
     current: int | None = None
     for number, run in enumerate(runs):
         later[run.stage].pop()
@@ -146,7 +155,7 @@ def _weights(passes: Sequence[Pass], whole_chunks: int) -> Iterator[tuple[int, O
                 victims = [stage for stage in resident if stage != current] or list(resident)
                 victim = max(victims, key=next_run)
                 slot, last = resident.pop(victim)
-                yield last.end, Release(victim, slot)
+                yield last.end, ReleaseWeights(victim, slot)
                 start = max(start, last.end)
                 free.append(slot)
             slot = free.pop()
@@ -157,7 +166,7 @@ def _weights(passes: Sequence[Pass], whole_chunks: int) -> Iterator[tuple[int, O
         resident[run.stage] = _Resident(slot, run)
         current = run.stage
     for stage, (slot, last) in resident.items():
-        yield last.end, Release(stage, slot)
+        yield last.end, ReleaseWeights(stage, slot)
 
 
 def _gradients(passes: Sequence[Pass], unit_microbatches: int) -> Iterator[tuple[int, Op]]:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from megatron.zero_bubble.formats.plan import Certificate
-from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.choosers import layout, offload, schedules, shards, slices, vocabulary
 from megatron.zero_bubble.planning.offer import Ask, Chooser, Offer, score
 from megatron.zero_bubble.planning.plans import bound
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.score import Dropped, best
+from megatron.zero_bubble.planning.score import DroppedVariant, best
 
 CHOOSERS: tuple[Chooser, ...] = (shards, offload, layout, vocabulary, slices, schedules)
 """Who chooses what, in this order: a chooser sees what those after it offer for each of its values."""
@@ -32,7 +32,7 @@ class Answer(Offer):
     """
 
     question: Question
-    dropped: tuple[Dropped, ...]
+    dropped: tuple[DroppedVariant, ...]
     seconds: float
 
     @property
@@ -52,7 +52,7 @@ class Answer(Offer):
         return Certificate(objective, limit, limit / self.costs.microbatch, least, self.seconds)
 
 
-@without_collection()
+@without_gc()
 def answer(question: Question, choosers: Sequence[Chooser] = CHOOSERS) -> Answer:
     """Choose what the question leaves open: the shortest plan within the memory limit, else that with the least peak.
 

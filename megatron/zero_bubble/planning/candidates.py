@@ -12,9 +12,9 @@ from megatron.zero_bubble.ir import Slices
 from megatron.zero_bubble.ir.sizes import check_size
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.question import Offloading, Question
-from megatron.zero_bubble.planning.score import Dropped, attempt
+from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.shards import Replicas
-from megatron.zero_bubble.planning.source import AUTO
+from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.schedules import SCHEDULES
 from megatron.zero_bubble.schedules.recipe import Recipe
@@ -101,7 +101,7 @@ class Comparison:
         """Yield the schedules of whole sequences. Only a search depends on the limit for which it is made."""
         once = None if self.offload is None else replace(self.offload, limits=self.offload.limits[:1])
         for way in self._ways(costs):
-            yield way.row() if way.question.schedule == AUTO else way.row(offload=once)
+            yield way.row() if way.question.schedule == ZB_AUTO else way.row(offload=once)
 
     def sharded(self, costs: Figures, replicas: Replicas) -> Iterator[Candidate]:
         """Yield the schedules of whole sequences with several stages per rank, with sharded units."""
@@ -110,7 +110,7 @@ class Comparison:
                 for way in self._named(recipe, costs):
                     yield way.row(f" {SHARDED}", shards=replicas, unit=None)
 
-    def tensor(self, costs: Figures, replicas: Replicas, bytes_per_ms: float) -> Iterator[Candidate | Dropped]:
+    def tensor(self, costs: Figures, replicas: Replicas, bytes_per_ms: float) -> Iterator[Candidate | DroppedVariant]:
         """Yield schedules with tensor parallelism over the replicas, or over groups of them."""
         for degree in range(2, replicas.count + 1):
             for name in _TENSOR if replicas.count % degree == 0 else ():
@@ -157,7 +157,7 @@ class Comparison:
 
     def _searches(self, costs: Figures) -> Iterator[_Way]:
         for choice in self.placements:
-            yield _Way(f"{AUTO} {choice}", AUTO, replace(self._question(costs, AUTO), placement=choice))
+            yield _Way(f"{ZB_AUTO} {choice}", ZB_AUTO, replace(self._question(costs, ZB_AUTO), placement=choice))
 
     def _question(self, costs: Figures, schedule: str, fits: bool = False) -> Question:
         return Question(costs, schedule, self.limit, self.objective, fits=fits, offload=self.offload)

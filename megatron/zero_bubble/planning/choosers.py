@@ -18,15 +18,15 @@ from megatron.zero_bubble.planning.offer import Ask, Offer, score
 from megatron.zero_bubble.planning.offload import plan_offload
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search, with_units
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.score import Best, Dropped, Score, attempt, best
+from megatron.zero_bubble.planning.score import Best, DroppedVariant, Score, attempt, best
 from megatron.zero_bubble.planning.shard_search import plan_shards
-from megatron.zero_bubble.planning.source import AUTO
+from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import Variant, inserted, known_schedules, searched
 from megatron.zero_bubble.schedules import build, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 
-Offers = Iterator[Offer | Dropped]
+Offers = Iterator[Offer | DroppedVariant]
 
 
 def shards(question: Question, ask: Ask) -> Offers:
@@ -59,11 +59,11 @@ def offload(question: Question, ask: Ask) -> Offers:
     least: Score | None = None
     seen: set[Timeline] = set()
     for limit in moving.limits:
-        known = question.schedule == AUTO and question.slices is None and limit == moving.limits[0]
+        known = question.schedule == ZB_AUTO and question.slices is None and limit == moving.limits[0]
         asked = replace(question, offload=None, limit=limit, known=known)
         where = "" if limit is None else f" within {question.costs.show(limit)}"
         for offer in attempt(f"{question.schedule or 'a schedule'}{where}, before offloading,", partial(ask, asked)):
-            if isinstance(offer, Dropped):
+            if isinstance(offer, DroppedVariant):
                 yield offer
                 continue
             before = offer.timeline
@@ -101,7 +101,7 @@ def layout(question: Question, ask: Ask) -> Offers:
     names: dict[Placement, PlacementChoice] = {}
     if question.file is not None:
         placements = [question.file.placement]
-    elif question.schedule == AUTO:
+    elif question.schedule == ZB_AUTO:
         names = {place(costs.num_ranks): name for name, place in PLACEMENTS.items()}
         placements = [on for on, name in names.items() if question.placement in ("auto", name)]
     else:
@@ -114,7 +114,7 @@ def layout(question: Question, ask: Ask) -> Offers:
         return _best(asked, ask(asked)).offer.schedule
 
     search = None
-    if own.slices is None and question.schedule == AUTO:
+    if own.slices is None and question.schedule == ZB_AUTO:
         assert limit is not None, "a search has a limit"
         search = auto_search(limit, objective)
     elif own.slices is None and question.adapts:
@@ -156,7 +156,7 @@ def _made(question: Question, variant: Variant) -> Iterator[Schedule]:
     yield from question.starts
     if question.file is not None:
         yield question.file
-    elif question.schedule != AUTO:
+    elif question.schedule != ZB_AUTO:
         yield _named(question)
     else:
         assert limit is not None, "a search has a limit"
@@ -188,7 +188,7 @@ def _cut(question: Question) -> Question:
         UserError: for slices of such a schedule.
     """
     cuts, name = question.slices, question.schedule
-    known = None if name in (None, AUTO) else recipe(str(name))
+    known = None if name in (None, ZB_AUTO) else recipe(str(name))
     if cuts is None and known is not None and known.sliced:
         cuts = Cuts(len(DEFAULT_SLICES))
     if isinstance(cuts, Cuts):
@@ -205,5 +205,5 @@ def _only_cut(question: Question) -> Slices | None:
     return None if cuts is None else cuts[0]
 
 
-def _best(question: Question, offers: Iterable[Offer | Dropped]) -> Best[Offer]:
+def _best(question: Question, offers: Iterable[Offer | DroppedVariant]) -> Best[Offer]:
     return best(offers, partial(score, question))

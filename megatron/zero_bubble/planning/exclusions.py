@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megatron.zero_bubble.plan.offload import parse_share
 from megatron.zero_bubble.planning.rule import NOT_CHOSEN, Choice, Choices, Rule, check, chosen, is_value
-from megatron.zero_bubble.schedules import AUTO, sliced
+from megatron.zero_bubble.schedules import ZB_AUTO, sliced
 
 
 def refuse_excluded(choices: Choices) -> None:
@@ -41,7 +41,7 @@ def _by_collectives(choices: Choices) -> list[str]:
     return [] if choices.get("shard_transport") == "on-demand" else SHARDS.shown_by(choices)  # type: ignore[return-value]
 
 
-PLANS = Choice(AUTO, lambda choices: ["schedule"] if choices.get("schedule") == AUTO else [])
+PLANS = Choice(ZB_AUTO, lambda choices: ["schedule"] if choices.get("schedule") == ZB_AUTO else [])
 SCHEDULE_FILE = Choice("a schedule file", chosen("schedule_file"))
 BY_NAME = Choice("a schedule by name", chosen("schedule"))
 SLICE_ENDS = Choice("ends of slices", chosen("slice_ends"))

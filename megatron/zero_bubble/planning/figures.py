@@ -68,7 +68,7 @@ class Figures:
     layout_weight_bytes: Callable[[tuple[int, ...]], Callable[[Placement], tuple[float, ...]]] | None = None
     unit: float | None = None
     stage_bytes: Callable[[Placement], StageBytes] | None = None
-    tensor: Callable[[int, float], Divided] | None = None
+    tensor: Callable[[int, float], TensorFigures] | None = None
     division: Division | None = None
     halves: Callable[[Placement], bool] = lambda _: False
 
@@ -157,10 +157,10 @@ class Figures:
             costs, memory = self.on(placement)
             return replace(costs, message_ms=ms), memory
 
-        def tensor(degree: int, bytes_per_ms: float) -> Divided:
+        def tensor(degree: int, bytes_per_ms: float) -> TensorFigures:
             assert divided is not None
             costs, sent = divided(degree, bytes_per_ms)
-            return Divided(costs.with_messages(ms), sent)
+            return TensorFigures(costs.with_messages(ms), sent)
 
         layers = None if self.layers is None else replace(self.layers, message_ms=ms)
         return replace(self, on=on, layers=layers, tensor=None if divided is None else tensor)
@@ -197,7 +197,7 @@ class Figures:
         return f"{microbatches}, {amount / 2**30:.4g} GiB" if self.in_bytes else microbatches
 
 
-class Divided(NamedTuple):
+class TensorFigures(NamedTuple):
     """The figures of a model that a group of GPUs divides by tensor parallelism, for as many samples, and the bytes
     that a rank sends to its group per iteration.
     """

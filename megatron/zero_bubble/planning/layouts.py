@@ -16,9 +16,9 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import layout_text
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.score import Dropped, attempt
+from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.search.cut import cut, least_layers
-from megatron.zero_bubble.search.layout import Layout, Trial, best_layout
+from megatron.zero_bubble.search.layout import Layout, LayoutTrials, best_layout
 from megatron.zero_bubble.search.timed import timed
 
 _MOST_ROUNDS = 3
@@ -35,7 +35,7 @@ EVEN, MOVED = "even split", "even split with layers moved from the last stage"
 
 
 @dataclass(frozen=True)
-class Valued:
+class RatedLayout:
     """A layout and how good it is.
 
     Attributes:
@@ -63,7 +63,7 @@ class Valued:
 
 
 @dataclass(frozen=True)
-class LaidOut(Valued):
+class LayoutSchedule(RatedLayout):
     """A schedule with one layout; ``costs`` are those of the layout."""
 
     schedule: Schedule
@@ -72,7 +72,7 @@ class LaidOut(Valued):
 
 
 @dataclass(frozen=True)
-class Baseline(Valued):
+class Baseline(RatedLayout):
     """A layout that a plan is compared with.
 
     Attributes:
@@ -86,9 +86,9 @@ class Baseline(Valued):
 class LayoutPlan:
     """The best layout that was found, those that it is compared with, by name, and those without a schedule."""
 
-    best: LaidOut
+    best: LayoutSchedule
     others: Mapping[str, Baseline]
-    dropped: tuple[Dropped, ...] = ()
+    dropped: tuple[DroppedVariant, ...] = ()
 
     def gains(self) -> dict[str, float]:
         """Return how much shorter the plan makes an iteration at least, as a share of the time with other layouts."""
@@ -133,13 +133,13 @@ def lay_out(
     """
     assert costs.layers is not None, "these are costs of Figures.evenly"
     desks: list[tuple[_Desk, dict[str, Layout]]] = []
-    options: dict[tuple[_Desk, Layout], LaidOut] = {}
-    dropped: list[Dropped] = []
+    options: dict[tuple[_Desk, Layout], LayoutSchedule] = {}
+    dropped: list[DroppedVariant] = []
     # First two stages per rank: mostly, their schedules are the shortest.
     for on in sorted(placements, key=lambda placement: -placement.num_stages):
         desk = _Desk(costs, costs.layers, on, make, limit, objective, search, dropped)
         for planned in attempt(f"{on.num_stages} stages", partial(desk.plan, list(options.values()))):
-            if isinstance(planned, Dropped):
+            if isinstance(planned, DroppedVariant):
                 dropped.append(planned)
                 continue
             known, found = planned
@@ -162,7 +162,7 @@ def lay_out(
     return LayoutPlan(best, others, tuple(dropped))
 
 
-def moved(layers: LayerCosts, placement: Placement, layout: Layout) -> Layout:
+def shifted_layers(layers: LayerCosts, placement: Placement, layout: Layout) -> Layout:
     """Move layers from the last stage, one to every stage before it in turn, until its rank is as busy as the others.
 
     This is the baseline that the authors of Vocabulary Parallelism (arXiv 2411.05288, section 6) compare with: the time
@@ -196,24 +196,24 @@ class _Desk:
     limit: float | None
     objective: Metric
     search: Search | None
-    dropped: list[Dropped]
+    dropped: list[DroppedVariant]
     bounds: dict[Layout, float] = field(default_factory=dict)
 
-    def plan(self, before: Sequence[LaidOut]) -> Iterator[tuple[dict[str, Layout], list[LaidOut]]]:
+    def plan(self, before: Sequence[LayoutSchedule]) -> Iterator[tuple[dict[str, Layout], list[LayoutSchedule]]]:
         """Yield the baselines by name, and plans for layouts on this placement; nothing if no layout has a schedule.
 
         With a search, they are drafts, and only of layouts that may be shorter than those ``before``.
         """
         layers = self.layers
         evenly = self.costs.layout(self.placement)
-        known = {EVEN: evenly, MOVED: moved(layers, self.placement, evenly)}
+        known = {EVEN: evenly, MOVED: shifted_layers(layers, self.placement, evenly)}
         least_work = cut(self.placement, layers.work_ms, layers.embedding.work_ms, layers.loss.work_ms)
         starts = tuple(dict.fromkeys((least_work, *known.values())))
         if self.search is not None and self.busiest(least_work) >= min(map(self.busiest, known.values())) * (
             1 - ROUNDING
         ):
             starts = tuple(dict.fromkeys(known.values()))
-        options: list[LaidOut] = []
+        options: list[LayoutSchedule] = []
         others = len(self.dropped)
         for layout in starts:
             if self.bound(layout) < _shortest((*before, *options)) * (1 - ROUNDING):
@@ -224,12 +224,12 @@ class _Desk:
             options += self.improved(_first(options), starts)
         yield known, options
 
-    def improved(self, best: LaidOut, starts: tuple[Layout, ...]) -> Iterator[LaidOut]:
+    def improved(self, best: LayoutSchedule, starts: tuple[Layout, ...]) -> Iterator[LayoutSchedule]:
         """Alternate between the best layout for a schedule and the best schedule for a layout, while this helps."""
         effort, starts = (1.0, starts) if self.search is None else (_EFFORT_BESIDES_SEARCH, ())
         for _ in range(_MOST_ROUNDS):
-            trial = Trial(self.layers, best.schedule, self.limit, self.objective, effort)
-            layout = best_layout(trial, self.layers.num_layers, (best.layout, *starts))
+            trials = LayoutTrials(self.layers, best.schedule, self.limit, self.objective, effort)
+            layout = best_layout(trials, self.layers.num_layers, (best.layout, *starts))
             if layout == best.layout:
                 return
             best = self.laid_out(layout, best.schedule)
@@ -240,7 +240,7 @@ class _Desk:
             best = again[0]
             yield best
 
-    def baseline(self, layout: Layout, option: LaidOut | None, best: LaidOut) -> Baseline | None:
+    def baseline(self, layout: Layout, option: LayoutSchedule | None, best: LayoutSchedule) -> Baseline | None:
         """Return a baseline from its plan, if there is one; None if it has none, or the limit admits none."""
         bound = self.bound(layout)
         if option is not best and bound >= best.ms * (1 - ROUNDING):
@@ -262,27 +262,27 @@ class _Desk:
                     self.bounds[layout] = self.search.least(costs, self.placement, self.limit)
         return self.bounds[layout]
 
-    def drafted(self, layout: Layout) -> list[LaidOut]:
+    def drafted(self, layout: Layout) -> list[LayoutSchedule]:
         """Make a schedule for a layout, with little effort if it is searched for; none if the limit admits none."""
         make = self.make if self.search is None else self.search.draft
         found = [*attempt(f"the layout {layout_text(layout)}", lambda: [self.made(layout, make)])]
-        self.dropped.extend(each for each in found if isinstance(each, Dropped))
-        return [each for each in found if not isinstance(each, Dropped)]
+        self.dropped.extend(each for each in found if isinstance(each, DroppedVariant))
+        return [each for each in found if not isinstance(each, DroppedVariant)]
 
-    def made(self, layout: Layout, make: Callable[[Figures, Placement], Schedule]) -> LaidOut:
+    def made(self, layout: Layout, make: Callable[[Figures, Placement], Schedule]) -> LayoutSchedule:
         """Make a schedule for a layout."""
         return self.laid_out(layout, make(self.costs.laid_out(self.placement, layout), self.placement))
 
-    def laid_out(self, layout: Layout, schedule: Schedule) -> LaidOut:
+    def laid_out(self, layout: Layout, schedule: Schedule) -> LayoutSchedule:
         """Simulate a schedule with a layout."""
         costs = self.costs.laid_out(self.placement, layout)
         timeline = timed(schedule, *costs.on(self.placement))
         peak = max(most_kept(timeline, costs.on(self.placement)[1]))
         value = excess(peak, self.limit), length_ms(timeline, self.objective)
-        return LaidOut(layout, value, schedule, timeline, costs)
+        return LayoutSchedule(layout, value, schedule, timeline, costs)
 
 
-def _finished(drafts: Mapping[tuple[_Desk, Layout], LaidOut]) -> dict[tuple[_Desk, Layout], LaidOut]:
+def _finished(drafts: Mapping[tuple[_Desk, Layout], LayoutSchedule]) -> dict[tuple[_Desk, Layout], LayoutSchedule]:
     """Search with full effort for the best drafts, shortest first, as long as this may give the best plan."""
     made = dict(drafts)
     for (desk, layout), draft in sorted(drafts.items(), key=lambda item: item[1].value):
@@ -292,12 +292,12 @@ def _finished(drafts: Mapping[tuple[_Desk, Layout], LaidOut]) -> dict[tuple[_Des
     return made
 
 
-def _shortest(plans: Iterable[LaidOut]) -> float:
+def _shortest(plans: Iterable[LayoutSchedule]) -> float:
     """Return the shortest length in ms within the memory limit; infinity if there is none."""
     return min((plan.ms for plan in plans if not plan.excess), default=math.inf)
 
 
-def _first(options: Iterable[LaidOut]) -> LaidOut:
+def _first(options: Iterable[LayoutSchedule]) -> LayoutSchedule:
     """Return the best option; of equals, the first."""
     found = list(options)
     best = found[0]

@@ -12,10 +12,10 @@ from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan
-from megatron.zero_bubble.planning.offload import Offloaded
+from megatron.zero_bubble.planning.offload import OffloadPlan
 from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.score import Dropped, Score
+from megatron.zero_bubble.planning.score import DroppedVariant, Score
 from megatron.zero_bubble.planning.shards import ShardPlan
 
 
@@ -32,7 +32,7 @@ class Offer:
     schedule: Schedule
     costs: Figures
     layouts: LayoutPlan | None = None
-    offloaded: Offloaded | None = None
+    offloaded: OffloadPlan | None = None
     shards: ShardPlan | None = None
 
     @cached_property
@@ -44,9 +44,9 @@ class Offer:
         return timeline_of(self.schedule, *self.costs.on(self.schedule.placement))
 
 
-Ask = Callable[[Question], Iterable[Offer | Dropped]]
+Ask = Callable[[Question], Iterable[Offer | DroppedVariant]]
 """Answers a question in which one more field is decided."""
-Chooser = Callable[[Question, Ask], Iterable[Offer | Dropped]]
+Chooser = Callable[[Question, Ask], Iterable[Offer | DroppedVariant]]
 """Chooses one field: asks with each of its values, and passes on what is offered, or the best of it."""
 
 

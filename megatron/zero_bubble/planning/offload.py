@@ -12,7 +12,7 @@ from megatron.zero_bubble.analysis.undelayed import undelayed
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
-from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.ir.passes import F
 from megatron.zero_bubble.plan.collect import collect
 from megatron.zero_bubble.plan.offload import Move, offload, parse_share
@@ -51,7 +51,7 @@ NO_LIMITS = HostLimits()
 
 
 @dataclass(frozen=True)
-class Offloaded:
+class OffloadPlan:
     """A schedule with offloading. Memory is in the unit of the costs.
 
     Attributes:
@@ -74,7 +74,7 @@ class Offloaded:
     added_ms: float
 
 
-@without_collection()
+@without_gc()
 def plan_offload(
     before: Timeline,
     costs: PassCosts,
@@ -82,7 +82,7 @@ def plan_offload(
     choice: str = AUTO,
     limit: float | None = None,
     host: HostLimits = NO_LIMITS,
-) -> Offloaded:
+) -> OffloadPlan:
     """Plan what moves, prove the result without messages, and simulate it.
 
     Args:
@@ -170,7 +170,7 @@ def _shared(wanted: Sequence[float], host: HostLimits, room: Sequence[float] | N
 
 def _finished(
     choice: str, moves: tuple[Move, ...], before: Timeline, costs: PassCosts, memory: PassMemory
-) -> Offloaded:
+) -> OffloadPlan:
     schedule = before.schedule
     plan = _bare(schedule, moves)
     timeline = undelayed(before, plan, costs, memory)
@@ -178,7 +178,7 @@ def _finished(
         prove(plan)
         timeline = simulate(plan, costs, memory) if moves else before
     forwards = sum(p.kind is F for p in schedule.passes())
-    return Offloaded(
+    return OffloadPlan(
         timeline,
         choice,
         moves,

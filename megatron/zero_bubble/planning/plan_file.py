@@ -13,7 +13,7 @@ from megatron.zero_bubble.formats.sharding import SHARD_WEIGHTS, sharding_conten
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan
-from megatron.zero_bubble.planning.offload import Offloaded
+from megatron.zero_bubble.planning.offload import OffloadPlan
 from megatron.zero_bubble.planning.plans import bound, message_memory
 from megatron.zero_bubble.planning.shards import ShardPlan, least_ms
 
@@ -53,7 +53,7 @@ def written(plan: Answer) -> str:
     return plan_to_json(plan.timeline, plan.certificate, content)
 
 
-def offload_content(done: Offloaded) -> dict[str, Any]:
+def offload_content(done: OffloadPlan) -> dict[str, Any]:
     """Return the figures of offloading, and for which choice they are."""
     return {
         OFFLOAD: done.choice,

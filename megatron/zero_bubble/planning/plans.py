@@ -18,7 +18,7 @@ from megatron.zero_bubble.plan import PostReceives, lower_training
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import Search
-from megatron.zero_bubble.planning.units import best_within
+from megatron.zero_bubble.planning.unit_sizes import best_within
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice, fit, zb_auto
 from megatron.zero_bubble.search.sliced import sliced_auto
@@ -141,10 +141,10 @@ def with_units(make: Callable[..., Schedule], costs: Figures, objective: Metric,
 def limit_verdict(timeline: Timeline, costs: Figures, certificate: Certificate) -> tuple[bool, str]:
     """Return whether the schedule is within the memory limit, and a sentence that states it."""
     peak = peak_memory(timeline, costs)
-    kept = within(peak, certificate.memory_limit)
-    verdict = "met" if kept else f"EXCEEDED by {timeline.schedule.name}"
+    is_met = within(peak, certificate.memory_limit)
+    verdict = "met" if is_met else f"EXCEEDED by {timeline.schedule.name}"
     limit = costs.show(certificate.memory_limit)
-    return kept, f"memory limit {limit}: {verdict}, peak {costs.show(peak)} per rank"
+    return is_met, f"memory limit {limit}: {verdict}, peak {costs.show(peak)} per rank"
 
 
 def slower_than_1f1b(timeline: Timeline, costs: Figures, objective: Metric) -> str | None:
@@ -152,13 +152,13 @@ def slower_than_1f1b(timeline: Timeline, costs: Figures, objective: Metric) -> s
     sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     schedule = build("1f1b", **sizes)
     plain = timeline_of(schedule, *costs.on(schedule.placement))
-    own, other = (length_ms(of, objective) for of in (timeline, plain))
-    if within(own, other):
+    own_ms, plain_ms = (length_ms(of, objective) for of in (timeline, plain))
+    if within(own_ms, plain_ms):
         return None
-    kept, least = peak_memory(timeline, costs), peak_memory(plain, costs)
+    own_peak, plain_peak = peak_memory(timeline, costs), peak_memory(plain, costs)
     return (
-        f"SLOWER than 1f1b, which takes {other:,.1f} ms {objective} instead of {own:,.1f} ms with these costs, and "
-        f"keeps {costs.show(least)} per rank instead of {costs.show(kept)}"
+        f"SLOWER than 1f1b, which takes {plain_ms:,.1f} ms {objective} instead of {own_ms:,.1f} ms with these costs, "
+        f"and keeps {costs.show(plain_peak)} per rank instead of {costs.show(own_peak)}"
     )
 
 

@@ -15,7 +15,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import NO_LIMITS, HostLimits
 from megatron.zero_bubble.planning.plans import ADAPTING, peak_memory
 from megatron.zero_bubble.planning.shards import Replicas
-from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT, ScheduleSource
+from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource
 from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.schedules import recipe
 from megatron.zero_bubble.search.auto import PlacementChoice
@@ -69,7 +69,7 @@ class Question:
     """
 
     costs: Figures
-    schedule: str | None = AUTO
+    schedule: str | None = ZB_AUTO
     limit: float | None = None
     objective: Metric = "span"
     file: Schedule | None = None
@@ -94,12 +94,12 @@ class Question:
     @property
     def searches(self) -> bool:
         """Whether the answer needs a search, which takes seconds."""
-        return self.by_cost or self.schedule == AUTO or self.adapts
+        return self.by_cost or self.schedule == ZB_AUTO or self.adapts
 
     @property
     def has_units(self) -> bool:
         """Whether the schedule has units of microbatches."""
-        return self.schedule not in (None, AUTO) and recipe(str(self.schedule)).has_units
+        return self.schedule not in (None, ZB_AUTO) and recipe(str(self.schedule)).has_units
 
 
 def of_run(
@@ -119,13 +119,13 @@ def of_run(
         costs: with ``vocabulary``, with the times of its passes.
     """
     cuts = (slices,) if len(slices) > 1 else None
-    own = Question(costs, AUTO, costs.limit(memory_limit), objective, placement=placement, slices=cuts)
+    own = Question(costs, ZB_AUTO, costs.limit(memory_limit), objective, placement=placement, slices=cuts)
     if vocabulary is None:
         return own
     memory = costs.on(Placement.linear(costs.num_ranks))[1]
     grows = any(map(gt, memory.wgrad, memory.activation))
     source = ScheduleSource.automatic(placement, costs.num_ranks, vocabulary=vocabulary, fused=grows)
-    first = replace(source.make(costs.num_microbatches), name=f"{AUTO} (vocabulary {vocabulary})")
+    first = replace(source.make(costs.num_microbatches), name=f"{ZB_AUTO} (vocabulary {vocabulary})")
     if memory_limit == DEFAULT_LIMIT and own.limit is not None:
         needed = peak_memory(timeline_of(first, *costs.on(first.placement)), costs)
         own = replace(own, limit=max(own.limit, needed))

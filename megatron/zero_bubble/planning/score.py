@@ -14,7 +14,7 @@ Score = tuple[float, ...]
 """How good a plan is, the least is the best: memory above the limit (``excess``), length in ms, then tie-breakers."""
 
 
-class Dropped(NamedTuple):
+class DroppedVariant(NamedTuple):
     """A variant without a plan, and the reason as a sentence."""
 
     name: str
@@ -29,25 +29,25 @@ class Best(Generic[T]):
     """The best offer; ``dropped`` are the variants that had none."""
 
     offer: T
-    dropped: tuple[Dropped, ...] = ()
+    dropped: tuple[DroppedVariant, ...] = ()
 
     @property
-    def all(self) -> Iterator[T | Dropped]:
+    def all(self) -> Iterator[T | DroppedVariant]:
         """What dropped out, and the best offer."""
         yield from self.dropped
         yield self.offer
 
 
-def attempt(name: str, make: Callable[[], Iterable[T]]) -> Iterator[T | Dropped]:
+def attempt(name: str, make: Callable[[], Iterable[T]]) -> Iterator[T | DroppedVariant]:
     """Yield what ``make`` offers for one of several variants, and then the reason if it refuses."""
     try:
         yield from make()
     except UserError as error:
-        yield Dropped(name, str(error))
+        yield DroppedVariant(name, str(error))
 
 
 def best(
-    offers: Iterable[T | Dropped],
+    offers: Iterable[T | DroppedVariant],
     score: Callable[[T], Score],
     less: Callable[[Score, Score], bool] = lt,
     reason: int = 0,
@@ -62,10 +62,10 @@ def best(
         UserError: when all variants dropped out.
     """
     offered: list[T] = []
-    dropped: list[Dropped] = []
+    dropped: list[DroppedVariant] = []
     least: Score | None = None
     for each in offers:
-        if isinstance(each, Dropped):
+        if isinstance(each, DroppedVariant):
             dropped.append(each)
         elif not offered:
             offered = [each]

@@ -20,10 +20,10 @@ from megatron.zero_bubble.analysis.score import ROUNDING, within
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.ir.shards import Gather
-from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding
+from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS, Sharding
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, lane_ms, lowered, of_schedule, static_bytes
-from megatron.zero_bubble.planning.units import unit_sizes
+from megatron.zero_bubble.planning.unit_sizes import unit_sizes
 
 Maker = Callable[[int | None], Schedule]
 """Makes a schedule for a size of its units; for None, a schedule without units to choose."""
@@ -45,15 +45,15 @@ def plan_shards(costs: Figures, makers: Sequence[Maker], has_units: bool, replic
     sizes: Sequence[int | None] = [replicas.unit_microbatches]
     if has_units and replicas.unit_microbatches is None:
         sizes = _sizes(costs, min(replicas.limit, replicas.activation_limit))
-    if replicas.whole_stages is None and not any(_gather_ms(costs, make(sizes[-1])) for make in makers):
-        for whole in (DEFAULT_WHOLE_CHUNKS, 1):
-            found = plan_shards(costs, makers, has_units, replace(replicas, whole_stages=whole))
+    if replicas.open_chunks is None and not any(_gather_ms(costs, make(sizes[-1])) for make in makers):
+        for whole in (DEFAULT_OPEN_CHUNKS, 1):
+            found = plan_shards(costs, makers, has_units, replace(replicas, open_chunks=whole))
             if replicas.admits(found):
                 break
         return found
     choices = [_Units(costs, make, unit, has_units, replicas) for make in makers for unit in sizes]
-    if replicas.whole_stages is not None and len(choices) == 1:
-        best, whole = choices[0], replicas.whole_stages
+    if replicas.open_chunks is not None and len(choices) == 1:
+        best, whole = choices[0], replicas.open_chunks
     else:
         best, whole = _best(choices)
     return of_schedule(costs, best.schedule(), best.sharding(whole), replicas.count)
@@ -91,7 +91,7 @@ class _Units:
     @property
     def counts(self) -> range:
         """The numbers of whole stages to choose from, ascending."""
-        given = self._replicas.whole_stages
+        given = self._replicas.open_chunks
         if given is not None:
             return range(given, given + 1)
         return range(1, self._placement.num_stages // self._placement.num_ranks + 1)

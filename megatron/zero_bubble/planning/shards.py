@@ -18,7 +18,14 @@ from megatron.zero_bubble.ir import Op, Placement, Plan, Schedule
 from megatron.zero_bubble.ir.shards import Gather, Reduce
 from megatron.zero_bubble.plan.collect import collect
 from megatron.zero_bubble.plan.prove import prove
-from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding, check_chunks, most_whole, moved, shard
+from megatron.zero_bubble.plan.shard import (
+    DEFAULT_OPEN_CHUNKS,
+    Sharding,
+    check_chunks,
+    most_whole,
+    shard,
+    traffic_bytes,
+)
 from megatron.zero_bubble.planning.figures import Figures
 
 
@@ -29,14 +36,14 @@ class Replicas:
     Attributes:
         count: their number.
         unit_microbatches: microbatches of a unit; None for the best.
-        whole_stages: the most stages of a rank with whole weights; None for the best.
+        open_chunks: the most stages of a rank with whole weights; None for the best.
         limit: limit of memory per rank, in the unit of the costs; in bytes it includes what is static.
         activation_limit: limit of the activations of a rank alone, in the unit of the costs.
     """
 
     count: int
     unit_microbatches: int | None = None
-    whole_stages: int | None = DEFAULT_WHOLE_CHUNKS
+    open_chunks: int | None = DEFAULT_OPEN_CHUNKS
     limit: float = math.inf
     activation_limit: float = math.inf
 
@@ -149,7 +156,7 @@ def least_ms(times: PassCosts, placement: Placement, passes_ms: float) -> tuple[
 
 def traffic(row: Sequence[Op], sizes: StageBytes, replicas: int) -> float:
     """Bytes that a rank sends per iteration: each collective leaves out the own part, (d-1)/d of the whole size."""
-    return sum(moved(row, sizes.weights, sizes.gradients)) * (replicas - 1) / replicas
+    return sum(traffic_bytes(row, sizes.weights, sizes.gradients)) * (replicas - 1) / replicas
 
 
 def static_bytes(plan: Plan, sizes: StageBytes, replicas: int) -> tuple[float, ...]:

@@ -19,16 +19,16 @@ from megatron.zero_bubble.formats.plan import PlanFile
 from megatron.zero_bubble.ir import Kind, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.plan.offload import Move
-from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
+from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, with_collectives
-from megatron.zero_bubble.planning.units import smallest, unit_sizes
+from megatron.zero_bubble.planning.unit_sizes import smallest, unit_sizes
 from megatron.zero_bubble.schedules import build, recipe
 from megatron.zero_bubble.search.sliced import sliced_auto
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 
-AUTO = schedules.AUTO
+ZB_AUTO = schedules.ZB_AUTO
 DEFAULT_LIMIT = "1p"
 """Memory limit of ``zb-auto`` where none is given."""
 FIRST_SCHEDULE = {"linear": "zb-h1", "vee": "zb-v"}
@@ -42,12 +42,12 @@ class UnitChoice:
     Attributes:
         memory_limit: limit of activation memory per rank, as in ``zero-bubble plan --memory-limit``; None for no limit.
         costs: times of passes and collectives, and memory, as a run has measured them; None if unknown.
-        whole_stages: the most stages of a rank with whole weights; None if weights are not sharded.
+        open_chunks: the most stages of a rank with whole weights; None if weights are not sharded.
     """
 
     memory_limit: str | None = None
     costs: CostsFile | None = None
-    whole_stages: int | None = None
+    open_chunks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ class ScheduleSource:
             first = cls.by_name("seq-zb-h1", num_ranks, slices=slices)
         else:
             vee = Placement.vee(num_ranks)
-            first = cls(AUTO, vee, functools.cache(functools.partial(_on_a_vee, vee, slices)))
+            first = cls(ZB_AUTO, vee, functools.cache(functools.partial(_on_a_vee, vee, slices)))
         make = functools.cache(lambda count: fused_but_last(first.make(count))) if fused else first.make
-        return cls(AUTO, first.placement, make, vocabulary)
+        return cls(ZB_AUTO, first.placement, make, vocabulary)
 
 
 def fused_but_last(schedule: Schedule) -> Schedule:
@@ -172,25 +172,25 @@ def _planned_units(
         UserError: when no size is within the memory limit.
     """
     if choice.costs is None:
-        own = Figures(num_ranks, num_microbatches, lambda on: (even_costs(on), PassMemory.uniform(on)))
+        figures = Figures(num_ranks, num_microbatches, lambda on: (even_costs(on), PassMemory.uniform(on)))
     else:
-        own = measured(choice.costs, num_ranks, num_microbatches)
-    if choice.memory_limit is not None and parse_memory_limit(choice.memory_limit)[1] != "p" and not own.in_bytes:
+        figures = measured(choice.costs, num_ranks, num_microbatches)
+    if choice.memory_limit is not None and parse_memory_limit(choice.memory_limit)[1] != "p" and not figures.in_bytes:
         raise UserError(
             f"--zero-bubble-memory-limit {choice.memory_limit} for the units of zero-pp needs the activation memory of "
             "a microbatch in bytes; give the costs file of an earlier run with --zero-bubble-costs, or a limit in "
             "microbatches, such as 1p"
         )
-    limit = math.inf if choice.memory_limit is None else own.limit(choice.memory_limit)
-    if choice.whole_stages is None:
-        own = with_collectives(own, 1, 0.0, 0.0, None)
-    replicas = Replicas(1, None, choice.whole_stages or DEFAULT_WHOLE_CHUNKS, activation_limit=limit)
-    found = plan_shards(own, [make], True, replicas)
+    limit = math.inf if choice.memory_limit is None else figures.limit(choice.memory_limit)
+    if choice.open_chunks is None:
+        figures = with_collectives(figures, 1, 0.0, 0.0, None)
+    replicas = Replicas(1, None, choice.open_chunks or DEFAULT_OPEN_CHUNKS, activation_limit=limit)
+    found = plan_shards(figures, [make], True, replicas)
     if not replicas.admits(found):
         raise UserError(
             f"the activations of some size of units must fit into the memory limit of {choice.memory_limit}; got "
-            f"{own.show(max(found.activations))} per rank with units of {found.sharding.unit_microbatches}, which take "
-            "least; raise --zero-bubble-memory-limit, or take more pipeline ranks or full recomputation"
+            f"{figures.show(max(found.activations))} per rank with units of {found.sharding.unit_microbatches}, which "
+            "take least; raise --zero-bubble-memory-limit, or take more pipeline ranks or full recomputation"
         )
     return found.timeline.schedule
 

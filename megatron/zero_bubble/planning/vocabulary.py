@@ -10,14 +10,14 @@ from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.shards import divide, efficiency
+from megatron.zero_bubble.costs.divided_vocabulary import divide, efficiency
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, fitted
-from megatron.zero_bubble.planning.source import AUTO
+from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
@@ -135,7 +135,7 @@ def known_schedules(costs: Figures, placement: PlacementChoice, objective: Metri
     for name in ("linear", "vee") if placement == "auto" else (placement,):
         for known in _KNOWN[name]:
             schedule = build(known, num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
-            yield replace(fitted(schedule, costs, objective), name=AUTO)
+            yield replace(fitted(schedule, costs, objective), name=ZB_AUTO)
 
 
 def with_times(costs: Figures, times: VocabularyCosts) -> Figures:

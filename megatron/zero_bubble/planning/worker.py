@@ -18,7 +18,7 @@ from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.formats.files import json_object, read_key
-from megatron.zero_bubble.formats.plan import VOCABULARY, algorithm_from, plan_to_json
+from megatron.zero_bubble.formats.plan import KEY_VOCABULARY, algorithm_from, plan_to_json
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.ir import WHOLE, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
@@ -69,7 +69,7 @@ class Request:
     def to_json(self) -> str:
         """Write the request as JSON; ``from_json`` reads it back unchanged."""
         content = {key: getattr(self, key) for key in _KEYS} | slices_content(self.slices)
-        return json.dumps(content | ({VOCABULARY: self.vocabulary} if self.vocabulary else {}))
+        return json.dumps(content | ({KEY_VOCABULARY: self.vocabulary} if self.vocabulary else {}))
 
     @classmethod
     def from_json(cls, text: str) -> Request:

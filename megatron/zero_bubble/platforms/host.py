@@ -26,7 +26,7 @@ class Extent(NamedTuple):
         return self.end - self.start
 
 
-class HostBuffer:
+class PinnedBuffer:
     """Uninitialized host memory, in one piece or several.
 
     Args:
@@ -83,7 +83,7 @@ class HostMemory(ABC):
         if missing > 0:
             self._add_block(missing)
 
-    def take(self, num_bytes: int) -> HostBuffer:
+    def take(self, num_bytes: int) -> PinnedBuffer:
         """Return a buffer of ``num_bytes``.
 
         Raises:
@@ -114,9 +114,9 @@ class HostMemory(ABC):
         self._free.sort()
         self.used += num_bytes
         self.peak = max(self.peak, self.used)
-        return HostBuffer(num_bytes, taken, [self._blocks[block][start:end] for block, start, end in taken])
+        return PinnedBuffer(num_bytes, taken, [self._blocks[block][start:end] for block, start, end in taken])
 
-    def give(self, buffer: HostBuffer) -> None:
+    def give(self, buffer: PinnedBuffer) -> None:
         """Take ``buffer`` back. Later copies must start after all that use its memory."""
         self.used -= buffer.num_bytes
         merged: list[Extent] = []

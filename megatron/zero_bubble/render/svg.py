@@ -14,7 +14,7 @@ from html import escape
 from importlib import resources
 
 from megatron.zero_bubble.analysis.difference import Comparison
-from megatron.zero_bubble.analysis.memory import Kept, memory_curve
+from megatron.zero_bubble.analysis.memory import MemoryStep, memory_curve
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.costs.units import format_bytes
@@ -188,7 +188,7 @@ def _kept_panel(first: Timeline, last: Timeline, memory: PassMemory, scale: floa
     return "".join(lines), _HEADER + len(curves) * _CURVE
 
 
-def _steps(curve: Sequence[Kept], timeline: Timeline, scale: float, bottom: float, height: float) -> str:
+def _steps(curve: Sequence[MemoryStep], timeline: Timeline, scale: float, bottom: float, height: float) -> str:
     """Draw the path of a curve, from 0 at the start of the timeline to the amount at its end."""
     steps = "".join(
         f"H{_LEFT + (at - timeline.start_ms) * scale:.2f}V{bottom - amount * height:.2f}" for at, amount in curve

@@ -22,7 +22,7 @@ from megatron.zero_bubble.ir.collectives import Collective, Finish, Spread, Sum
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.groups import group_beside_passes
 from megatron.zero_bubble.runtime.handler import Awaited, Handler
-from megatron.zero_bubble.runtime.observer import IterationObserver, work_of
+from megatron.zero_bubble.runtime.observer import IterationObserver, observed_work
 from megatron.zero_bubble.runtime.transport import lost_connection
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 
@@ -91,7 +91,7 @@ class Lanes:
                 return work(group)
 
         with _blaming_peers(op, op):
-            return Collected(lane.start(run, uses), op, self._watchdog)
+            return CollectiveResult(lane.start(run, uses), op, self._watchdog)
 
     def close(self, timeout_s: float = _PATIENCE_S) -> None:
         """Stop the lanes, when all collectives are complete, and destroy their groups.
@@ -107,7 +107,7 @@ class Lanes:
         self._lanes.clear()
 
 
-class Collected(Awaited):
+class CollectiveResult(Awaited):
     """The result of a collective."""
 
     def __init__(self, result: Result, op: Collective, watchdog: Watchdog | None = None) -> None:
@@ -157,7 +157,7 @@ def collective_handlers(
     flow = plan.schedule.flow
 
     def start(op: Collective, work: Callable[[dist.ProcessGroup], Any], uses: Any) -> Awaited:
-        return lanes.start(op, work_of(op, work, observer), tensors_of(uses))
+        return lanes.start(op, observed_work(op, work, observer), tensors_of(uses))
 
     def spread(op: Spread, inputs: Sequence[Any]) -> Sequence[Any]:
         held = inputs[0] if op.is_root else None

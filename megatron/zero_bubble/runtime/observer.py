@@ -177,7 +177,7 @@ def observed(observer: IterationObserver, start: IterationStart) -> Iterator[Non
         observer.end_iteration(completed)
 
 
-def work_of(
+def observed_work(
     op: Op, work: Callable[_Arguments, _Made], observer: IterationObserver | None
 ) -> Callable[_Arguments, _Made]:
     """What a lane runs for ``op``: ``work``, of which ``observer`` is notified when it runs."""

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.ir import Op, Pass
-from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, Release
-from megatron.zero_bubble.platforms.host import ALIGNMENT, HostBuffer, HostMemory
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, ReleaseDevice
+from megatron.zero_bubble.platforms.host import ALIGNMENT, HostMemory, PinnedBuffer
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.handler import Awaited, Handler
-from megatron.zero_bubble.runtime.observer import IterationObserver, work_of
+from megatron.zero_bubble.runtime.observer import IterationObserver, observed_work
 from megatron.zero_bubble.runtime.saved import Place, SavedTensors, Window
 
 LEAST_BYTES = 4096
@@ -138,7 +138,7 @@ class Offloader:
         """The handlers of one iteration; ``observer`` is notified when copies run."""
         return {
             Evict: partial(self._evict, observer),
-            Release: self._release,
+            ReleaseDevice: self._release,
             Fetch: partial(self._fetch, observer),
             Reclaim: self._reclaim,
             Discard: self._discard,
@@ -153,7 +153,7 @@ class Offloader:
             away.buffer = self._host.take(away.num_bytes)
         return (self._start(observer, op, self._out, away.out(), away),)
 
-    def _release(self, op: Release, inputs: Sequence[_Away]) -> tuple[_Away]:
+    def _release(self, op: ReleaseDevice, inputs: Sequence[_Away]) -> tuple[_Away]:
         (away,) = inputs
         for key, has_left in away.leave():
             (self._left if has_left else self._stayed).add(key)
@@ -185,7 +185,7 @@ class Offloader:
         value: Any,
     ) -> _Copy:
         work = partial(_copy, op, pairs)
-        return _Copy(lane.start(work_of(op, work, observer), ()), value)
+        return _Copy(lane.start(observed_work(op, work, observer), ()), value)
 
 
 class _Away:
@@ -204,7 +204,7 @@ class _Away:
 
     def __init__(self, forward: Pass, ends: Ends, windows: list[Window], stays: set[Key]) -> None:
         self.ends = ends
-        self.buffer: HostBuffer | None = None
+        self.buffer: PinnedBuffer | None = None
         device = next((end.device for end in ends if end is not None), None)
         places = dict.fromkeys(window.place for window in windows)
         keys = [(forward.stage, forward.slice, number, place.num_bytes) for number, place in enumerate(places)]

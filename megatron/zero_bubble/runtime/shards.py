@@ -22,12 +22,12 @@ import torch
 
 from megatron.zero_bubble.errors import PeerError, UserError
 from megatron.zero_bubble.ir import Op
-from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release, Wait
+from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, ReleaseWeights, Wait
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.pools import CommonPool, MemoryPool
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.handler import Awaited, Handler
-from megatron.zero_bubble.runtime.observer import IterationObserver, work_of
+from megatron.zero_bubble.runtime.observer import IterationObserver, observed_work
 from megatron.zero_bubble.runtime.transport import lost_connection
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 
@@ -186,7 +186,7 @@ class Sharder:
         return {
             Gather: partial(self._gather, observer),
             Wait: self._wait,
-            Release: self._release,
+            ReleaseWeights: self._release,
             Open: self._open,
             Reduce: partial(self._reduce, observer),
             Close: self._close,
@@ -203,7 +203,7 @@ class Sharder:
     def _wait(self, _op: Wait, inputs: Sequence[Any]) -> Sequence[Any]:
         return inputs
 
-    def _release(self, op: Release, _inputs: Sequence[Any]) -> None:
+    def _release(self, op: ReleaseWeights, _inputs: Sequence[Any]) -> None:
         self._chunks[op.stage].free_weights()
 
     def _open(self, op: Open, _inputs: Sequence[Any]) -> tuple[None]:
@@ -229,7 +229,7 @@ class Sharder:
                 collective()
 
         try:
-            return _Collective(self._lane.start(work_of(op, work, observer), ()), op, self._watchdog)
+            return _Collective(self._lane.start(observed_work(op, work, observer), ()), op, self._watchdog)
         except RuntimeError as error:
             raise _blame(op, error) from error
 

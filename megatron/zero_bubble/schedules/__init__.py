@@ -44,7 +44,7 @@ _MODULES = (
     zero_pp,
 )
 SCHEDULES: dict[str, Recipe] = {module.RECIPE.name: module.RECIPE for module in _MODULES}
-AUTO = "zb-auto"
+ZB_AUTO = "zb-auto"
 """The name that selects a search instead of one of these."""
 
 
@@ -64,15 +64,15 @@ def recipe(name: str) -> Recipe:
     Raises:
         UserError: for an unknown name; the message lists the known ones.
     """
-    if name == AUTO:
+    if name == ZB_AUTO:
         raise UserError(
-            f"{AUTO} has no order of its own, because it is searched for given costs; got {name!r}; use "
-            f"`zero-bubble plan --schedule {AUTO}`, or one of {', '.join(SCHEDULES)}"
+            f"{ZB_AUTO} has no order of its own, because it is searched for given costs; got {name!r}; use "
+            f"`zero-bubble plan --schedule {ZB_AUTO}`, or one of {', '.join(SCHEDULES)}"
         )
     if name not in SCHEDULES:
-        meant = nearest(name, (*SCHEDULES, AUTO))
+        meant = nearest(name, (*SCHEDULES, ZB_AUTO))
         hint = "" if meant is None else f"; did you mean {meant}?"
-        raise UserError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}, or {AUTO}{hint}")
+        raise UserError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}, or {ZB_AUTO}{hint}")
     return SCHEDULES[name]
 
 

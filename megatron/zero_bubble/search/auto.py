@@ -14,7 +14,7 @@ from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.search.extend import Extension, enough, is_roomy
 from megatron.zero_bubble.search.portfolio import Draft, draft
@@ -30,7 +30,7 @@ PLACEMENTS: dict[PlacementChoice, Callable[[int], Placement]] = {"linear": Place
 """The placement for a number of ranks, for each choice except ``auto``."""
 
 
-@without_collection()
+@without_gc()
 def zb_auto(
     costs: PassCosts,
     memory: PassMemory,

@@ -23,7 +23,7 @@ from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.layers import LayerCosts
 from megatron.zero_bubble.ir import Kind, Schedule
-from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.ir.schedule import chain_of
 from megatron.zero_bubble.search.cut import least_layers, transfers
 from megatron.zero_bubble.search.loops import compiled, loops
@@ -40,7 +40,7 @@ _MOST_COMPARED = 10_000
 """The most layouts that are all compared."""
 
 
-class Value(NamedTuple):
+class LayoutValue(NamedTuple):
     """How good a layout is; the smallest is the best.
 
     Attributes:
@@ -55,7 +55,7 @@ class Value(NamedTuple):
     unevenness: float
 
 
-class Trial:
+class LayoutTrials:
     """Evaluates layouts for one schedule; equal layouts are simulated once.
 
     Args:
@@ -86,9 +86,9 @@ class Trial:
         budget = effort * (_BUDGET if by_loops and compiled() else _BUDGET_IN_PYTHON)
         self.most = int(budget) // (sum(map(len, schedule.order)) + _OVERHEAD_PER_STAGE * schedule.num_stages)
 
-    def _evaluated(self, layout: Layout) -> Value:
+    def _evaluated(self, layout: Layout) -> LayoutValue:
         peak, ms = self._run(*self._layers.on(layout))
-        return Value(excess(peak, self._limit), ms, math.fsum(work * work for work in self._work_of(layout)))
+        return LayoutValue(excess(peak, self._limit), ms, math.fsum(work * work for work in self._work_of(layout)))
 
     def _least_ms(self, layout: Layout) -> float:
         return self.schedule.num_microbatches * max(self._work_of(layout))
@@ -104,17 +104,17 @@ class Trial:
         return of_rank
 
 
-def best_layout(trial: Trial, num_layers: int, starts: Iterable[Layout]) -> Layout:
+def best_layout(trials: LayoutTrials, num_layers: int, starts: Iterable[Layout]) -> Layout:
     """Return the best layout that is found; it is not worse than any of ``starts``, of which there is at least one."""
     starts = list(dict.fromkeys(starts))
-    least = least_layers(trial.schedule.placement)
-    best = min(starts, key=trial.value)
+    least = least_layers(trials.schedule.placement)
+    best = min(starts, key=trials.value)
     if number_of_layouts(num_layers, least) <= _MOST_COMPARED:
-        return _best_of(trial, layouts(num_layers, least), best)
-    left = trial.most
-    for start in sorted(starts, key=trial.value):
-        found, left = _descended(trial, start, least, left)
-        best = _better(trial, found, best)
+        return _best_of(trials, layouts(num_layers, least), best)
+    left = trials.most
+    for start in sorted(starts, key=trials.value):
+        found, left = _descended(trials, start, least, left)
+        best = _better(trials, found, best)
     return best
 
 
@@ -134,39 +134,39 @@ def layouts(num_layers: int, least: Sequence[int]) -> Iterator[Layout]:
             yield (count, *rest)
 
 
-def _best_of(trial: Trial, candidates: Iterable[Layout], best: Layout) -> Layout:
-    for layout in sorted(candidates, key=trial.least_ms):
-        if _cannot_win(trial, layout, trial.value(best)):
+def _best_of(trials: LayoutTrials, candidates: Iterable[Layout], best: Layout) -> Layout:
+    for layout in sorted(candidates, key=trials.least_ms):
+        if _cannot_win(trials, layout, trials.value(best)):
             return best
-        best = _better(trial, layout, best)
+        best = _better(trials, layout, best)
     return best
 
 
-def _descended(trial: Trial, layout: Layout, least: Sequence[int], left: int) -> tuple[Layout, int]:
+def _descended(trials: LayoutTrials, layout: Layout, least: Sequence[int], left: int) -> tuple[Layout, int]:
     """Move single layers until nothing is better, or ``left`` layouts are simulated; also return how many are left."""
     tried = {layout}
     while True:
-        value = trial.value(layout)
+        value = trials.value(layout)
         moves = [other for other in transfers(layout, least) if other not in tried]
-        for other in sorted(moves, key=trial.least_ms):
-            if not left or _cannot_win(trial, other, value):
+        for other in sorted(moves, key=trials.least_ms):
+            if not left or _cannot_win(trials, other, value):
                 return layout, left
             left -= 1
             tried.add(other)
-            if is_less(trial.value(other), value):
+            if is_less(trials.value(other), value):
                 layout = other
                 break
         else:
             return layout, left
 
 
-def _cannot_win(trial: Trial, layout: Layout, value: Value) -> bool:
+def _cannot_win(trials: LayoutTrials, layout: Layout, value: LayoutValue) -> bool:
     """Whether even an uninterrupted run of the busiest rank would take longer."""
-    return not value.excess and trial.least_ms(layout) > value.ms * (1 + ROUNDING)
+    return not value.excess and trials.least_ms(layout) > value.ms * (1 + ROUNDING)
 
 
-def _better(trial: Trial, layout: Layout, other: Layout) -> Layout:
-    return layout if is_less(trial.value(layout), trial.value(other)) else other
+def _better(trials: LayoutTrials, layout: Layout, other: Layout) -> Layout:
+    return layout if is_less(trials.value(layout), trials.value(other)) else other
 
 
 Run = Callable[[PassCosts, PassMemory], tuple[float, float]]
@@ -176,7 +176,7 @@ Run = Callable[[PassCosts, PassMemory], tuple[float, float]]
 def _by_simulation(schedule: Schedule, objective: Metric) -> Run:
     """Simulate any schedule."""
 
-    @without_collection()
+    @without_gc()
     def run(costs: PassCosts, memory: PassMemory) -> tuple[float, float]:
         timeline = simulate(schedule, costs, memory)
         return max(most_kept(timeline, memory)), length_ms(timeline, objective)

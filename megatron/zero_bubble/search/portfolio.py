@@ -66,7 +66,7 @@ class Derivation(NamedTuple):
     steps: int
 
 
-class Found(NamedTuple):
+class PricedRows(NamedTuple):
     """Rows and their cost; the smallest is the best."""
 
     cost: float
@@ -89,14 +89,14 @@ class Workbench:
         self._passes = 3 * problem.num_stages * problem.num_microbatches
         self._raw: dict[Seed, Packed] = {}
 
-    def given(self, rows: Rows) -> Found:
+    def given(self, rows: Rows) -> PricedRows:
         """Evaluate rows of any origin."""
         return self._priced(self._loops.pack(rows))
 
-    def unpack(self, found: Found) -> Rows:
+    def unpack(self, found: PricedRows) -> Rows:
         return self._loops.unpack(found.rows)
 
-    def derive(self, derivation: Derivation) -> Iterator[Found]:
+    def derive(self, derivation: Derivation) -> Iterator[PricedRows]:
         """Yield the rows of the seed and after every compaction, as far as they are feasible."""
         seed, haste, share, steps = derivation
         if seed not in self._raw:
@@ -112,14 +112,14 @@ class Workbench:
             if found.cost < INFEASIBLE:
                 yield found
 
-    def dense(self, found: Found) -> Iterator[Found]:
+    def dense(self, found: PricedRows) -> Iterator[PricedRows]:
         """Yield ``found`` compacted, in both directions."""
         for backwards in (True, False):
             rows = self._compacted(found.rows, None, 0.0, backwards)
             if rows is not None:
                 yield self._priced(rows)
 
-    def refilled(self, found: Found, thorough: bool) -> Iterator[Found]:
+    def refilled(self, found: PricedRows, thorough: bool) -> Iterator[PricedRows]:
         """Yield ``found`` with its W passes in other places."""
         work = max(self.problem.work)
         for eagerness in _EAGERNESS if thorough else _EAGERNESS[:2]:
@@ -130,18 +130,18 @@ class Workbench:
                     best = min(best, other.cost)
                     yield other
 
-    def filled(self, found: Found, eagerness: Eagerness, target: float) -> Found | None:
+    def filled(self, found: PricedRows, eagerness: Eagerness, target: float) -> PricedRows | None:
         """Return ``found`` with its W passes in other places; None if they do not fit in memory."""
         self.left -= 2 * self._passes
         rows = self._loops.refill(found.rows, eagerness, target)
         return None if rows is None else self._priced(rows)
 
-    def loosened(self, found: Found) -> Iterator[Found]:
+    def loosened(self, found: PricedRows) -> Iterator[PricedRows]:
         """Yield ``found`` compacted and refilled: after W passes moved, there is room for F and B, then for W again."""
         for denser in self.dense(found):
             yield from self.refilled(denser, thorough=False)
 
-    def settled(self, found: Found, floor: float) -> Iterator[Found]:
+    def settled(self, found: PricedRows, floor: float) -> Iterator[PricedRows]:
         """Yield ``found`` loosened until this no longer helps, and then refilled thoroughly. Stop when the budget is
         down to ``floor``.
         """
@@ -153,7 +153,7 @@ class Workbench:
             yield better
             found = better
 
-    def refined(self, found: Found, passes: float, heat: float, seed: int) -> Found:
+    def refined(self, found: PricedRows, passes: float, heat: float, seed: int) -> PricedRows:
         """Return ``found`` after a local search that places at most ``passes`` passes."""
         tries = int(min(passes, self.left) / self._passes)
         if tries < 2:
@@ -165,9 +165,9 @@ class Workbench:
         self.left -= _COMPACTING * self._passes
         return self._loops.compact(rows, most_held, haste, backwards)
 
-    def _priced(self, rows: Packed, derivation: Derivation | None = None) -> Found:
+    def _priced(self, rows: Packed, derivation: Derivation | None = None) -> PricedRows:
         self.left -= self._passes
-        found = Found(*self._loops.evaluate(rows), rows, derivation)
+        found = PricedRows(*self._loops.evaluate(rows), rows, derivation)
         if found.mean <= self._best:
             self.left = min(self.left, 0.0)
         return found
@@ -181,7 +181,7 @@ class Draft:
         cost: the cost of the best rows.
     """
 
-    def __init__(self, workbench: Workbench, pool: Iterable[Found]) -> None:
+    def __init__(self, workbench: Workbench, pool: Iterable[PricedRows]) -> None:
         self._workbench, self._pool = workbench, distinct(pool, _MOST_POLISHED)
         self.problem, self.cost = workbench.problem, self._pool[0].cost
 
@@ -247,7 +247,7 @@ def _miniature(problem: Problem, budget: float) -> Problem:
     return problem.miniature(1)
 
 
-def _screened(workbench: Workbench, floor: float) -> Iterator[Found]:
+def _screened(workbench: Workbench, floor: float) -> Iterator[PricedRows]:
     """Derive rows from every seed, or until the budget is down to ``floor``."""
     for seed in seeds(workbench.problem):
         yield from workbench.derive(Derivation(seed, 0.0, None, 2))
@@ -255,7 +255,7 @@ def _screened(workbench: Workbench, floor: float) -> Iterator[Found]:
             return
 
 
-def _varied(workbench: Workbench, floor: float, pool: list[Found]) -> Iterator[Found]:
+def _varied(workbench: Workbench, floor: float, pool: list[PricedRows]) -> Iterator[PricedRows]:
     """Yield the pool, and more rows derived from its best seeds."""
     yield from pool
     shares = _SHARES[: 1 if workbench.problem.num_stages == workbench.problem.num_ranks else None]
@@ -268,7 +268,7 @@ def _varied(workbench: Workbench, floor: float, pool: list[Found]) -> Iterator[F
                     yield from workbench.derive(Derivation(seed, haste, share, _STEPS))
 
 
-def _ranked(workbench: Workbench, floor: float, pool: list[Found]) -> list[Derivation]:
+def _ranked(workbench: Workbench, floor: float, pool: list[PricedRows]) -> list[Derivation]:
     """Return the derivations of the pool, in order of the length of their rows after a refill."""
     ranked: list[tuple[tuple[float, float], int, Derivation | None]] = []
     for found in distinct(pool, len(pool)):
@@ -311,7 +311,7 @@ def _survey(problem: Problem, candidates: Iterable[Seed]) -> list[Seed]:
 
 def _derived(
     workbench: Workbench, floor: float, derivations: list[Derivation], surveyed: list[Derivation]
-) -> Iterator[Found]:
+) -> Iterator[PricedRows]:
     """Apply the best derivations of both lists in turn. Of a miniature's derivation, only the last step counts, which
     determined its rank; of a surveyed one, every step.
     """
@@ -324,14 +324,14 @@ def _derived(
                 return
 
 
-def _classic(workbench: Workbench) -> Iterator[Found]:
+def _classic(workbench: Workbench) -> Iterator[PricedRows]:
     """Yield the classics, compacted once and refilled."""
     for seed in classics(workbench.problem):
         for found in list(workbench.derive(Derivation(seed, 0.0, None, 1)))[-1:]:
             yield min((found, *workbench.refilled(found, thorough=False)), key=merit)
 
 
-def _given(workbench: Workbench, known: Iterable[Rows]) -> Iterator[Found]:
+def _given(workbench: Workbench, known: Iterable[Rows]) -> Iterator[PricedRows]:
     """Yield the known and the published schedules that fit in memory; those on a V also with their W passes refilled.
 
     With one stage per rank, the classics are refilled instead. A known schedule that is a published one counts once, so
@@ -361,9 +361,9 @@ def _most_held(problem: Problem, share: float) -> list[int]:
     return most
 
 
-def distinct(pool: Iterable[Found], count: int) -> list[Found]:
+def distinct(pool: Iterable[PricedRows], count: int) -> list[PricedRows]:
     """Return the best ``count`` rows with different costs."""
-    chosen: dict[tuple[float, float], Found] = {}
+    chosen: dict[tuple[float, float], PricedRows] = {}
     for found in sorted(pool, key=merit):
         chosen.setdefault((round(found.cost, 6), round(found.mean, 6)), found)
         if len(chosen) == count:
@@ -371,5 +371,5 @@ def distinct(pool: Iterable[Found], count: int) -> list[Found]:
     return list(chosen.values())
 
 
-def merit(found: Found) -> tuple[float, float]:
+def merit(found: PricedRows) -> tuple[float, float]:
     return found.cost, found.mean

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.search.dice import Dice
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.search.loops import compiled
-from megatron.zero_bubble.search.portfolio import Derivation, Draft, Found, Workbench, distinct, merit
+from megatron.zero_bubble.search.portfolio import Derivation, Draft, PricedRows, Workbench, distinct, merit
 from megatron.zero_bubble.search.problem import Problem
 from megatron.zero_bubble.search.refill import Eagerness
 from megatron.zero_bubble.search.seeds import Seed, steep
@@ -48,13 +48,13 @@ budget if there are steep seeds: it hardly ever finds the shorter schedule.
 """
 
 
-class Filled(NamedTuple):
+class FilledRows(NamedTuple):
     """Rows, the seed and the haste of their compactions, and how their gaps were filled."""
 
     seed: Seed
     haste: float
     way: Eagerness
-    found: Found
+    found: PricedRows
 
     @property
     def merit(self) -> tuple[float, float]:
@@ -94,17 +94,17 @@ def effort_besides(problem: Problem) -> float:
     return _REST if is_large and any(True for _ in steep(problem)) else 1.0
 
 
-def _tried(workbench: Workbench, ways: Mapping[tuple[Seed, float], Eagerness], floor: float) -> Iterator[Filled]:
+def _tried(workbench: Workbench, ways: Mapping[tuple[Seed, float], Eagerness], floor: float) -> Iterator[FilledRows]:
     """Yield rows of the seeds, filled first in the given way, until the budget is down to ``floor``."""
     for (seed, haste), way in ways.items():
         if workbench.left < floor:
             return
         # Only what was compacted forward last: backward, it leaves its waits where no W is ready yet.
         for found in list(workbench.derive(Derivation(seed, haste, None, _STEPS)))[1::2]:
-            yield tuned(workbench, Filled(seed, haste, way, found), *_FEW)
+            yield tuned(workbench, FilledRows(seed, haste, way, found), *_FEW)
 
 
-def tuned(workbench: Workbench, filled: Filled, halvings: int, tries: int, seed: int = 0) -> Filled:
+def tuned(workbench: Workbench, filled: FilledRows, halvings: int, tries: int, seed: int = 0) -> FilledRows:
     """Return ``filled`` with its W passes in the best places; ``filled`` itself if none are better.
 
     A few ways to fill gaps are tried without a target, and for the middle between the targets missed and the best cost,
@@ -144,11 +144,11 @@ def _changed(share: float, step: float, dice: Dice) -> float:
     return max(0.0, share + step * (2 * dice.uniform() - 1))
 
 
-def _tightened(workbench: Workbench, filled: Filled, floor: float) -> list[Filled]:
+def _tightened(workbench: Workbench, filled: FilledRows, floor: float) -> list[FilledRows]:
     """Compact ``filled`` and tune the result, again and again, until this no longer helps or the budget is down to
     ``floor``.
     """
-    steps: list[Filled] = []
+    steps: list[FilledRows] = []
     while workbench.left > floor:
         dense = [tuned(workbench, filled._replace(found=found), *_TIGHT) for found in workbench.dense(filled.found)]
         better = min(dense, default=filled, key=lambda one: one.merit)
@@ -159,7 +159,7 @@ def _tightened(workbench: Workbench, filled: Filled, floor: float) -> list[Fille
     return steps
 
 
-def _distinct(pool: Sequence[Filled], count: int) -> list[Filled]:
+def _distinct(pool: Sequence[FilledRows], count: int) -> list[FilledRows]:
     """Return the best ``count`` with different costs."""
     of = {id(filled.found): filled for filled in pool}
     return [of[id(found)] for found in distinct([filled.found for filled in pool], count)]

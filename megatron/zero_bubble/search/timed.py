@@ -9,7 +9,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Kind, Schedule
-from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.ir.schedule import chain_of
 from megatron.zero_bubble.search.loops import compiled
 from megatron.zero_bubble.search.problem import Problem, Rows
@@ -17,7 +17,7 @@ from megatron.zero_bubble.search.problem import Problem, Rows
 _CODE = {Kind.F: 0, Kind.B: 1, Kind.W: 2}
 
 
-@without_collection()
+@without_gc()
 def timed(schedule: Schedule, costs: PassCosts, memory: PassMemory) -> Timeline:
     """Return what ``simulate`` returns, to the last bit, about five times as fast if the search could have made the
     schedule and is compiled.

@@ -77,7 +77,7 @@ class TrainState:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedObjects:
     """Objects whose state a checkpoint saves and restores, in addition to :class:`TrainState`."""
 
     model: list[Any]
@@ -101,7 +101,7 @@ def prepare(flag: str, directory: str | Path) -> None:
     agree(problem)
 
 
-def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
+def save(args: argparse.Namespace, trained: TrainedObjects, state: TrainState) -> Path:
     """Write a checkpoint under ``--save``; a collective call that returns when it is complete."""
     final = checkpoint_path(args.save, state.iteration)
     writing = final.with_name(final.name + WRITING)
@@ -123,7 +123,7 @@ def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
     return final
 
 
-def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
+def load(args: argparse.Namespace, trained: TrainedObjects) -> TrainState | None:
     """Restore the newest checkpoint under ``--load``; None when there is none. A collective call.
 
     Random states belong to ranks: under a parallel layout other than the saved one, they are seeded from ``--seed``.
@@ -227,7 +227,7 @@ def _train_state(common: dict[str, Any]) -> TrainState:
 
 def _contents(
     args: argparse.Namespace,
-    trained: Trained,
+    trained: TrainedObjects,
     metadata: dict[str, Any],
     loading: bool = False,
     random_states: bool = True,
@@ -248,7 +248,7 @@ def _contents(
     return contents
 
 
-def _restore(trained: Trained, wanted: Collection[str], loaded: dict[str, Any]) -> None:
+def _restore(trained: TrainedObjects, wanted: Collection[str], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(trained.model):
         chunk.module.load_state_dict(loaded[_model_key(trained, index)], strict=True)
     if "optimizer" in wanted:
@@ -307,7 +307,7 @@ def _restore_steps(optimizer: MegatronOptimizer) -> None:
                 state["step"] = state["step"].clone() if step is None else torch.tensor(float(step))
 
 
-def _model_key(trained: Trained, index: int) -> str:
+def _model_key(trained: TrainedObjects, index: int) -> str:
     return "model" if len(trained.model) == 1 else f"model{index}"
 
 

@@ -24,7 +24,7 @@ from megatron.zero_bubble.optimizer.loss_scale import LossScale
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.step import Outcome
 from megatron.zero_bubble.platforms import Platform
-from megatron.zero_bubble.training.checkpoint import Trained, TrainState, save
+from megatron.zero_bubble.training.checkpoint import TrainedObjects, TrainState, save
 from megatron.zero_bubble.training.data.batches import Batch, Splits, microbatches
 from megatron.zero_bubble.training.data.shares import Share, share_of
 from megatron.zero_bubble.training.failure import during
@@ -59,7 +59,7 @@ class Trainer:
     args: argparse.Namespace
     platform: Platform
     device: torch.device
-    trained: Trained
+    trained: TrainedObjects
     splits: Splits
     vocab_size: int
     state: TrainState

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.adapter.tracer import Tracer
     from megatron.zero_bubble.measure.recorder import Recorder
     from megatron.zero_bubble.platforms import Platform
-    from megatron.zero_bubble.training.checkpoint import Trained, TrainState
+    from megatron.zero_bubble.training.checkpoint import TrainedObjects, TrainState
     from megatron.zero_bubble.training.report import Progress
 
 
@@ -215,7 +215,7 @@ def _build(
     vocab_size: int,
     device: torch.device,
     pipeline: Pipeline | None,
-) -> Trained:
+) -> TrainedObjects:
     """Build the model, the optimizer and the learning-rate scheduler."""
     from megatron.zero_bubble.training import checkpoint, model
     from megatron.zero_bubble.training.schedule import step_ahead
@@ -225,10 +225,10 @@ def _build(
     model.connect(args, chunks, own)
     optimizer = step_ahead(args, pipeline, own, chunks)
     units = None if pipeline is None else pipeline.units
-    return checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer), units)
+    return checkpoint.TrainedObjects(chunks, optimizer, model.build_scheduler(args, optimizer), units)
 
 
-def _resume(args: argparse.Namespace, trained: Trained, shown: Progress) -> TrainState:
+def _resume(args: argparse.Namespace, trained: TrainedObjects, shown: Progress) -> TrainState:
     from megatron.zero_bubble.training.checkpoint import TrainState, load
 
     if not args.load:

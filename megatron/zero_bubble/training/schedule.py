@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.runtime.observer import IterationObserver
 
 
-class Applied(NamedTuple):
+class ScheduleInUse(NamedTuple):
     """The schedule in use: its description for the start-up line, and our pipeline, None under Megatron's schedule."""
 
     phrase: str
     pipeline: Pipeline | None
 
 
-def apply_schedule(args: argparse.Namespace, observers: Sequence[IterationObserver] = ()) -> Applied:
+def apply_schedule(args: argparse.Namespace, observers: Sequence[IterationObserver] = ()) -> ScheduleInUse:
     """Enable the schedule that the flags select, before the model is built; by default, keep Megatron's schedule.
 
     A collective call: an error on one rank is raised on all ranks.
@@ -42,7 +42,7 @@ def apply_schedule(args: argparse.Namespace, observers: Sequence[IterationObserv
             from megatron.zero_bubble.patching import observe
 
             observe(observers)
-        return Applied("Megatron's own schedule", None)
+        return ScheduleInUse("Megatron's own schedule", None)
     problem = pipeline = None
     try:
         from megatron.zero_bubble.patching import apply
@@ -51,7 +51,7 @@ def apply_schedule(args: argparse.Namespace, observers: Sequence[IterationObserv
     except (UserError, PatchError, SeamError) as error:
         problem = str(error)
     agree(problem)
-    return Applied(f"schedule {args.source.name}, W {_wgrad_words(args)}", pipeline)
+    return ScheduleInUse(f"schedule {args.source.name}, W {_wgrad_words(args)}", pipeline)
 
 
 def _wgrad_words(args: argparse.Namespace) -> str:

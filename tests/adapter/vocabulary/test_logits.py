@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.zero_bubble.costs.divided_vocabulary import divide
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, layer_costs
 from megatron.zero_bubble.costs.layers import LayerCosts
-from megatron.zero_bubble.costs.shards import divide
 from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm
 from tests.adapter.test_parity import UNTIED
 from tests.adapter.test_placements import Peaks, peaks

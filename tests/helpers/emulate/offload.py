@@ -8,7 +8,7 @@ import torch
 
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.ir import Op, Schedule
-from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, Release
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, ReleaseDevice
 from megatron.zero_bubble.runtime.handler import Handler
 from tests.helpers.emulate.clock import VirtualClock
 
@@ -21,11 +21,11 @@ def virtual_offload(schedule: Schedule, costs: PassCosts, clock: VirtualClock) -
         end_ms = clock.occupy(op, float(held[0]), op.duration_ms(costs, schedule.slices))
         return [torch.full_like(held, end_ms)]
 
-    def wait(op: Release | Reclaim, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def wait(op: ReleaseDevice | Reclaim, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         clock.wait(op, float(inputs[0][0]))
         return inputs
 
     def discard(_op: Discard, _inputs: Sequence[torch.Tensor]) -> None:
         pass
 
-    return {Evict: copy, Release: wait, Fetch: copy, Reclaim: wait, Discard: discard}
+    return {Evict: copy, ReleaseDevice: wait, Fetch: copy, Reclaim: wait, Discard: discard}

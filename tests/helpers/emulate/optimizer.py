@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.optimizer.global_state import Chain, Reduction
+from megatron.zero_bubble.optimizer.global_state import RankChain, Reduction
 from tests.helpers.emulate.clock import VirtualClock, sleep_until
 
 
@@ -20,7 +20,7 @@ class VirtualOptimizer:
 
     def __init__(self, clock: VirtualClock, step_ms: float, ahead: bool, group: dist.ProcessGroup) -> None:
         self._clock, self._step_ms, self._ahead, self._group = clock, step_ms, ahead, group
-        self._chain = Chain(group)
+        self._chain = RankChain(group)
         self._all: Reduction | None = None
 
     def step(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.ir import Op, Schedule
-from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release, Wait
+from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, ReleaseWeights, Wait
 from megatron.zero_bubble.runtime.handler import Handler
 from tests.helpers.emulate.clock import VirtualClock
 
@@ -21,10 +21,10 @@ def virtual_shards(schedule: Schedule, costs: PassCosts, clock: VirtualClock) ->
         clock.wait(op, inputs[0])
         return inputs
 
-    def free(_op: Release, _inputs: Sequence[float]) -> None:
+    def free(_op: ReleaseWeights, _inputs: Sequence[float]) -> None:
         pass
 
     def allocate(_op: Open, _inputs: Sequence[float]) -> list[float]:
         return [clock.now_ms]
 
-    return {Gather: start, Wait: wait, Release: free, Open: allocate, Reduce: start, Close: wait}
+    return {Gather: start, Wait: wait, ReleaseWeights: free, Open: allocate, Reduce: start, Close: wait}

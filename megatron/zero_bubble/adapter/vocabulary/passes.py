@@ -11,7 +11,7 @@ import torch
 from megatron.zero_bubble.adapter.stage import StepArguments
 from megatron.zero_bubble.adapter.vocabulary.facts import VocabularyFacts
 from megatron.zero_bubble.adapter.vocabulary.logits import Logits, SavedForT
-from megatron.zero_bubble.adapter.vocabulary.shards import Shards
+from megatron.zero_bubble.adapter.vocabulary.shards import VocabularyShards
 from megatron.zero_bubble.adapter.vocabulary.tensor_parallel import TensorParallel
 from megatron.zero_bubble.adapter.vocabulary.transfers import Shapes
 from megatron.zero_bubble.ir import Kind, Pass
@@ -44,7 +44,7 @@ class VocabularyStage:
         self,
         step: StepArguments,
         facts: VocabularyFacts,
-        shards: Shards,
+        shards: VocabularyShards,
         shapes: Shapes,
         tensor: TensorParallel,
         logits: Logits,

@@ -146,14 +146,14 @@ class OutputShard(torch.nn.Module):
         return hidden, labels
 
 
-class Shards(NamedTuple):
+class VocabularyShards(NamedTuple):
     """The shards of a rank, which are an attribute of its first chunk."""
 
     embedding: EmbeddingShard
     output: OutputShard
 
     @classmethod
-    def of(cls, chunk: torch.nn.Module) -> Shards:
+    def of(cls, chunk: torch.nn.Module) -> VocabularyShards:
         """The shards in a rank's first chunk.
 
         Raises:
@@ -233,7 +233,7 @@ def shard_vocabulary(models: Sequence[torch.nn.Module], placement: Placement) ->
         first.embedding.word_embeddings = embedding
     if not tied:
         home.output_layer = output
-    home.vocabulary_shards = Shards(embedding, output)
+    home.vocabulary_shards = VocabularyShards(embedding, output)
 
 
 class _LastOutput(torch.nn.Module):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.analysis.bounds.setting import Setting
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts, known
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts, required
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 
 
@@ -29,7 +29,7 @@ class VocabularyBound(NamedTuple):
 
 def by_vocabulary(setting: Setting, costs: PassCosts, algorithm: Algorithm, objective: Metric) -> VocabularyBound:
     """Return the best of the bounds of all ranks."""
-    figures = known(costs.vocabulary)
+    figures = required(costs.vocabulary)
     bounds = (
         bound
         for rank in range(setting.num_ranks)

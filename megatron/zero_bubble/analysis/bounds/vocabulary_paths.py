@@ -19,9 +19,9 @@ from megatron.zero_bubble.analysis.bounds.jackson import Job, one_machine_bound
 from megatron.zero_bubble.analysis.bounds.paths import forced_by_memory
 from megatron.zero_bubble.analysis.bounds.setting import Setting
 from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.costs.vocabulary import known
+from megatron.zero_bubble.costs.vocabulary import required
 from megatron.zero_bubble.ir import Chain, Kind, Pass
-from megatron.zero_bubble.ir.passes import VOCABULARY, I, J, L, S, T, W
+from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS, I, J, L, S, T, W
 from megatron.zero_bubble.ir.vocabulary import Algorithm, Vocabulary
 
 _NEVER = -math.inf
@@ -35,7 +35,7 @@ class VocabularyPaths:
     """
 
     def __init__(self, setting: Setting, costs: PassCosts, algorithm: Algorithm) -> None:
-        self._setting, self._costs, self._figures = setting, costs, known(costs.vocabulary)
+        self._setting, self._costs, self._figures = setting, costs, required(costs.vocabulary)
         self._flow = Vocabulary(Chain(setting.num_stages), setting.num_ranks, algorithm)
         self._order = tuple(self._microbatch())
         self._number = {p: n for n, p in enumerate(self._order)}
@@ -63,7 +63,7 @@ class VocabularyPaths:
         yield from shards(J, 0)
 
     def _duration(self, p: Pass) -> float:
-        if p.kind in VOCABULARY:
+        if p.kind in VOCABULARY_KINDS:
             return self._figures.duration(p)
         return {Kind.F: self._setting.f, Kind.B: self._setting.b, W: self._setting.w}[p.kind][p.stage]
 
@@ -87,7 +87,7 @@ class VocabularyPaths:
     def _hop_ms(self, p: Pass, producer: Pass, source: int, rank: int) -> float:
         if source == rank:
             return 0.0
-        collective = p.kind in VOCABULARY or producer.kind in VOCABULARY
+        collective = p.kind in VOCABULARY_KINDS or producer.kind in VOCABULARY_KINDS
         return self._costs.comm(source, rank) + (self._figures.collective_ms if collective else 0.0)
 
     def _heads(self, origin: int) -> list[float]:

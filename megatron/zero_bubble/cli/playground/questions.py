@@ -14,21 +14,21 @@ from urllib.parse import parse_qsl
 
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.plan import add_plan, question_of
-from megatron.zero_bubble.cli.slices import AUTOMATIC
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_content
 from megatron.zero_bubble.ir import Compute, Pass, Schedule
 from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.ir.ops import COPY_BACK, COPY_OUT
-from megatron.zero_bubble.ir.passes import VOCABULARY
+from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS
 from megatron.zero_bubble.plan.offload import NO_SHARE
 from megatron.zero_bubble.planning.answer import answer
+from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.offload import AUTO as OFFLOAD_AUTO
 from megatron.zero_bubble.planning.plan_file import offload_content
 from megatron.zero_bubble.planning.plans import limit_verdict
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.source import AUTO
+from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import CHOICES
 from megatron.zero_bubble.render.svg import COLOURS, LANE_COLOUR, MEANING
 from megatron.zero_bubble.schedules import SCHEDULES, sliced
@@ -46,7 +46,7 @@ _WITHOUT_VALUE = ("equal-passes",)
 _TIMES = [flag for flag in _FLAGS if flag.endswith("-ms")]
 MOST = {"num-ranks": 64, "num-microbatches": 256, "num-chunks": 4, **dict.fromkeys(_TIMES, 1e6)}
 """Largest values. At the largest size, a plan without a search takes about two seconds and a search about five."""
-MOST_SLICES = 16
+MOST_SHOWN_SLICES = 16
 _MOST_DIGITS = 9
 _MOST_FORWARDS = 64 * 256 * 4
 """The most forwards of a plan, which slices multiply."""
@@ -146,16 +146,16 @@ def catalogue() -> dict[str, Any]:
             {"name": r.name, "summary": r.summary, "shape": r.shape, "adapts": r.adapts, "sliced": r.sliced}
             for r in SCHEDULES.values()
         ],
-        "auto": AUTO,
+        "auto": ZB_AUTO,
         "kinds": [
-            {"kind": kind.value, "colour": COLOURS[kind], "meaning": MEANING[kind], "shard": kind in VOCABULARY}
+            {"kind": kind.value, "colour": COLOURS[kind], "meaning": MEANING[kind], "shard": kind in VOCABULARY_KINDS}
             for kind in COLOURS
         ],
         "vocabulary": CHOICES,
         "lane": LANE_COLOUR,
         "offload": (NO_SHARE, OFFLOAD_AUTO, "50%", "all"),
         "most": MOST,
-        "slices": [*(str(2**power) for power in range(MOST_SLICES.bit_length())), AUTOMATIC],
+        "slices": [*(str(2**power) for power in range(MOST_SHOWN_SLICES.bit_length())), AUTO],
     }
 
 
@@ -167,25 +167,26 @@ def _check_size(options: argparse.Namespace) -> None:
                 f"the playground allows at most {most:g} {flag}; got {size:g}; use zero-bubble plan for larger values"
             )
     slices = _most_slices(options)
-    if slices > MOST_SLICES:
+    if slices > MOST_SHOWN_SLICES:
         raise UserError(
-            f"the playground allows at most {MOST_SLICES} slices; got {slices}; use zero-bubble plan for larger values"
+            f"the playground allows at most {MOST_SHOWN_SLICES} slices; got {slices}; use zero-bubble plan for larger "
+            "values"
         )
     forwards = (options.num_ranks or 1) * (options.num_microbatches or 1) * slices
     chunks = options.num_chunks or 1
-    most = _MOST_SEARCHED if options.schedule == AUTO else _MOST_FORWARDS // chunks
+    most = _MOST_SEARCHED if options.schedule == ZB_AUTO else _MOST_FORWARDS // chunks
     if slices > 1 and forwards > most:
         raise UserError(
             f"the playground allows at most {most} for ranks x microbatches x slices of this schedule; got {forwards}; "
             "choose fewer slices, or use zero-bubble plan"
         )
-    most = _MOST_DIVIDED_SEARCHED if options.schedule == AUTO else _MOST_DIVIDED // chunks
+    most = _MOST_DIVIDED_SEARCHED if options.schedule == ZB_AUTO else _MOST_DIVIDED // chunks
     if options.vocabulary not in (None, "off") and forwards > most:
         raise UserError(
             f"the playground allows at most {most} for ranks x microbatches of this schedule with vocabulary "
             f"parallelism; got {forwards}; choose fewer, or use zero-bubble plan"
         )
-    most = _MOST_OFFLOADED_SEARCHED if options.schedule == AUTO else _MOST_OFFLOADED // chunks
+    most = _MOST_OFFLOADED_SEARCHED if options.schedule == ZB_AUTO else _MOST_OFFLOADED // chunks
     if options.offload not in (None, NO_SHARE) and forwards > most:
         raise UserError(
             f"the playground allows at most {most} for ranks x microbatches of this schedule with offloading; got "
@@ -195,8 +196,8 @@ def _check_size(options: argparse.Namespace) -> None:
 
 def _most_slices(options: argparse.Namespace) -> int:
     """Return the largest number of slices that is tried; 1 for text that ``plan`` will reject."""
-    if options.num_slices == AUTOMATIC:
-        return MOST_SLICES
+    if options.num_slices == AUTO:
+        return MOST_SHOWN_SLICES
     if options.num_slices is not None:
         digits = options.num_slices if options.num_slices.isascii() and options.num_slices.isdigit() else "1"
         return int(digits[:_MOST_DIGITS])

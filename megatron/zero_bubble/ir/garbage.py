@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Pause Python's garbage collector.
 
     A schedule or a plan is up to millions of small tuples without cycles. The collector walks all of them again and

@@ -19,7 +19,7 @@ _MEASURED: dict[Algorithm, dict[int, float]] = {
 
 
 @dataclass(frozen=True)
-class Shards:
+class DividedVocabulary:
     """A model whose embedding and output layer are divided over all ranks.
 
     Attributes:
@@ -52,7 +52,7 @@ def divide(
     algorithm: Algorithm,
     recompute_logits: bool = False,
     throughput: float | None = None,
-) -> Shards:
+) -> DividedVocabulary:
     """Divide the embedding and the output layer of ``whole`` over the ranks.
 
     F of the output layer is in S, and W in T; B is in T with algorithm 1, in S with algorithm 2. From S to T, a rank
@@ -77,4 +77,4 @@ def divide(
         embedding.forward_ms / num_ranks,
         (embedding.backward_ms + embedding.wgrad_ms) / num_ranks,
     )
-    return Shards(replace(whole, embedding=Part(), loss=Part()), times, (kept,) * num_ranks)
+    return DividedVocabulary(replace(whole, embedding=Part(), loss=Part()), times, (kept,) * num_ranks)

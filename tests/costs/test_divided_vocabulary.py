@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.zero_bubble import Placement
+from megatron.zero_bubble.costs.divided_vocabulary import divide, efficiency
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, layer_costs
 from megatron.zero_bubble.costs.layers import LayerCosts, Part
-from megatron.zero_bubble.costs.shards import divide, efficiency
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 
 MODEL = Model((4,) * 8, 3072, 12288, 24, 24, 128, 2048, 1, 256_000)
