@@ -165,7 +165,13 @@ def _simulated(
 def _answered(candidate: Candidate | DroppedVariant) -> Iterator[tuple[Candidate, Answer | DroppedVariant]]:
     if isinstance(candidate, DroppedVariant):
         return
-    for made in attempt(candidate.name, lambda: [answer(candidate.question)]):
+
+    def make() -> Iterator[Answer]:
+        made = answer(candidate.question)
+        assert made.timeline.spans, "the costs have all its stages"  # else this refuses them
+        yield made
+
+    for made in attempt(candidate.name, make):
         yield candidate, made
 
 
