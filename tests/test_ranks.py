@@ -217,10 +217,11 @@ def test_close_ends_all_processes() -> None:
 
 
 def test_killed_parent_ends_all_processes() -> None:
-    code = (  # without the slow imports, which this job does not need; ``call`` takes the rank as its size of buffers
-        "import os, subprocess; from functools import partial; from tests.helpers import ranks; ranks.PRELOADED = []; "
-        "pool = ranks.RankPool(os.getpid); pool._grow(2); print(*pool.pids(), flush=True); "
-        "pool.run(2, partial(subprocess.call, ['sleep', '60']))"
+    code = (  # without the slow imports, which this job does not need
+        "import os, threading; from tests.helpers import ranks, rank_worker; ranks.PRELOADED = []; "
+        "pool = ranks.RankPool(os.getpid); pool._grow(2); "
+        "threading.Timer(0.5, lambda: print(*pool.pids(), flush=True)).start(); "  # when they work on the job
+        "pool.run(2, rank_worker.sleep)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as parent:
         assert parent.stdout is not None

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -92,6 +93,11 @@ def reset() -> None:
     gc.collect()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def sleep(_rank: int) -> None:
+    """A job without an end, for tests of what ends it."""
+    time.sleep(60)
 
 
 def _run(job: Job) -> object:
