@@ -16,8 +16,8 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.memory import message_peaks
 from megatron.zero_bubble.formats.costs import costs_to_json
-from megatron.zero_bubble.formats.plan import schedule_from_json
 from megatron.zero_bubble.plan import lower_training
+from tests.helpers.plans import schedule_from_json
 from tests.helpers.rows import some
 
 TIMES = "--forward-ms 2 --backward-ms 2 --wgrad-ms 1 --comm-ms 0.5".split()

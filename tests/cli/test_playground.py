@@ -24,7 +24,7 @@ import pytest
 from megatron.zero_bubble import SCHEDULES, Pass
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.playground.server import Server
-from megatron.zero_bubble.formats.plan import schedule_from_json
+from tests.helpers.plans import schedule_from_json
 from tests.helpers.playground import drawn_setting, playground, without_seconds
 
 Capture = pytest.CaptureFixture[str]

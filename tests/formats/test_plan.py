@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 
 from megatron.zero_bubble import PassCosts, Placement, Schedule, ScheduleError, Slices, build, simulate
-from megatron.zero_bubble.formats.plan import plan_to_json, read_schedule_file, schedule_from_json
+from megatron.zero_bubble.formats.plan import plan_to_json, read_schedule_file
+from tests.helpers.plans import schedule_from_json
 from tests.helpers.strategies import schedules
 
 

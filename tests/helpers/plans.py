@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron.zero_bubble.formats.plan import plan_from_json
 from megatron.zero_bubble.ir import Op, Plan, Schedule
 from megatron.zero_bubble.ir.offload import OFFLOAD_OPS
 from megatron.zero_bubble.ir.ops import OPS, parse_op
@@ -22,3 +23,8 @@ def plan_from_text(
     """
     classes = tuple(ops)
     return Plan(schedule, tuple(tuple(parse_op(text, rank, classes) for text in row) for rank, row in enumerate(rows)))
+
+
+def schedule_from_json(text: str) -> Schedule:
+    """Read the schedule of a plan's JSON."""
+    return plan_from_json(text).schedule

@@ -21,13 +21,13 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import costs_to_json
-from megatron.zero_bubble.formats.plan import schedule_from_json
 from megatron.zero_bubble.ir import WHOLE, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.planning import worker
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
+from tests.helpers.plans import schedule_from_json
 
 COSTS = PassCosts((3.0, 2.0, 2.0, 4.5), (3.5, 2.1, 2.0, 5.0), (1.0, 1.2, 1.1, 2.0), 0.3, {(0, 1): 0.7})
 MEMORY = PassMemory((2.0**30, 2.0**29, 2.0**29, 2.0**30), (2.0**28,) * 4)

@@ -15,10 +15,11 @@ from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement, S
 from megatron.zero_bubble.analysis.errors import ScheduleError
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import plan_to_json, schedule_from_json
+from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.plan import lower, prove
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary, forwards_ahead, with_vocabulary
+from tests.helpers.plans import schedule_from_json
 from tests.helpers.rows import some
 from tests.helpers.strategies import costs_for
 

@@ -150,11 +150,6 @@ def plan_from_json(text: str) -> PlanFile:
     )
 
 
-def schedule_from_json(text: str) -> Schedule:
-    """Read a plan with ``plan_from_json``, and return its schedule."""
-    return plan_from_json(text).schedule
-
-
 def _schedule_from(content: dict[str, Any]) -> Schedule:
     name = read_key(content, "schedule", "a string", _is_text)
     num_microbatches = read_key(content, "num_microbatches", "a whole number above 0", lambda v: _is_count(v) and v > 0)
