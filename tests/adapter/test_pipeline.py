@@ -89,7 +89,7 @@ def test_one_watchdog_follows_messages_and_all_collectives(monkeypatch: pytest.M
         monkeypatch.setattr(connection, name, made[name])
     monkeypatch.setattr(pipeline, "check_same_plan", mock.Mock())
     made["Directions"].of.return_value = SimpleNamespace(backend="nccl", device="cpu")
-    connected, part = configured(nccl_ctas=7, nccl_collective_ctas=5), mock.Mock()
+    connected, part = configured(vocabulary=1, nccl_ctas=7, nccl_collective_ctas=5), mock.Mock()
     connected._parts = (part,)
     plan = lower_training(build("zb-h1", num_ranks=2, num_microbatches=2))
     connected._connect(SimpleNamespace(size=lambda: 2), plan)  # type: ignore[arg-type]

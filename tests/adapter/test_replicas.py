@@ -46,15 +46,15 @@ def compare(rank: int, iterations: list[tuple[int, bool]], backend: str, read: s
         patch.setattr(parallel_state, "get_data_parallel_group", lambda with_context_parallel: world)
         patch.setattr(shards, "backend_of", lambda _group: backend)
         units = shards.ShardedUnits(lambda _ranks: Sharding(4), shards.Collectives())
-        units.check_replicas(4, False)  # makes the group, together
+        units.begin(4, False)  # makes the group, together
         units.agree()
         units.sharder = Sharder(ThreadLane())
         units._optimizer = SimpleNamespace()  # also evaluations are sharded
-        by_op = units.handlers(None)
+        by_op = units.handlers(SimpleNamespace(observer=None))  # type: ignore[arg-type]
         if rank == 1:
             dist.recv(torch.zeros(1), 0)  # the first replica has begun, and queued its passes if the answer can wait
         with units.sharder.iteration({0: Alone()}):
-            units.check_replicas(*iterations[rank])
+            units.begin(*iterations[rank])
             if read == WITH_THE_PASSES:
                 (weights,) = by_op[Gather](Gather(0, 0), ())
                 weights.wait("pass")
@@ -99,7 +99,7 @@ def over_gloo(rank: int) -> str:
         patch.setattr(parallel_state, "get_data_parallel_group", lambda with_context_parallel: world)
         units = shards.ShardedUnits(lambda _ranks: Sharding(4), shards.Collectives())
         with pytest.raises(UserError, match="must run the same number of microbatches"):
-            units.check_replicas(4 + rank, False)
+            units.begin(4 + rank, False)
         units.close()
     return "refused"
 

@@ -145,12 +145,12 @@ def _simulated(
     rows, absent, best, contenders = [], [], None, Contenders(objective)
     shortest = True, math.inf
     with progress("planning", [(each.name, each) for each in candidates]) as listed:
-        for candidate, made in chain.from_iterable(map(_answered, listed)):
-            if isinstance(made, DroppedVariant):
-                absent.append(made.reason)
+        for found in chain.from_iterable(map(_answered, listed)):
+            if isinstance(found, DroppedVariant):
+                absent.append(found.reason)
                 continue
+            candidate, made, timeline = found
             absent += [f"{candidate.name}: {dropped}" for dropped in made.dropped]
-            timeline = _titled(made, candidate)
             rows.append(row := _row(timeline, made, candidate, limit, replicas))
             if row.within_limit:
                 ms = length_ms(row, objective)
@@ -162,17 +162,18 @@ def _simulated(
     return rows, list(dict.fromkeys(absent)), best, contenders.break_even()  # several schedules may lack the same
 
 
-def _answered(candidate: Candidate | DroppedVariant) -> Iterator[tuple[Candidate, Answer | DroppedVariant]]:
+def _answered(
+    candidate: Candidate | DroppedVariant,
+) -> Iterator[tuple[Candidate, Answer, Timeline] | DroppedVariant]:
     if isinstance(candidate, DroppedVariant):
+        yield candidate
         return
 
-    def make() -> Iterator[Answer]:
+    def make() -> Iterator[tuple[Candidate, Answer, Timeline]]:
         made = answer(candidate.question)
-        assert made.timeline.spans, "the costs have all its stages"  # else this refuses them
-        yield made
+        yield candidate, made, _titled(made, candidate)  # here, costs refuse a schedule whose stages they lack
 
-    for made in attempt(candidate.name, make):
-        yield candidate, made
+    yield from attempt(candidate.name, make)
 
 
 def _titled(made: Answer, candidate: Candidate) -> Timeline:
