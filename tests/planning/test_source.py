@@ -140,7 +140,7 @@ def test_file_without_vocabulary_passes_does_not_suit_a_divided_vocabulary(tmp_p
     assert ZeroBubbleConfig(schedule_file=str(file)).sources()(2).vocabulary is None
     with pytest.raises(UserError, match="vocabulary must be that of the schedule file, off; got 2"):
         ZeroBubbleConfig(schedule_file=str(file), vocabulary=2).sources()
-    with pytest.raises(UserError, match="recompute_logits has no effect .* got vocabulary=None with .*plan.json"):
+    with pytest.raises(UserError, match="recompute_logits works only with vocabulary parallelism.* got .*plan.json"):
         ZeroBubbleConfig(schedule_file=str(file), recompute_logits=True).sources()
 
 
