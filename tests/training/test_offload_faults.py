@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import resource
 from dataclasses import replace
@@ -44,10 +43,10 @@ def fail_a_copy(kind: str, rank: int) -> None:
 
 def fetch_too_late(rank: int) -> None:
     """Move every Fetch and Reclaim behind its backward, by the text of the plan."""
+    from megatron.zero_bubble.adapter import offloading
     from megatron.zero_bubble.ir import Plan
 
-    lower = importlib.import_module("megatron.zero_bubble.plan.lower")  # its package has a function of this name
-    place = lower.offload
+    place = offloading.offload
 
     def late(plan: Plan, moves: Any) -> Plan:
         rows = []
@@ -59,7 +58,7 @@ def fetch_too_late(rank: int) -> None:
             rows.append(late)
         return replace(plan, ops=plan_from_text(plan.schedule, rows).ops)
 
-    lower.offload = late  # type: ignore[attr-defined]
+    offloading.offload = late
 
 
 EXCEEDED = "must fit in --zero-bubble-host-memory, 614400 bytes per rank; this rank has"
