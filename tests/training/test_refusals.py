@@ -239,9 +239,7 @@ def another_linear(_rank: int) -> None:
 
 
 def test_variable_sequence_lengths_are_rejected(tmp_path: Path) -> None:
-    sentence = (
-        "need variable_seq_lengths=False, because receives are posted before shapes are known; got True; pad to"
-    )
+    sentence = "need variable_seq_lengths=False, because receives are posted before shapes are known; got True; pad to"
     check_all_refuse([*BASE, *PAIR, *ZERO_BUBBLE], tmp_path, variable_lengths, sentence)
 
 
