@@ -81,7 +81,8 @@ def lower_forward_only(
 
     Args:
         post_receives: see ``communicate``.
-        sharding, more: see ``lower_training``.
+        sharding: see ``lower_training``.
+        more: see ``lower_training``.
     """
     forwards, transfers = schedule.forward_only(), partial(communicate, post_receives=post_receives)
     more = [*([] if sharding is None else [partial(shard, sharding=sharding)]), *more]
