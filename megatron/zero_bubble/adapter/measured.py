@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from megatron.zero_bubble.analysis.timeline import Timeline
@@ -11,7 +12,7 @@ from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
 
 
-class Replanner:
+class Replanner(ABC):
     """Plans from measured iterations. Its methods are called on all ranks.
 
     Args:
@@ -26,13 +27,13 @@ class Replanner:
         self._measured = measured
         self._timelines: list[Timeline] = []
 
+    @abstractmethod
     def begin(self, start: IterationStart) -> bool:
         """Called when an iteration begins; returns whether to measure it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def evaluate(self, timelines: list[Timeline], start: IterationStart) -> None:
         """Plan from a measurement, whose last iteration had ``start``."""
-        raise NotImplementedError
 
     def add(self, timeline: Timeline, start: IterationStart) -> None:
         """Add a measured iteration to the measurement, which begins again if the batch size has changed."""
@@ -43,7 +44,7 @@ class Replanner:
             timelines, self._timelines = self._timelines, []
             self.evaluate(timelines, start)
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most have nothing to end)
         """Called at the end of training."""
 
 
