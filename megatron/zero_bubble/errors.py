@@ -35,6 +35,11 @@ class PatchError(RuntimeError):
     """The upstream names are already replaced."""
 
 
+def as_flag(option: str) -> str:
+    """Return the flag of an option: ``num_ranks`` gives ``--num-ranks``."""
+    return f"--{option.replace('_', '-')}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the one of the ``known`` words that was probably meant by ``word``; None if none is similar."""
     from difflib import get_close_matches  # takes a while to import, and only errors need it

@@ -14,7 +14,7 @@ from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate, layer_
 from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.costs.tensor import TensorParallel
 from megatron.zero_bubble.costs.units import checked_figure, checked_share, refuse_no_time
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.ir.sizes import check_size
@@ -126,7 +126,7 @@ def _of_flags(options: argparse.Namespace, num_ranks: int, num_microbatches: int
     times = {name: getattr(options, name) for name in _TIMES} | {"comm_ms": options.comm_ms or 0.0}
     for name, value in times.items():
         if value is None:
-            raise UserError(f"--{name.replace('_', '-')} is required without --costs or --config; it is missing")
+            raise UserError(f"{as_flag(name)} is required without --costs or --config; it is missing")
 
     refuse_no_time(times["forward_ms"], times["backward_ms"], times["wgrad_ms"])
     share = checked_share("--attention-share", options.attention_share or 0.0)
@@ -249,4 +249,4 @@ def _uniform_memory(options: argparse.Namespace, placement: Placement) -> PassMe
 def _refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
     for name in names:
         if getattr(options, name) is not None:
-            raise UserError(f"{why}; leave out --{name.replace('_', '-')}")
+            raise UserError(f"{why}; leave out {as_flag(name)}")

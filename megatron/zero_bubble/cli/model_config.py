@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron.zero_bubble.costs.estimate import Model
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.ir.sizes import MOST_LAYERS, check_size
 from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, stated_vocabulary
@@ -30,11 +30,9 @@ def read_model(
     args = parse(["--config", file])
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
         if getattr(args, name) is None:
-            raise UserError(f"an estimate needs --{name.replace('_', '-')}; {file} does not set it; add it to the file")
+            raise UserError(f"an estimate needs {as_flag(name)}; {file} does not set it; add it to the file")
         if getattr(args, name) < 1:
-            raise UserError(
-                f"--{name.replace('_', '-')} must be 1 or more; got {getattr(args, name)} in {file}; raise it"
-            )
+            raise UserError(f"{as_flag(name)} must be 1 or more; got {getattr(args, name)} in {file}; raise it")
     if args.num_layers > MOST_LAYERS:
         raise UserError(f"--num-layers must be at most {MOST_LAYERS:,}; got {args.num_layers:,} in {file}; lower it")
     if args.num_moe_experts is not None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from megatron.zero_bubble.costs.units import checked_figure, parse_bytes, refuse_huge
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.costs.units import bytes_per_ms, parse_bytes, positive_figure
+from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.plan.offload import NO_SHARE, parse_share
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO, HostLimits, OffloadPlan, check_copies
 from megatron.zero_bubble.planning.question import Offloading
-
-_BYTES_PER_MS = 1e6
-"""Bytes per ms in one GB/s."""
 
 
 def add_offload(verb: argparse.ArgumentParser) -> None:
@@ -69,8 +66,9 @@ def offloads(options: argparse.Namespace) -> bool:
     if choice != AUTO and not parse_share(choice):
         for name in ("host_ms", "host_bandwidth", "host_memory", "node_memory", "ranks_per_node", "ranks_per_link"):
             if getattr(options, name) is not None:
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} applies only to --offload; got --offload {choice}; give --offload auto or all")
+                raise UserError(
+                    f"{as_flag(name)} applies only to --offload; got --offload {choice}; give --offload auto or all"
+                )
         return False
     return True
 
@@ -89,18 +87,15 @@ def offloading(
     ms, bandwidth = options.host_ms, options.host_bandwidth
     if ms is not None and bandwidth is not None:
         raise UserError("--host-ms and --host-bandwidth both give the time of copies; leave out one of them")
-    for flag, figure in (("--host-ms", ms), ("--host-bandwidth", bandwidth)):
-        if figure is not None:
-            refuse_huge(**{flag: figure})
-            if not checked_figure(flag, figure):
-                raise UserError(f"{flag} must be above 0; got {figure!r}")
+    if ms is not None:
+        positive_figure("--host-ms", ms)
+    rate = bytes_per_ms("--host-bandwidth", bandwidth)
     host = HostLimits(
         _size(options, costs, "host_memory"),
         _size(options, costs, "node_memory"),
         1 if options.ranks_per_node is None else options.ranks_per_node,
         1 if options.ranks_per_link is None else options.ranks_per_link,
     )
-    rate = None if bandwidth is None else bandwidth * _BYTES_PER_MS
     found = Offloading(options.offload, limits, limit, host, ms, rate)
     check_copies(found.on(costs).on(Placement.linear(costs.num_ranks))[0], options.offload)
     return found
@@ -113,7 +108,7 @@ def _size(options: argparse.Namespace, costs: Figures, name: str) -> float | Non
     size = parse_bytes(text)
     if not costs.in_bytes:
         raise UserError(
-            f"--{name.replace('_', '-')} {text} needs activation memory in bytes; give --activation-memory, a costs "
+            f"{as_flag(name)} {text} needs activation memory in bytes; give --activation-memory, a costs "
             "file with activation and wgrad, or --config"
         )
     return size

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.cli.figures import replicas
-from megatron.zero_bubble.costs.units import checked_figure, parse_memory_limit, refuse_huge
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.costs.units import bytes_per_ms, checked_figure, parse_memory_limit, refuse_huge
+from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.job.option import unit_microbatches
 from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.planning.figures import Figures
@@ -22,8 +22,6 @@ from megatron.zero_bubble.schedules import recipe
 
 _MOST = 1_000_000
 """Most replicas, and most whole stages."""
-_BYTES_PER_MS = 1e6
-"""Bytes per ms in one GB/s."""
 _GIB = 2**30
 _FLAGS = ("whole_stages", "gather_ms", "reduce_ms", "replicas", "replica_bandwidth", "tensor_bandwidth")
 
@@ -91,19 +89,14 @@ def tensor_rate(options: argparse.Namespace, costs: Figures) -> float | None:
     Raises:
         UserError: for an invalid bandwidth, or a model whose shapes are unknown or that is divided already.
     """
-    bandwidth = options.tensor_bandwidth
-    if bandwidth is None:
-        return None
-    refuse_huge(**{"--tensor-bandwidth": bandwidth})
-    if not checked_figure("--tensor-bandwidth", bandwidth):
-        raise UserError("--tensor-bandwidth must be above 0; got 0")
-    if costs.tensor is None:
+    rate = bytes_per_ms("--tensor-bandwidth", options.tensor_bandwidth)
+    if rate is not None and costs.tensor is None:
         raise UserError(
             "--tensor-bandwidth needs the shapes of a model without tensor parallelism; got "
             f"{options.config or 'times'}; give --config with a file that has tensor-model-parallel-size: 1, or leave "
             "--tensor-bandwidth out"
         )
-    return float(bandwidth) * _BYTES_PER_MS
+    return rate
 
 
 def shards(options: argparse.Namespace) -> bool:
@@ -122,11 +115,11 @@ def shards(options: argparse.Namespace) -> bool:
     if not options.shard_weights:
         for name in _FLAGS:
             if getattr(options, name, None) is not None:
-                raise UserError(f"{_flag(name)} applies only to --shard-weights; give both, or leave {_flag(name)} out")
+                raise UserError(f"{as_flag(name)} applies only to --shard-weights; give both, or leave it out")
         return False
     for name in ("whole_stages", "replicas"):
         if (count := getattr(options, name)) not in (None, AUTO) and not 1 <= count <= _MOST:
-            raise UserError(f"{_flag(name)} must be from 1 to {_MOST:,}; got {count}; give another number")
+            raise UserError(f"{as_flag(name)} must be from 1 to {_MOST:,}; got {count}; give another number")
     return True
 
 
@@ -152,13 +145,11 @@ def with_shards(options: argparse.Namespace, costs: Figures) -> Figures:
     times, bandwidth = (options.gather_ms, options.reduce_ms), options.replica_bandwidth
     if bandwidth is not None and times != (None, None):
         raise UserError("--replica-bandwidth gives the times of --gather-ms and --reduce-ms; leave out either")
-    for name in ("gather_ms", "reduce_ms", "replica_bandwidth"):
+    for name in ("gather_ms", "reduce_ms"):
         if (figure := getattr(options, name)) is not None:
-            refuse_huge(**{_flag(name): figure})
-            checked_figure(_flag(name), figure)
-    if bandwidth is not None and not bandwidth:
-        raise UserError("--replica-bandwidth must be above 0; got 0")
-    rate = None if bandwidth is None else bandwidth * _BYTES_PER_MS
+            refuse_huge(**{as_flag(name): figure})
+            checked_figure(as_flag(name), figure)
+    rate = bytes_per_ms("--replica-bandwidth", bandwidth)
     return with_collectives(costs, replicas_of(options, costs).count, *times, rate)
 
 
@@ -170,13 +161,13 @@ def listed_shards(options: argparse.Namespace, costs: Figures) -> tuple[Figures,
     return replace(costs, notes=(*costs.notes, *_omitted(rate))), replicas_of(options, costs), rate
 
 
-def _omitted(bytes_per_ms: float | None) -> Iterator[str]:
+def _omitted(rate: float | None) -> Iterator[str]:
     """Yield what the times of the rows leave out, and how tensor parallelism is estimated."""
     yield "Times of rows that are not sharded leave out the collectives of a distributed optimizer, once per iteration."
-    if bytes_per_ms is not None:
+    if rate is not None:
         yield (
             "Rows with tpN divide layers among N of the replicas, with sequence parallelism: passes take 1/N of the "
-            f"time, and none of the all-reduces, at {bytes_per_ms / _BYTES_PER_MS:g} GB/s, is hidden."
+            f"time, and none of the all-reduces, at {rate / 1e6:g} GB/s, is hidden."
         )
 
 
@@ -215,7 +206,3 @@ def number_or_auto(text: str) -> int | str:
 
 def _gib(amounts: Iterable[float]) -> str:
     return " ".join(f"{amount / _GIB:.3g}" for amount in amounts)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -7,7 +7,7 @@ import argparse
 from megatron.zero_bubble.cli.choices import choices_of
 from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
@@ -75,12 +75,12 @@ def _with_flags(options: argparse.Namespace, costs: Figures) -> Figures:
     times = {name: getattr(options, name) for name in _TIMES if getattr(options, name) is not None}
     if not times:
         return costs
-    flags = [f"--{name.replace('_', '-')}" for name in times]
+    flags = list(map(as_flag, times))
     for name in ("costs", "config"):
         if getattr(options, name) is not None:
             raise UserError(f"--{name} gives the times of all passes; leave out {flags[0]}")
     for name in ("output_ms", "output_wgrad_ms"):
         if name not in times:
-            raise UserError(f"{flags[0]} needs --{name.replace('_', '-')} as well; it is missing")
+            raise UserError(f"{flags[0]} needs {as_flag(name)} as well; it is missing")
     refuse_huge(**dict(zip(flags, times.values(), strict=True)))
     return with_times(costs, VocabularyCosts.uniform(costs.num_ranks, **times))

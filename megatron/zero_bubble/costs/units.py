@@ -32,6 +32,18 @@ def checked_figure(name: str, value: object) -> float:
     return float(value)
 
 
+def positive_figure(name: str, value: object) -> float:
+    refuse_huge(**{name: value})
+    if not checked_figure(name, value):
+        raise UserError(f"{name} must be above 0; got {value!r}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def bytes_per_ms(name: str, gigabytes_per_s: float | None) -> float | None:
+    """Convert the bandwidth that a flag gives; None stays None."""
+    return None if gigabytes_per_s is None else positive_figure(name, gigabytes_per_s) * 1e6
+
+
 def checked_share(name: str, value: object) -> float:
     share = checked_figure(name, value)
     if share > 1:

@@ -99,3 +99,13 @@ def read_key(content: dict[str, Any], key: str, form: str, fits: Callable[[Any],
     if not fits(content[key]):
         raise UserError(f"{key} must be {form}; got {json.dumps(content[key])[:60]}")
     return content[key]
+
+
+def is_text(value: object) -> bool:
+    """Whether a value of JSON is a string."""
+    return isinstance(value, str)
+
+
+def is_positive(value: object) -> bool:
+    """Whether a value of JSON is a whole number above 0."""
+    return type(value) is int and value > 0

@@ -17,7 +17,7 @@ from megatron.zero_bubble.analysis.score import length_ms
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.files import json_object, read_file, read_key
+from megatron.zero_bubble.formats.files import is_positive, is_text, json_object, read_file, read_key
 from megatron.zero_bubble.formats.layout import layout_from
 from megatron.zero_bubble.formats.moves import moves_from, offload_from
 from megatron.zero_bubble.formats.plan_keys import PLAN_KEYS
@@ -151,9 +151,9 @@ def plan_from_json(text: str) -> PlanFile:
 
 
 def _schedule_from(content: dict[str, Any]) -> Schedule:
-    name = read_key(content, "schedule", "a string", _is_text)
-    num_microbatches = read_key(content, "num_microbatches", "a whole number above 0", lambda v: _is_count(v) and v > 0)
-    stage_to_rank = read_key(content, "stage_to_rank", "a list of ranks", lambda v: _is_list(v, _is_count))
+    name = read_key(content, "schedule", "a string", is_text)
+    num_microbatches = read_key(content, "num_microbatches", "a whole number above 0", is_positive)
+    stage_to_rank = read_key(content, "stage_to_rank", "a list of ranks", lambda v: _is_list(v, _is_rank))
     rows = read_key(content, "order", 'one list per rank, of passes such as "0F0"', lambda v: _is_list(v, _is_row))
     placement = Placement(tuple(stage_to_rank))
     flat = Schedule.from_text(name, placement, num_microbatches, rows)
@@ -211,11 +211,7 @@ def read_schedule_file(path: str | Path) -> Schedule:
     return read_plan_file(path).schedule
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_count(value: object) -> bool:
+def _is_rank(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
@@ -224,4 +220,4 @@ def _is_list(value: object, fits: Callable[[Any], bool]) -> bool:
 
 
 def _is_row(value: object) -> bool:
-    return _is_list(value, _is_text)
+    return _is_list(value, is_text)

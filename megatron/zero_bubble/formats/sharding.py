@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.zero_bubble.formats.files import read_key
+from megatron.zero_bubble.formats.files import is_positive, read_key
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.plan.shard import Sharding, check_chunks
 
@@ -28,9 +28,5 @@ def sharding_from(content: Mapping[str, Any], placement: Placement) -> Sharding 
     if SHARD_WEIGHTS not in given or not read_key(given, SHARD_WEIGHTS, "true or false", lambda v: type(v) is bool):
         return None
     check_chunks(placement)
-    unit, whole = (read_key(given, key, "a whole number above 0", _is_count) for key in (_UNIT, _WHOLE))
+    unit, whole = (read_key(given, key, "a whole number above 0", is_positive) for key in (_UNIT, _WHOLE))
     return Sharding(unit, whole)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.job.effects import SCHEDULE
 from megatron.zero_bubble.planning.exclusions import BALANCE, POST_VALIDATION, SHARDS, SLICES, VOCABULARY
 from megatron.zero_bubble.planning.rule import Choice, Rule, check, chosen
@@ -123,7 +123,7 @@ _COUNTS = ("mtp_num_layers",)
 
 def flag_of(option: str) -> str:
     """The flag of Megatron-LM that sets an option."""
-    return f"--{_SPELLED.get(option, option).replace('_', '-')}"
+    return as_flag(_SPELLED.get(option, option))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

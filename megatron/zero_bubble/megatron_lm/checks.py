@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.formats.layout import check_ends
 from megatron.zero_bubble.formats.layout_string import check_layout, read_layout
 from megatron.zero_bubble.ir import Placement
@@ -111,7 +111,7 @@ def _check_weight_shards(args: Any) -> None:
         shards = getattr(args, flag, ranks)
         if shards != ranks:
             raise UserError(
-                f"zero-bubble schedules need --{flag.replace('_', '-')} to be {ranks}, one per "
+                f"zero-bubble schedules need {as_flag(flag)} to be {ranks}, one per "
                 f"{expert.replace('_', ' ')}tensor-parallel rank, because the gradients of weights in more shards are "
                 f"reduced where they are computed; got {shards}; drop the flag"
             )

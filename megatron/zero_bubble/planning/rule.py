@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.errors import UserError, as_flag
 
 Choices = Mapping[str, Any]
 """The values of fields of ``ZeroBubbleConfig``, and of flags that only some programs have, under their names with
@@ -86,7 +86,7 @@ class Rule(NamedTuple):
     @property
     def remedy(self) -> str:
         """What the user can do."""
-        otherwise = f"drop --{self.needs.replace('_', '-')}" if isinstance(self.needs, str) else "leave it out"
+        otherwise = f"drop {as_flag(self.needs)}" if isinstance(self.needs, str) else "leave it out"
         return self.instead or (otherwise if self.value is not False or isinstance(self.needs, str) else LEAVE_ONE_OUT)
 
 

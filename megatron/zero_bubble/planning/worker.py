@@ -17,7 +17,7 @@ from typing import Literal
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
-from megatron.zero_bubble.formats.files import json_object, read_key
+from megatron.zero_bubble.formats.files import is_positive, is_text, json_object, read_key
 from megatron.zero_bubble.formats.plan import KEY_VOCABULARY, algorithm_from, plan_to_json
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.ir import WHOLE, Slices
@@ -29,19 +29,11 @@ from megatron.zero_bubble.planning.question import of_run
 _LOWEST_PRIORITY = 19
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
 _KEYS: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "costs": ("the text of a costs file", _is_text),
-    "num_ranks": ("a whole number above 0", _is_count),
-    "num_microbatches": ("a whole number above 0", _is_count),
-    "memory_limit": ("a limit such as 1p or 60GiB", _is_text),
+    "costs": ("the text of a costs file", is_text),
+    "num_ranks": ("a whole number above 0", is_positive),
+    "num_microbatches": ("a whole number above 0", is_positive),
+    "memory_limit": ("a limit such as 1p or 60GiB", is_text),
     "placement": ("linear or vee", ("linear", "vee").__contains__),
     "objective": ("span or makespan", ("span", "makespan").__contains__),
 }

@@ -10,7 +10,7 @@ import math
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.formats.layout import check_ends, job_layers
 from megatron.zero_bubble.formats.layout_string import check_layout as check_layout_string
 from megatron.zero_bubble.ir import Placement
@@ -351,8 +351,8 @@ def _check_host_memory(args: argparse.Namespace, node_size: int) -> None:
     check_host_memory(args, job_layers(args), args.zero_bubble_host_memory, schedule, select, node_size)
 
 
-_FLAGS = {"virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank"}
+_FLAGS = {"virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}
 
 
 def _flag(name: str) -> str:
-    return "--" + _FLAGS.get(name, name.replace("_", "-"))
+    return as_flag(_FLAGS.get(name, name))
