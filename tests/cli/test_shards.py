@@ -44,6 +44,12 @@ def test_plan(capsys: Capture) -> None:
     assert found["collectives_ms"] == pytest.approx(7 * 0.5 + 4 * 1.0)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zb-v"])
+def test_reductions_of_a_schedule_without_units(capsys: Capture, schedule: str) -> None:
+    out = run(capsys, f"plan --schedule {schedule} {SIZES} --shard-weights --unit-microbatches 4")
+    assert "8 replicas, units of 4 microbatches, 2 whole stages" in out
+
+
 def test_times_of_a_costs_file(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     times = {f"{name}_ms": 4.0 for name in ("forward", "backward", "wgrad")}

@@ -177,7 +177,7 @@ def _named(question: Question) -> Schedule:
     if question.has_units and question.unit is None:
         limit = math.inf if question.limit is None else question.limit
         return with_units(make, costs, question.objective, limit)
-    schedule = make(unit_microbatches=question.unit)
+    schedule = make(unit_microbatches=question.unit if question.has_units else None)
     return fitted(schedule, costs, question.objective) if question.fits else schedule
 
 
