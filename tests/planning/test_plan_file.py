@@ -19,18 +19,19 @@ from megatron.zero_bubble.planning.plan_file import decided, written
 
 ROOT = Path(__file__).parents[2]
 TIMES = "--forward-ms 4 --backward-ms 5 --wgrad-ms 3 --num-ranks 3 --num-microbatches 6"
+FEW = "--forward-ms 4 --backward-ms 5 --wgrad-ms 3 --num-ranks 2 --num-microbatches 3"
 LOSS = "--output-ms 0.8 --output-wgrad-ms 0.6"
 SHARDS = "--shard-weights --gather-ms 1 --reduce-ms 1 --replicas 2"
 OF_MODEL = "--num-ranks 4 --num-microbatches 8"
 COMMANDS = {
     "limit": f"--schedule zb-h1 {TIMES} --memory-limit 1p",
-    "search": "--schedule zb-auto --forward-ms 4 --backward-ms 5 --wgrad-ms 3 --num-ranks 2 --num-microbatches 3",
+    "search": f"--schedule zb-auto {FEW}",
     "even slices": f"--schedule seq-zb-h1 {TIMES}",
     "slices": f"--schedule seq-zb-h1 {TIMES} --num-slices 3 --attention-share 0.4",
     "vocabulary": f"--schedule zb-h1 {TIMES} --vocabulary 1 {LOSS}",
     "other vocabulary": f"--schedule interleaved-1f1b {TIMES} --vocabulary 2 {LOSS}",
     "offload": f"--schedule zb-h2 {TIMES} --offload auto --host-ms 3",
-    "dropped": f"--schedule zb-auto {TIMES.replace('6', '3')} --memory-limit 0.3p --offload auto --host-ms 1",
+    "dropped": f"--schedule zb-auto {FEW} --memory-limit 0.3p --offload auto --host-ms 1",
     "share": f"--schedule zb-h2 {TIMES} --offload 50% --host-ms 1",
     "nothing moves": f"--schedule zb-h1 {TIMES} --offload auto --host-ms 300",
     "offload and vocabulary": f"--schedule zb-h2 {TIMES} --vocabulary 2 {LOSS} --offload auto --host-ms 3",

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.memory import most_kept
+from megatron.zero_bubble.analysis.score import is_less
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
@@ -105,8 +106,10 @@ def _search(
     for problem in reversed(problems):  # the V first: within 1F1B's memory, it is mostly shorter than the linear bound
         if not drafts or bound(problem) <= drafts[0].cost:
             given = [rows for rows, of in known if of == problem]
-            drafts.append(draft(problem, effort_besides(problem) * effort, given))
-            drafts += filter(None, [steep_draft(problem, effort)])
+            found = draft(problem, effort_besides(problem) * effort, given)
+            drafts.append(found)
+            if is_less((bound(problem),), (found.cost,)):
+                drafts += filter(None, [steep_draft(problem, effort)])
     close = _CLOSE * min(found.cost for found in drafts)
     polished = [(*rows, found.problem) for found in drafts if found.cost <= close for rows in found.polish()]
     return sorted(polished, key=itemgetter(0))
