@@ -160,6 +160,29 @@ def test_times_of_the_vocabulary_in_a_costs_file_exclude_slices(
     assert "and vocabulary parallelism exclude each other" in said and "vocabulary=auto; leave" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--zero-bubble-schedule zb-auto --zero-bubble-attention-share 0 --zero-bubble-vocabulary-parallel 1",
+            "sequence slices and vocabulary parallelism exclude each other.* got attention_share=0.0 and vocabulary=1",
+        ),
+        ("--zero-bubble-schedule= --zero-bubble-exact", "--zero-bubble-exact works only with a zero-bubble schedule"),
+    ],
+)
+def test_zero_chooses_something_and_an_empty_text_nothing(words: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_flags(Job(parse_ours(words.split())[0]))
+
+
+@pytest.mark.parametrize("command", ["plan --schedule zero-pp --shard-weights", "compare --shard-weights"])
+def test_times_of_zero_choose_vocabulary_parallelism(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = refusal(f"{command} {TIMES} --output-ms 0 --output-wgrad-ms 0", capsys, monkeypatch)
+    assert "sharded units and vocabulary parallelism exclude each other" in said
+
+
 def test_a_job_and_a_plan_refuse_in_the_same_words(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ A job, its dry run, ``plan``, ``compare`` and the playground ask the same rows, 
 from __future__ import annotations
 
 from megatron.zero_bubble.plan.offload import parse_share
-from megatron.zero_bubble.planning.rule import NOT_CHOSEN, Choice, Choices, Rule, check, chosen, is_value
+from megatron.zero_bubble.planning.rule import Choice, Choices, Rule, check, chosen, is_chosen, is_value
 from megatron.zero_bubble.schedules import ZB_AUTO, sliced
 
 
@@ -31,8 +31,8 @@ def _slices(choices: Choices) -> list[str]:
 
 
 def _offload(choices: Choices) -> list[str]:
-    share = choices.get("offload")
-    if share in NOT_CHOSEN or (share != "auto" and not parse_share(share)):
+    share: str = choices.get("offload") or "none"
+    if not is_chosen(share) or (share != "auto" and not parse_share(share)):
         return chosen("moves")(choices)
     return ["offload"]
 

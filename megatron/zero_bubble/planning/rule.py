@@ -15,7 +15,7 @@ Choices = Mapping[str, Any]
 """The values of fields of ``ZeroBubbleConfig``, and of flags that only some programs have, under their names with
 underscores. A field that is missing has its default."""
 LEAVE_ONE_OUT = "leave one of them out"
-NOT_CHOSEN = (None, False, "off", "none", "even")
+_NOTHING = ("", "off", "none", "even")
 
 
 class Choice(NamedTuple):
@@ -108,9 +108,14 @@ def check(
             raise UserError(sentence)
 
 
+def is_chosen(value: object) -> bool:
+    """Whether a value chooses something, as 0 does."""
+    return not (value is None or value is False or value in _NOTHING)
+
+
 def chosen(*fields: str) -> Callable[[Choices], list[str]]:
-    """Those of the fields that have a value other than nothing."""
-    return lambda choices: [field for field in fields if choices.get(field) not in NOT_CHOSEN]
+    """Those of the fields whose values choose something."""
+    return lambda choices: [field for field in fields if is_chosen(choices.get(field))]
 
 
 def is_value(field: str, *values: object) -> Callable[[Choices], list[str]]:
