@@ -93,6 +93,8 @@ def test_compare_has_a_row_for_each_variant(capsys: Capture, tmp_path: Path) -> 
         ([*TIMES, *SHARDS, "--recompute-logits"], "--recompute-logits changes only estimated times"),
         (["--costs", STOCK, *SHARDS], "--costs gives the times of all passes; leave out --output-ms"),
         (["--costs", STOCK, "--recompute-logits", "--vocabulary", "off"], "applies only to --vocabulary 1, 2 or auto"),
+        (["--costs", STOCK, "--recompute-logits"], "applies only to --vocabulary 1, 2 or auto"),
+        (["--costs", STOCK, "--recompute-logits", "--layout", "auto"], "applies only to --vocabulary 1, 2 or auto"),
         ([*TIMES, "--output-ms", "-1", "--output-wgrad-ms", "1"], "output_ms of rank 0 must be a finite number"),
     ],
 )
@@ -100,3 +102,25 @@ def test_unsuitable_flags_are_refused(capsys: Capture, flags: list[str], message
     sizes = ["--num-ranks", "8", "--num-microbatches", "12"]
     assert main(["plan", "--schedule", "zb-h1", *sizes, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_files_choose_what_the_flags_exclude(capsys: Capture, tmp_path: Path) -> None:
+    """A vocabulary that only the costs or the schedule file divide was left out of sharded units and of layouts."""
+    of_file = {"divided": ["zb-v", "--vocabulary", "2", *SHARDS], "sliced": ["seq-zb-h1", "--num-slices", "2"]}
+    for name, flags in of_file.items():
+        made = run_json(capsys, "plan", "--schedule", *flags, *SIZES, *TIMES)
+        (tmp_path / f"{name}.json").write_text(json.dumps(made))
+    figures = {"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "output_ms": 0.25, "output_wgrad_ms": 0.25}
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(figures))
+    by_costs, divided = ["--costs", str(costs)], ["--schedule-file", str(tmp_path / "divided.json")]
+    for command, one in (
+        (["plan", "--schedule", "zb-v", *SIZES, *by_costs, "--shard-weights"], "sharded units"),
+        (["compare", *SIZES, *by_costs, "--shard-weights"], "sharded units"),
+        (["compare", *SIZES, *by_costs, "--layout", "auto"], "a layout by cost"),
+        (["plan", *divided, *TIMES, "--shard-weights"], "sharded units"),
+        (["plan", *divided, "--costs", STOCK, "--layout", "auto"], "a layout by cost"),
+        (["plan", "--schedule-file", str(tmp_path / "sliced.json"), *TIMES, *SHARDS], "sequence slices"),
+    ):
+        assert main(command) == 2
+        assert f"{one} and vocabulary parallelism exclude each other" in capsys.readouterr().err

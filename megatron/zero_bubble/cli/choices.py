@@ -1,17 +1,31 @@
-"""What the flags of ``plan`` and ``compare`` choose, for the table of exclusions."""
+"""What the flags of ``plan`` and ``compare`` and their files choose, for the table of exclusions."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.vocabulary import are_divided
+
 _OF_COSTS = ("attention_share",)
 """Flags that are about the costs here, and a choice of a job."""
 
 
-def choices_of(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """What the flags of ``plan`` choose, or those of them that ``names`` lists."""
-    return {name: value for name, value in vars(options).items() if name not in _OF_COSTS and name in (names or [name])}
+def choices_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What the flags of ``plan`` choose."""
+    return {name: value for name, value in vars(options).items() if name not in _OF_COSTS}
+
+
+def choices_of_files(costs: Figures, file: Schedule | None = None) -> dict[str, Any]:
+    """What the costs and a schedule file choose, in addition to the flags."""
+    choices: dict[str, Any] = {"vocabulary": "auto"} if are_divided(costs) else {}
+    if file is not None:
+        own = {"vocabulary": algorithm_of(file), "num_slices": file.num_slices}
+        choices |= {name: value for name, value in own.items() if value is not None}
+    return choices
 
 
 def common_choices(options: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.score import length_ms, within
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
-from megatron.zero_bubble.cli.choices import common_choices
+from megatron.zero_bubble.cli.choices import choices_of, choices_of_files, common_choices
 from megatron.zero_bubble.cli.compare_table import Row, Table, table_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout
@@ -79,7 +79,10 @@ def compare(options: argparse.Namespace) -> str:
     """Make the table as ``--format`` requests: schedules within the limit first, shortest first."""
     refuse_excluded(common_choices(options))
     moves = offloads(options)
-    costs, replicas, rate = listed_shards(options, figures(options))
+    costs = figures(options)
+    if of_costs := choices_of_files(costs):  # then no row is without them
+        refuse_excluded(choices_of(options) | of_costs)
+    costs, replicas, rate = listed_shards(options, costs)
     by_cost = options.layout == BY_COST
     costs = costs.evenly() if by_cost else costs
     limit = costs.limit(options.memory_limit or "1p")

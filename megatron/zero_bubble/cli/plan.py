@@ -6,7 +6,7 @@ import argparse
 import math
 from dataclasses import replace
 
-from megatron.zero_bubble.cli.choices import choices_of
+from megatron.zero_bubble.cli.choices import choices_of, choices_of_files
 from megatron.zero_bubble.cli.divisions import division_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_summary
@@ -146,10 +146,11 @@ def question_of(options: argparse.Namespace) -> Question:
     moves = offloads(options)
     file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
     costs, by_cost, sharding = _figures_of(options, file), options.layout == BY_COST, shards(options)
+    refuse_excluded(choices_of(options) | choices_of_files(costs, file))
     costs = with_shards(options, costs) if sharding else costs
     if by_cost:
         costs = costs.evenly()
-    variants = () if by_cost or sharding else variants_of(options, costs, file)
+    variants = variants_of(options, costs, file)
     text = options.memory_limit or (DEFAULT_LIMIT if options.schedule == ZB_AUTO else None)
     limit = None if text is None else costs.limit(text)
     limits: tuple[float | None, ...] = (None,) if limit is None else (None, limit)

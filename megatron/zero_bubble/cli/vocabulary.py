@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.zero_bubble.cli.choices import choices_of
 from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.vocabulary import CHOICES, Choice, Variant, variants, with_times
 
@@ -63,12 +61,7 @@ def variants_of(
                 f"--vocabulary must be that of the schedule file, {own}; got {choice}; leave out --vocabulary"
             )
         choice = "1" if own == 1 else "2"
-    if options.recompute_logits and choice == "off":
-        raise UserError("--recompute-logits applies only to --vocabulary 1, 2 or auto; leave it out")
-    found = variants(costs, choice, options.recompute_logits)
-    if all(variant.algorithm for variant in found):  # the costs may have decided it
-        refuse_excluded(choices_of(options, "schedule", "num_slices", "slice_cuts") | {"vocabulary": choice or "auto"})
-    return found
+    return variants(costs, choice, options.recompute_logits)
 
 
 def _with_flags(options: argparse.Namespace, costs: Figures) -> Figures:

@@ -35,6 +35,11 @@ class Variant:
     costs: Figures
 
 
+def are_divided(costs: Figures) -> bool:
+    """Whether the costs have the times of S and T, so that those of F, B and W are without the vocabulary."""
+    return costs.on(Placement.linear(costs.num_ranks))[0].vocabulary is not None
+
+
 def variants(costs: Figures, choice: Choice | None, recompute_logits: bool = False) -> tuple[Variant, ...]:
     """Return the variants to choose from; more than one only for ``auto``, the default if the costs have S and T.
 
@@ -42,9 +47,10 @@ def variants(costs: Figures, choice: Choice | None, recompute_logits: bool = Fal
     does not divide these. From costs per layer, both can be derived.
 
     Raises:
-        UserError: for ``off`` with the times of S and T, or another choice with neither these nor costs per layer.
+        UserError: for ``off`` with the times of S and T, another choice with neither these nor costs per layer, or
+            logits that nobody or only a measurement recomputes.
     """
-    given = costs.on(Placement.linear(costs.num_ranks))[0].vocabulary is not None
+    given = are_divided(costs)
     if choice is None:
         choice = "auto" if given else "off"
     algorithms = [number for number in FLOWS if choice in ("auto", str(number))]
@@ -57,6 +63,8 @@ def variants(costs: Figures, choice: Choice | None, recompute_logits: bool = Fal
         if recompute_logits:
             raise UserError("--recompute-logits changes only estimated times of S and T; the costs give them; drop it")
         return tuple(Variant(number, costs) for number in algorithms)
+    if recompute_logits and choice == "off":
+        raise UserError("--recompute-logits applies only to --vocabulary 1, 2 or auto; leave it out")
     without = [Variant(None, costs)] if choice in ("off", "auto") else []
     return (*without, *(Variant(number, _divided(costs, number, recompute_logits)) for number in algorithms))
 
