@@ -13,6 +13,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import PlanFile, read_plan_file
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
+from megatron.zero_bubble.planning.rule import shown
 
 _UNDIVIDED = "off"
 
@@ -94,7 +95,8 @@ def adopt(options: argparse.Namespace) -> None:
     if not file:
         return
     options.zero_bubble_plan = plan = read_plan_file(file)
-    given: dict[str, Any] = {each.field: getattr(options, each.option) or None for each in _DECISIONS}
+    given: dict[str, Any] = {each.field: getattr(options, each.option) for each in _DECISIONS}
+    given["unit_microbatches"] = given["unit_microbatches"] or None  # auto, which the plan has decided
     if given["vocabulary"] in ("1", "2"):
         given["vocabulary"] = int(given["vocabulary"])
     decided = _decided(plan, file, given, lambda each: "--" + each.option.replace("_", "-"))
@@ -113,8 +115,8 @@ def _decided(
         planned = each.planned(plan, own)
         if own is not None and planned is not None and own != planned:
             raise UserError(
-                f"{spelled(each)} must be that of the schedule file, {planned}; got {own} with {file}; leave it out, "
-                "or write another file with zero-bubble plan"
+                f"{spelled(each)} must be that of the schedule file, {shown(planned)}; got {shown(own)} with {file}; "
+                "leave it out, or write another file with zero-bubble plan"
             )
         if planned is not None:
             decided[each.field] = None if each.in_plan or planned == _UNDIVIDED else planned

@@ -34,7 +34,7 @@ class Choice(NamedTuple):
     def given(self, choices: Choices) -> str:
         """The first field that chooses it, with its value, such as ``num_slices=2``."""
         field = next(iter(self.shown_by(choices)))
-        return _shown(field, choices[field])
+        return _with(field, choices[field])
 
 
 class Rule(NamedTuple):
@@ -74,7 +74,7 @@ class Rule(NamedTuple):
                 f"{self.subject.words} and {self.needs.words} exclude each other, because {self.why}; got "
                 f"{self.subject.given(choices)} and {self.needs.given(choices)}; {self.remedy}"
             )
-        spell = spell or _shown
+        spell = spell or _with
         why = self.why.format(schedule=_schedule_of(choices), last=choices.get("train_iters"))
         return f"{spell(fields[0], choices[fields[0]])} works only with {self.needs.words}{why}; {self.remedy}"
 
@@ -128,5 +128,10 @@ def _schedule_of(choices: Choices) -> str:
     return str(choices.get("schedule") or choices.get("schedule_file") or "none")
 
 
-def _shown(field: str, value: object) -> str:
-    return field if value is True else f"{field}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+def shown(value: object) -> str:
+    """A value as a user gives it, such as ``1536,4096``."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _with(field: str, value: object) -> str:
+    return field if value is True else f"{field}={shown(value)}"
