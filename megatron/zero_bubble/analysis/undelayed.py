@@ -19,8 +19,6 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Compute, Op, Pass, Plan, Value
 from megatron.zero_bubble.ir.ops import COMPUTE
 
-"""Share of the length of a timeline by which sums of times may differ."""
-
 
 def undelayed(before: Timeline, plan: Plan, costs: PassCosts, memory: PassMemory) -> Timeline | None:
     """Return what ``simulate(plan, costs, memory)`` does, but for rounding, for a plan that ``prove`` accepts.

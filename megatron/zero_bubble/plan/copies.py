@@ -24,8 +24,6 @@ from megatron.zero_bubble.ir import Kind, Slices, Value
 from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.plan.offload import Lifespan, Move, lifespans
 
-"""Share of the length of a row by which sums of times may differ."""
-
 
 class Interval(NamedTuple):
     """A forward that may move.

@@ -32,7 +32,6 @@ Rows = list[list[int]]
 F, B, W = 0, 1, 2
 NONE = -1
 _KINDS = (Kind.F, Kind.B, Kind.W)
-"""Relative tolerance by which sums of memory figures may exceed the limit, for rounding errors."""
 
 
 class Tables(NamedTuple):

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from megatron.zero_bubble.analysis.bounds.setting import Setting
 from megatron.zero_bubble.analysis.score import ROUNDING
 
-"""Share of the limit by which sums of memory may differ from their exact values."""
-
 
 def time_to_make_room(s: Setting, rank: int, counts: Sequence[int]) -> float:
     """Return the least time from the start of the rank's first B for a microbatch i to the start of a later F, if the

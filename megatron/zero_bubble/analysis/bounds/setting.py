@@ -23,8 +23,6 @@ from megatron.zero_bubble.analysis.score import ROUNDING
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement
 
-"""Tolerance for counts: limits and memory are sums of floats, so a count just below a whole number is rounded up."""
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -110,6 +108,7 @@ class Setting:
     def fits(self, size: float, room: float) -> int:
         """Return how many items of ``size`` fit into ``room``, at most ``m`` per stage of the model."""
         most = self.m * self.num_stages
+        # These are sums of floats, so a count just below a whole number is rounded up.
         return most if size * most <= room else int(room / size + ROUNDING)
 
     def whole(self, rank: int) -> float:

@@ -19,7 +19,6 @@ from itertools import combinations, product
 from megatron.zero_bubble.analysis.bounds.paths import Paths
 from megatron.zero_bubble.analysis.score import ROUNDING
 
-"""Relative tolerance of times and of memory."""
 _FIRST_STEP, _LAST_STEP = 1e-2, 1e-4
 """By how much the first end that is tried exceeds the known bound, and the least excess that is tried."""
 
