@@ -131,3 +131,8 @@ def test_counts_are_numbers_or_auto(capsys: Capture, flag: str) -> None:
     with pytest.raises(SystemExit):
         main(f"plan {SIZES} --schedule zero-pp {flag} two".split())
     assert f"{flag}: it is a number, or auto; got 'two'" in capsys.readouterr().err
+
+
+def test_compare_refuses_a_size_of_units_without_sharded_units(capsys: Capture) -> None:
+    said = refusal(capsys, f"compare {SIZES} --unit-microbatches 2")
+    assert "--unit-microbatches applies only to --shard-weights" in said

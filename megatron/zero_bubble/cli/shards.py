@@ -113,7 +113,7 @@ def shards(options: argparse.Namespace) -> bool:
                 f"--unit-microbatches is for zero-pp, or for --shard-weights; got {schedule or 'a file'}; leave it out"
             )
     if not options.shard_weights:
-        for name in _FLAGS:
+        for name in _FLAGS if hasattr(options, "schedule") else (*_FLAGS, "unit_microbatches"):
             if getattr(options, name, None) is not None:
                 raise UserError(f"{as_flag(name)} applies only to --shard-weights; give both, or leave it out")
         return False
