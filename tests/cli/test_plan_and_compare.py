@@ -319,3 +319,18 @@ def test_plan_of_a_file_says_what_a_run_would_refuse(capsys: Capture, tmp_path: 
         assert main(plan) == 0
         said = "A run would refuse this schedule: each stage must run its W passes in the order of its B passes"
         assert (said in capsys.readouterr().out) is refused
+
+
+def test_plan_of_a_file_names_what_it_leaves_out(capsys: Capture, tmp_path: Path) -> None:
+    """A run takes it, so that its iteration has another length than this plan."""
+    file = tmp_path / "plan.json"
+    for more, left in (
+        ([], ""),
+        (["--offload", "all", "--host-ms", "1"], "moves"),
+        (["--shard-weights", "--gather-ms", "1"], "sharded units"),
+    ):
+        main(["plan", "--schedule", "zero-pp", *SIZES, *TIMES, *more, "--format", "json"])
+        file.write_text(capsys.readouterr().out)
+        assert main(["plan", "--schedule-file", str(file), *TIMES]) == 0
+        _, _, named = capsys.readouterr().out.partition("planned here; a run also takes its ")
+        assert named.partition(".\n")[0] == left

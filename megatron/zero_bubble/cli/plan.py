@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.zero_bubble.cli.choices import choices_of, choices_of_files
@@ -18,8 +19,7 @@ from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import read_schedule_file
-from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.formats.plan import PlanFile, read_plan_file
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.runnable import check_trainable
 from megatron.zero_bubble.planning.answer import answer
@@ -144,8 +144,9 @@ def question_of(options: argparse.Namespace) -> Question:
     if cuts is not None and options.schedule_file is not None:
         raise UserError("--num-slices and --slice-cuts do not apply to a schedule file, which has its own; drop them")
     moves = offloads(options)
-    file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
-    costs, by_cost, sharding = _figures_of(options, file), options.layout == BY_COST, shards(options)
+    planned = None if options.schedule_file is None else read_plan_file(options.schedule_file)
+    file = None if planned is None else planned.schedule
+    costs, by_cost, sharding = _figures_of(options, planned), options.layout == BY_COST, shards(options)
     refuse_excluded(choices_of(options) | choices_of_files(costs, file))
     costs = with_shards(options, costs) if sharding else costs
     if by_cost:
@@ -202,9 +203,10 @@ def _num_chunks(options: argparse.Namespace, costs: Figures) -> tuple[int | None
     return tuple(range(2, most + 1)) if recipe(options.schedule).shape == "interleaved" else (None,)
 
 
-def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
-    if file is None:
+def _figures_of(options: argparse.Namespace, planned: PlanFile | None) -> Figures:
+    if planned is None:
         return figures(options)
+    file = planned.schedule
     for flag, count, own in (
         ("--num-ranks", options.num_ranks, file.num_ranks),
         ("--num-microbatches", options.num_microbatches, file.num_microbatches),
@@ -212,13 +214,15 @@ def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
         if count not in (None, own):
             raise UserError(f"{flag} must equal the value in the schedule file, {own}; got {count}; leave it out")
     costs = figures(options, file.num_ranks, file.num_microbatches)
-    return replace(costs, notes=(*costs.notes, *_refusals(file)))
+    return replace(costs, notes=(*costs.notes, *_remarks(planned)))
 
 
-def _refusals(schedule: Schedule) -> tuple[str, ...]:
-    """Say what a run would refuse about a valid schedule, which a plan may still have."""
+def _remarks(planned: PlanFile) -> Iterator[str]:
+    """Say what a run would refuse about a valid schedule, and what else than the schedule it would take."""
     try:
-        check_trainable(schedule)
+        check_trainable(planned.schedule)
     except UserError as error:
-        return (f"A run would refuse this schedule: {error}.",)
-    return ()
+        yield f"A run would refuse this schedule: {error}."
+    others = {"layout": planned.layout, "moves": planned.moves, "sharded units": planned.sharding}
+    if left := [name for name, other in {**others, "recomputed logits": planned.recompute_logits}.items() if other]:
+        yield f"Only the schedule of the file is planned here; a run also takes its {', '.join(left)}."
