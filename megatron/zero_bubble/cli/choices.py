@@ -10,21 +10,18 @@ from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.vocabulary import are_divided
 
-_OF_COSTS = ("attention_share",)
-"""Flags that are about the costs here, and a choice of a job."""
-
 
 def choices_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What the flags of ``plan`` choose."""
-    return {name: value for name, value in vars(options).items() if name not in _OF_COSTS}
+    """What the flags of ``plan`` choose; the share of attention is one of the costs here, and a choice of a job."""
+    return {name: value for name, value in vars(options).items() if name != "attention_share"}
 
 
 def choices_of_files(costs: Figures, file: Schedule | None = None) -> dict[str, Any]:
     """What the costs and a schedule file choose, in addition to the flags."""
     choices: dict[str, Any] = {"vocabulary": "auto"} if are_divided(costs) else {}
     if file is not None:
-        own = {"vocabulary": algorithm_of(file), "num_slices": file.num_slices}
-        choices |= {name: value for name, value in own.items() if value is not None}
+        choices["num_slices"] = file.num_slices
+        choices |= {} if (own := algorithm_of(file)) is None else {"vocabulary": own}
     return choices
 
 

@@ -26,6 +26,7 @@ from megatron.zero_bubble.ir import WHOLE, Placement, Plan, Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job import recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
 from megatron.zero_bubble.plan.offload import MoveSelection
@@ -105,13 +106,14 @@ def dry_run(options: argparse.Namespace) -> str:
     costs = job_figures(args, layers, options.gpu, options.costs)
     schedule = _schedule(args, costs, costs.num_microbatches)
     proved = _prove(args, costs)
-    plan = _with_offload(args, schedule)
-    if _shards(args):
+    select = _selection(args)
+    plan = None if select is None else lower_training(schedule, moves=select(schedule))
+    if args.zero_bubble_shard_weights:
         costs, plan = _sharded(args, costs, schedule)
     figures = costs.on(args.placement)
-    receives: PostReceives = args.zero_bubble.post_receives if _has_schedule(args) else "early"
+    receives: PostReceives = args.zero_bubble.post_receives if has_schedule(args) else "early"
     timeline = timeline_of(schedule, *figures) if plan is None else simulate(plan, *figures)
-    host = None if _selection(args) is None or plan is None else host_peaks(plan, costs.on(args.placement)[1])
+    host = None if select is None or plan is None else host_peaks(plan, costs.on(args.placement)[1])
     memory = _memory(timeline, costs, receives)
     if options.gpu_memory is not None:
         _check_memory(options.gpu_memory, memory, costs)
@@ -135,7 +137,7 @@ def dry_run(options: argparse.Namespace) -> str:
 
 def _slower(args: argparse.Namespace, timeline: Timeline, costs: Figures) -> str | None:
     """Return a sentence if the job's schedule would be slower than 1F1B; None if not, or if they cannot be compared."""
-    if not _has_schedule(args) or _shards(args) or algorithm_of(timeline.schedule) is not None:
+    if not has_schedule(args) or args.zero_bubble_shard_weights or algorithm_of(timeline.schedule) is not None:
         return None
     return slower_than_1f1b(timeline, costs, "span" if args.zero_bubble_post_validation else "makespan")
 
@@ -174,16 +176,6 @@ def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -
     return build("interleaved-1f1b", **sizes, num_chunks=chunks) if chunks else build("1f1b", **sizes)
 
 
-def _with_offload(args: argparse.Namespace, schedule: Schedule) -> Plan | None:
-    """Return the plan of ``schedule`` with the ops of offloading; None if nothing is offloaded."""
-    select = _selection(args)
-    return None if select is None else lower_training(schedule, moves=select(schedule))
-
-
-def _shards(args: argparse.Namespace) -> bool:
-    return bool(args.zero_bubble_shard_weights)
-
-
 def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule) -> tuple[Figures, Plan]:
     """Return the figures with the memory that sharded units take, and the plan with their ops."""
     sharding, replicas = args.zero_bubble.sharding(costs.num_ranks), args.data_parallel_size
@@ -204,7 +196,7 @@ def _selection(args: argparse.Namespace) -> MoveSelection | None:
 
 def _prove(args: argparse.Namespace, costs: Figures) -> str:
     """Prove the plans as the run does, for every batch size of the job, and return a sentence with what was proved."""
-    if not _has_schedule(args):
+    if not has_schedule(args):
         return "The job uses Megatron's built-in schedule, which is not proved."
     config: ZeroBubbleConfig = args.zero_bubble
     select = _selection(args)
@@ -226,10 +218,6 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
     where = f", with {queues.what}" if queues is not None and queues.what else ""
     return f"Proved free of deadlock for {listed} microbatches{where}."
-
-
-def _has_schedule(args: argparse.Namespace) -> bool:
-    return bool(args.zero_bubble_schedule or args.zero_bubble_schedule_file)
 
 
 def _uses_nccl(args: argparse.Namespace) -> bool:

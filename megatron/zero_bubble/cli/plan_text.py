@@ -8,11 +8,7 @@ from megatron.zero_bubble.analysis.period import period_ms
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.plans import (
-    limit_verdict,
-    message_memory,
-    rank_memory,
-)
+from megatron.zero_bubble.planning.plans import limit_verdict, message_memory, rank_memory
 from megatron.zero_bubble.render.excerpt import draw
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.search.loops import compiled

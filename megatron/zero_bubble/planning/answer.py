@@ -64,17 +64,9 @@ def answer(question: Question, choosers: Sequence[Chooser] = CHOOSERS) -> Answer
     """
     started = time.perf_counter()
     found = best(_asking(choosers)(question), partial(score, question))
-    own = found.offer
-    return Answer(
-        own.schedule,
-        own.costs,
-        own.layouts,
-        own.offloaded,
-        own.shards,
-        question=question,
-        dropped=found.dropped,
-        seconds=time.perf_counter() - started,
-    )
+    own, seconds = found.offer, time.perf_counter() - started
+    offered = own.schedule, own.costs, own.layouts, own.offloaded, own.shards
+    return Answer(*offered, question=question, dropped=found.dropped, seconds=seconds)
 
 
 def _asking(choosers: Sequence[Chooser]) -> Ask:

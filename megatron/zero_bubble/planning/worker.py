@@ -28,7 +28,6 @@ from megatron.zero_bubble.planning.question import of_run
 
 _LOWEST_PRIORITY = 19
 
-
 _KEYS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "costs": ("the text of a costs file", is_text),
     "num_ranks": ("a whole number above 0", is_positive),

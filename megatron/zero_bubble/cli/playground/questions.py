@@ -24,7 +24,6 @@ from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS
 from megatron.zero_bubble.plan.offload import NO_SHARE
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.offload import AUTO
-from megatron.zero_bubble.planning.offload import AUTO as OFFLOAD_AUTO
 from megatron.zero_bubble.planning.plan_file import offload_content
 from megatron.zero_bubble.planning.plans import limit_verdict
 from megatron.zero_bubble.planning.question import Question
@@ -63,11 +62,6 @@ class PageQuestion(NamedTuple):
 
     command: str
     question: Question
-
-    @property
-    def searches(self) -> bool:
-        """Whether the answer needs a search, which takes seconds."""
-        return self.question.searches
 
 
 class _Parser(argparse.ArgumentParser):
@@ -153,7 +147,7 @@ def catalogue() -> dict[str, Any]:
         ],
         "vocabulary": CHOICES,
         "lane": LANE_COLOUR,
-        "offload": (NO_SHARE, OFFLOAD_AUTO, "50%", "all"),
+        "offload": (NO_SHARE, AUTO, "50%", "all"),
         "most": MOST,
         "slices": [*(str(2**power) for power in range(MOST_SHOWN_SLICES.bit_length())), AUTO],
     }

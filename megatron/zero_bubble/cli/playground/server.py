@@ -121,13 +121,13 @@ class _Handler(BaseHTTPRequestHandler):
 
         One search and one other plan run at a time, and neither for a client that disconnects while it waits.
         """
-        server, question = self.server, read_question(query)
+        server, asked = self.server, read_question(query)
         if (known := server.answers.get(query)) is not None:
             return known
-        with server.searching if question.searches else server.planning:
+        with server.searching if asked.question.searches else server.planning:
             if self._has_left():
                 return None
-            return server.keep(query, _encode(page_answer(question)))
+            return server.keep(query, _encode(page_answer(asked)))
 
     def _has_left(self) -> bool:
         readable, _, _ = select.select([self.connection], [], [], 0)
