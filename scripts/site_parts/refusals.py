@@ -180,6 +180,8 @@ def _text(node: ast.expr) -> str:
             return "".join(map(_text, node.values))
         case ast.FormattedValue(value=ast.IfExp() | ast.Constant() as value):
             return _text(value)
+        case ast.FormattedValue(value=ast.Call(func=ast.Name(id="as_flag"))):
+            return f"--{_ELLIPSIS}"
         case ast.FormattedValue(value=ast.Name(id=name)) if name in _NAMES:
             return _NAMES[name]
         case ast.IfExp():
