@@ -26,7 +26,10 @@ class Several:
 
 @pytest.mark.parametrize(
     ("argument", "what"),
-    [({"p2p_communicator": object()}, "a p2p_communicator"), ({"pg_collection": Several()}, "a Several")],
+    [
+        ({"p2p_communicator": object()}, "a p2p_communicator of type object"),
+        ({"pg_collection": Several()}, "a Several"),
+    ],
 )
 def test_several_models_are_rejected(monkeypatch: pytest.MonkeyPatch, argument: dict[str, Any], what: str) -> None:
     monkeypatch.setattr(process_groups_config, "MultiModuleProcessGroupCollection", Several, raising=False)

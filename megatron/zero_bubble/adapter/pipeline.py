@@ -29,7 +29,7 @@ from megatron.zero_bubble.adapter.prepared import PreparedPlan, check_queues, ch
 from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
 from megatron.zero_bubble.adapter.staging import Links
-from megatron.zero_bubble.adapter.versions import check_one_model, process_groups
+from megatron.zero_bubble.adapter.versions import check_one_model, check_one_pipeline, process_groups
 from megatron.zero_bubble.adapter.vocabulary_parallel import VocabularyParallel
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs.lengths import Shape
@@ -211,6 +211,7 @@ class Pipeline:
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
         config = get_model_config(chunks[0])
         groups = process_groups(pg_collection or grad_finalize_pgs)
+        check_one_pipeline(p2p_communicator, groups)
         what = forward_only, collect_non_loss_data, first_val_step
         step = StepArguments(forward_step_func, num_microbatches, config, groups.cp.size(), *what)
         equal = seq_length, micro_batch_size, decoder_seq_length

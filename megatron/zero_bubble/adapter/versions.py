@@ -11,9 +11,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core import parallel_state, process_groups_config
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel import p2p_communication, schedules
 
 from megatron.zero_bubble.errors import UserError
 
@@ -76,14 +77,35 @@ def process_groups(pg_collection: Any) -> Any:
 
 
 def check_one_model(p2p_communicator: Any, pg_collection: Any) -> None:
-    """Raise UserError for arguments that belong to a pipeline of several models on separate ranks."""
+    """Raise UserError for arguments that belong to a pipeline of several models on separate ranks.
+
+    Megatron-Bridge also passes, for one model, the communicator and the groups that upstream's schedules make for
+    themselves; our schedules need no communicator, since they do their own communication.
+    """
     several = getattr(process_groups_config, "MultiModuleProcessGroupCollection", None)
-    if p2p_communicator is not None or (several is not None and isinstance(pg_collection, several)):
-        what = "a p2p_communicator" if p2p_communicator is not None else f"a {type(pg_collection).__name__}"
+    plain = getattr(p2p_communication, "P2PCommunicator", None)
+    if several is not None and isinstance(pg_collection, several):
+        what = f"a {type(pg_collection).__name__}"
+    elif p2p_communicator is not None and type(p2p_communicator) is not plain:
+        what = f"a p2p_communicator of type {type(p2p_communicator).__name__}"
+    else:
+        return
+    raise UserError(
+        "zero-bubble schedules support one model per pipeline and do their own communication; got "
+        f"{what}, which is for several models on separate ranks; leave it out, or train without a zero-bubble "
+        "schedule"
+    )
+
+
+def check_one_pipeline(p2p_communicator: Any, groups: Any) -> None:
+    """Raise UserError if the communicator that upstream would use belongs to other ranks than ``groups``."""
+    if p2p_communicator is not None and p2p_communicator.pp_group is not groups.pp:
+        ranks = (torch.distributed.get_process_group_ranks(each) for each in (p2p_communicator.pp_group, groups.pp))
+        of_communicator, of_groups = ranks
         raise UserError(
-            "zero-bubble schedules support one model per pipeline and do their own communication; got "
-            f"{what}, which is for several models on separate ranks; leave it out, or train without a zero-bubble "
-            "schedule"
+            "the communicator of a pipeline must have the pipeline group of pg_collection, or without pg_collection "
+            f"Megatron's global one; got a p2p_communicator of ranks {of_communicator} and a pipeline group of ranks "
+            f"{of_groups}; pass P2PCommunicator(pp_group=pg_collection.pp, config=config)"
         )
 
 
