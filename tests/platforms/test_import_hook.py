@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.zero_bubble.platforms.cpu.import_hook import PostImportHook
+from megatron.zero_bubble.platforms.import_hook import AfterImport, PostImportHook
 
 
 @pytest.fixture
@@ -54,3 +54,42 @@ def test_removed_hook_does_nothing(package: str, monkeypatch: pytest.MonkeyPatch
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.value == 1
+
+
+def test_two_hooks_may_watch_one_module(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = [PostImportHook({f"{package}.source"}, double) for _ in range(2)]
+    monkeypatch.setattr(sys, "meta_path", [*hooks, *sys.meta_path])
+    assert importlib.import_module(f"{package}.user").value == 4
+
+
+def test_after_import_waits_for_the_outermost_module(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``user`` imports ``source`` and goes on; then everything can be used, also as an attribute of its package."""
+    complete: list[int] = []
+
+    def then() -> None:
+        namespace: dict[str, int] = {}
+        exec(f"import {package}.user\nvalue = {package}.user.value", namespace)
+        complete.append(namespace["value"])
+
+    hook = AfterImport(f"{package}.", f"{package}.source", then)
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+    importlib.import_module(package)
+    assert complete == []
+    importlib.import_module(f"{package}.user")
+    assert complete == [1]
+    assert hook not in sys.meta_path
+
+
+def test_after_import_does_nothing_if_the_import_fails(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    hook = AfterImport(f"{package}.", f"{package}.source", lambda: calls.append("then"))
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+    folder = Path(importlib.import_module(package).__file__ or "").parent
+    (folder / "broken.py").write_text("from hooked_package.source import missing\n")
+    importlib.invalidate_caches()
+    # The import of ``source`` within that of ``broken`` succeeds, and is not the outermost one.
+    with pytest.raises(ImportError, match="missing"):
+        importlib.import_module(f"{package}.broken")
+    assert calls == []
+    importlib.import_module(f"{package}.user")
+    assert calls == ["then"]

@@ -140,6 +140,13 @@ def report() -> list[str]:
     return _active.report()
 
 
+def in_place_of(config: ZeroBubbleConfig) -> str:
+    """The schedule of ``config`` and the names that it replaces, for a log: one phrase."""
+    replaced = dict.fromkeys(line.partition(":")[0].removeprefix("megatron.") for line in report())
+    name = config.schedule or config.schedule_file
+    return f"schedule {name} in megatron-core {megatron.core.__version__}, in place of {', '.join(replaced)}"
+
+
 def _replace(replacements: list[Replacement], close: Callable[[], None] = lambda: None) -> None:
     if _active:
         raise PatchError("megatron-core is already patched; call revert() before applying another configuration")

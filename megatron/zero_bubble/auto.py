@@ -1,0 +1,68 @@
+"""Switch on a schedule without a command line, in processes that someone else's program starts.
+
+    ZERO_BUBBLE_SCHEDULE=zb-h1 python train.py
+
+where ``train.py``, or a framework that it configures, contains ``import megatron.zero_bubble.auto``. This module then
+calls ``megatron.zero_bubble.apply`` with the flags in the environment (``job/environment.py``): at once if
+megatron-core's schedules are imported already, else at the end of the import that imports them. Rank 0 prints one line.
+Without ``ZERO_BUBBLE_SCHEDULE``, Megatron's own schedule stays. ``megatron.zero_bubble.revert()`` undoes it.
+
+Import it before the model is built, and before megatron-core's process groups are made if the schedule is on a V. With
+``ZERO_BUBBLE_DEVICE=cpu``, it also lets megatron-core run without a GPU, and must precede megatron-core.
+
+The import raises ``UserError`` for variables that are wrong, and ``SeamError`` for an unsupported megatron-core.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.environment import flags_in
+from megatron.zero_bubble.job.flags import config_of, has_schedule
+from megatron.zero_bubble.job.installed import check_installed
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+
+def switch_on(environment: Mapping[str, str]) -> None:
+    """Apply the schedule that the variables name, now or when megatron-core's schedules are imported.
+
+    Raises:
+        UserError: see ``job.environment.flags_in``; or CPU ranks after megatron-core has been imported.
+    """
+    options = flags_in(environment)
+    check_installed("torch", "megatron.core")
+    if options.zero_bubble_device == "cpu":
+        from megatron.zero_bubble.platforms.cpu import use_cpu_ranks
+
+        use_cpu_ranks()
+    if not has_schedule(options):
+        _say("no ZERO_BUBBLE_SCHEDULE; Megatron's own schedule stays")
+        return
+    config = config_of(options)
+    if _SCHEDULES in sys.modules:
+        _apply(config)
+        return
+    from megatron.zero_bubble.platforms.import_hook import AfterImport
+
+    # Modules of this package that import megatron-core's count too, because apply() needs them as well.
+    sys.meta_path.insert(0, AfterImport("megatron.", _SCHEDULES, lambda: _apply(config)))
+
+
+def _apply(config: ZeroBubbleConfig) -> None:
+    from megatron.zero_bubble.patching.apply import apply, in_place_of
+
+    apply(config, say=_say)
+    _say(f"{in_place_of(config)}, by the environment")
+
+
+def _say(line: str) -> None:
+    """Print a line on rank 0, and in processes whose rank is not known yet."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"zero-bubble: {line}", flush=True)
+
+
+switch_on(os.environ)

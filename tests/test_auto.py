@@ -1,0 +1,80 @@
+"""``import megatron.zero_bubble.auto`` switches on the schedule of the environment, before megatron or after it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.adapter.test_foreign_loop import train
+from tests.helpers.ranks import RankPool
+
+BEFORE_MEGATRON = """
+import sys
+import megatron.zero_bubble.auto
+assert "megatron.core" not in sys.modules
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+import megatron.zero_bubble
+assert len(megatron.zero_bubble.report()) == 3
+applied = schedules.forward_backward_pipelining_without_interleaving
+megatron.zero_bubble.revert()
+assert applied is not schedules.forward_backward_pipelining_without_interleaving
+assert not megatron.zero_bubble.report()
+"""
+
+
+def test_before_megatron_is_imported_the_schedule_waits_for_it() -> None:
+    variables = {"ZERO_BUBBLE_SCHEDULE": "zb-h1", "ZERO_BUBBLE_DEVICE": "cpu", "RANK": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BEFORE_MEGATRON],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    (line,) = ended.stdout.splitlines()
+    assert line.startswith("zero-bubble: schedule zb-h1 in megatron-core ")
+    assert line.endswith("linear_with_grad_accumulation_and_async_allreduce, by the environment")
+
+
+def switched_on(rank: int) -> tuple[Any, Any, list[str]]:
+    """A training run under stock, and one switched on by the environment when megatron-core is there already."""
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    from megatron.core import parallel_state
+
+    import megatron.zero_bubble
+    from megatron.zero_bubble.auto import switch_on
+
+    os.environ["RANK"] = str(rank)
+    printed = StringIO()
+    with redirect_stdout(printed):
+        switch_on({"ZERO_BUBBLE_SCHEDULE": "zb-h1", "ZERO_BUBBLE_EXACT": "1"})  # before any process group
+    try:
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
+        ours = train()
+    finally:
+        megatron.zero_bubble.revert()
+    return train(), ours, printed.getvalue().splitlines()
+
+
+def test_after_megatron_is_imported_it_is_applied_at_once(ranks: RankPool) -> None:
+    first, last = ranks.run(2, switched_on)
+    assert first[0] == first[1]
+    assert last[0] == last[1]
+    assert [line.startswith("zero-bubble: schedule zb-h1 in megatron-core ") for line in first[2]] == [True]
+    assert last[2] == []
+
+
+def test_without_a_schedule_nothing_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron.zero_bubble.auto import switch_on
+
+    capsys.readouterr()
+    switch_on({"RANK": "0"})
+    assert capsys.readouterr().out == "zero-bubble: no ZERO_BUBBLE_SCHEDULE; Megatron's own schedule stays\n"
