@@ -5,8 +5,8 @@ torchrun --nproc-per-node 2 examples/own_loop.py stock --cpu
 torchrun --nproc-per-node 2 examples/own_loop.py zb-h1 --cpu
 torchrun --nproc-per-node 2 examples/own_loop.py zb-v --cpu
 
-Every process is a pipeline rank; without --cpu, each needs a GPU. Only the lines that name zero_bubble or stages are
-not stock megatron-core.
+Every process is a pipeline rank; without --cpu, each needs a GPU. Only the lines that name zero_bubble are not stock
+megatron-core.
 """
 
 import argparse
@@ -61,17 +61,15 @@ def initialize(chunk):
 def train(schedule, device):
     """Train for a few steps of plain SGD; return the mean loss of each on the last rank, nothing on the others."""
     num_ranks = dist.get_world_size()
-    stages = megatron.zero_bubble.ModelStages("1f1b" if schedule == "stock" else schedule, num_ranks)
+    stages_per_rank = 2 if schedule == "zb-v" else None  # Megatron's virtual pipeline size
+    if schedule != "stock":
+        megatron.zero_bubble.apply(schedule)
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=num_ranks,
-        virtual_pipeline_model_parallel_size=stages.virtual_size,
-        get_embedding_ranks=stages.embedding_ranks,
+        virtual_pipeline_model_parallel_size=stages_per_rank,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(7)
-    if schedule != "stock":
-        megatron.zero_bubble.apply(schedule)  # before the model is built
-
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -79,7 +77,7 @@ def train(schedule, device):
         hidden_dropout=0.0,
         attention_dropout=0.0,
         pipeline_model_parallel_size=num_ranks,
-        virtual_pipeline_model_parallel_size=stages.virtual_size,
+        virtual_pipeline_model_parallel_size=stages_per_rank,
         pipeline_dtype=torch.float32,
     )
     config.finalize_model_grads_func = finalize_model_grads
@@ -89,7 +87,8 @@ def train(schedule, device):
         initialize(model)
         return model
 
-    model = [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in stages.build(build)]
+    chunks = megatron.zero_bubble.build_stages(build)
+    model = [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
     data = [batches(device) for _ in model]  # every chunk reads every microbatch once
     means = []
     for _ in range(STEPS):

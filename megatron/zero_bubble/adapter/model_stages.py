@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.adapter.placement import (
     as_pipeline_rank,
@@ -17,7 +19,9 @@ from megatron.zero_bubble.adapter.placement import (
 )
 from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.runnable import is_megatrons_own
 
 
 class ModelStages:
@@ -54,13 +58,13 @@ class ModelStages:
         source = own.sources()(num_ranks)
         self._placement, self._divides_vocabulary = source.placement, source.vocabulary is not None
         chunks = self._placement.num_stages // num_ranks
-        self.virtual_size = chunks if chunks > 1 else None
+        self.virtual_size = _virtual(chunks)
         self.embedding_ranks: Callable[..., list[int]] = lambda ranks, *_: embedding_ranks(self._placement)(ranks)
 
     def build(self, make: Callable[..., torch.nn.Module]) -> list[torch.nn.Module]:
         """Build the model chunks of this rank, in the order in which ``forward_backward_func(model=...)`` takes them.
 
-        Call it after ``apply``.
+        Call it after ``apply``. ``megatron.zero_bubble.build_stages`` does the same for the schedule in force.
 
         Args:
             make: makes one chunk from the arguments of megatron-core's ``GPTModel`` that depend on the stage, by
@@ -68,28 +72,89 @@ class ModelStages:
                 stages per rank, ``vp_stage`` and ``pg_collection``. It must not wrap the chunk.
 
         Raises:
-            UserError: when the model-parallel groups are for another number of pipeline ranks.
+            UserError: as ``megatron.zero_bubble.build_stages``.
         """
-        group, placement = parallel_state.get_pipeline_model_parallel_group(), self._placement
-        if group.size() != placement.num_ranks:
-            raise UserError(
-                f"the stages are for {placement.num_ranks} pipeline ranks; got {group.size()}; give ModelStages the "
-                "pipeline_model_parallel_size of initialize_model_parallel"
-            )
-        chunks = [self._chunk(make, stage, chunk) for chunk, stage in enumerate(placement.stages_of(group.rank()))]
-        if self._divides_vocabulary:
-            shard_vocabulary(chunks, placement)
-        copy_tied_embedding(chunks)
-        return chunks
+        return build_chunks(self._placement, self._divides_vocabulary, make)
 
-    def _chunk(self, make: Callable[..., torch.nn.Module], stage: int, chunk: int) -> torch.nn.Module:
-        ends = {"pre_process": stage == 0, "post_process": stage == self._placement.num_stages - 1}
-        if self.virtual_size is None:
-            return make(**ends)
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        rank_of_chunk = megatron_rank(self._placement, rank, chunk)
-        with as_pipeline_rank(rank_of_chunk):
-            module = make(**ends, vp_stage=chunk, pg_collection=groups_as(rank_of_chunk))
-        module.vp_stage = chunk  # type: ignore[assignment]
-        describe_state_as(module, rank_of_chunk)
+
+def build_chunks(
+    placement: Placement, divides_vocabulary: bool, make: Callable[..., torch.nn.Module]
+) -> list[torch.nn.Module]:
+    """Build the model chunks of this rank; see ``ModelStages.build``.
+
+    Args:
+        divides_vocabulary: whether embedding and output layer are divided over all pipeline ranks.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    _check_sizes(placement, group.size(), parallel_state.get_virtual_pipeline_model_parallel_world_size())
+    _check_ends(placement, dist.get_process_group_ranks(group))
+    stages = placement.stages_of(group.rank())
+    chunks = [_chunk(make, placement, stage, chunk) for chunk, stage in enumerate(stages)]
+    if divides_vocabulary:
+        shard_vocabulary(chunks, placement)
+    copy_tied_embedding(chunks)
+    return chunks
+
+
+def _chunk(make: Callable[..., torch.nn.Module], placement: Placement, stage: int, chunk: int) -> torch.nn.Module:
+    ends = {"pre_process": stage == 0, "post_process": stage == placement.num_stages - 1}
+    if placement.num_stages == placement.num_ranks:
+        module = make(**ends)
+        _check_model(module, placement)
         return module
+    rank_of_chunk = megatron_rank(placement, parallel_state.get_pipeline_model_parallel_rank(), chunk)
+    with as_pipeline_rank(rank_of_chunk):
+        module = make(**ends, vp_stage=chunk, pg_collection=groups_as(rank_of_chunk))
+    _check_model(module, placement)
+    module.vp_stage = chunk  # type: ignore[assignment]
+    describe_state_as(module, rank_of_chunk)
+    return module
+
+
+def _check_sizes(placement: Placement, num_ranks: int, virtual_size: int | None) -> None:
+    """Check that the model-parallel groups are those of the placement."""
+    if num_ranks != placement.num_ranks:
+        raise UserError(
+            f"the stages are for {placement.num_ranks} pipeline ranks; got {num_ranks}; give ModelStages, or the plan, "
+            "the pipeline_model_parallel_size of initialize_model_parallel"
+        )
+    if (virtual_size or 1) != (wanted := placement.num_stages // num_ranks):
+        raise UserError(
+            f"the schedule has {wanted} stages per rank, so initialize_model_parallel needs "
+            f"virtual_pipeline_model_parallel_size={_virtual(wanted)}; got {virtual_size}; give it there and in the "
+            "TransformerConfig"
+        )
+
+
+def _check_ends(placement: Placement, ranks: list[int]) -> None:
+    """Check that the ranks with the first and the last stage form the embedding group.
+
+    Ranks sum the initial weights of a tied embedding over this group while they build their chunks, and would wait for
+    each other.
+    """
+    if is_megatrons_own(placement):
+        return
+    ends, group = embedding_ranks(placement)(ranks), parallel_state.get_embedding_group(check_initialized=False)
+    members = [] if group is None else dist.get_process_group_ranks(group)
+    if members != (ends if dist.get_rank() in ends else []):
+        raise UserError(
+            f"the first and the last stage are on ranks {ends}, which must form the embedding group; got {members}; "
+            "call apply() before initialize_model_parallel, or give it get_embedding_ranks=ModelStages(schedule, "
+            "num_ranks).embedding_ranks"
+        )
+
+
+def _check_model(chunk: torch.nn.Module, placement: Placement) -> None:
+    """Check that a chunk has the layers of one stage."""
+    wanted = placement.num_stages // placement.num_ranks
+    size = get_model_config(chunk).virtual_pipeline_model_parallel_size
+    if (size or 1) != wanted:
+        raise UserError(
+            f"the schedule has {wanted} stages per rank, so the TransformerConfig of a chunk needs "
+            f"virtual_pipeline_model_parallel_size={_virtual(wanted)}; got {size}; give it there"
+        )
+
+
+def _virtual(num_chunks: int) -> int | None:
+    """Megatron's virtual pipeline size for a number of stages per rank."""
+    return num_chunks if num_chunks > 1 else None

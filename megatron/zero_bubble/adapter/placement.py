@@ -92,6 +92,17 @@ def embedding_ranks(placement: Placement) -> Any:
     return of_pipeline
 
 
+def grouping_ends(initialize: Callable[..., None], placement_on: Callable[[int], Placement]) -> Callable[..., None]:
+    """``parallel_state.initialize_model_parallel`` with the embedding group of the placement of a number of ranks."""
+
+    @functools.wraps(initialize)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+        kwargs["get_embedding_ranks"] = lambda ranks, *_: embedding_ranks(placement_on(len(ranks)))(ranks)
+        initialize(*args, **kwargs)
+
+    return initialize_model_parallel
+
+
 def last_stage_of(placement_on: Callable[[int], Placement], original: Callable[..., bool]) -> Callable[..., bool]:
     """``parallel_state.is_pipeline_last_stage`` for the placement of a number of ranks.
 

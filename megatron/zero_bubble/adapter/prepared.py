@@ -82,8 +82,8 @@ class PreparedPlan:
             raise UserError(
                 f"schedule {self.plan.schedule.name!r} has {len(self.stages)} stages on this rank, so the model must "
                 f"have {len(self.stages)} chunks; got {len(chunks)}; build them with "
-                "megatron.zero_bubble.ModelStages(schedule, num_ranks).build, as examples/own_loop.py does, or check "
-                "the virtual pipeline options of a Megatron-LM job"
+                "megatron.zero_bubble.build_stages(make_chunk), as examples/own_loop.py does, or check the virtual "
+                "pipeline options of a Megatron-LM job"
             )
         for facts, chunk in zip(self.stages, chunks, strict=True):
             model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -91,7 +91,7 @@ class PreparedPlan:
                 raise UserError(
                     f"stage {facts.stage} of schedule {self.plan.schedule.name!r} has the wrong model chunk: embedding "
                     f"{model.pre_process}, output layer {model.post_process}; build each chunk for its stage in the "
-                    "schedule's placement, as megatron.zero_bubble.ModelStages(schedule, num_ranks).build does"
+                    "schedule's placement, as megatron.zero_bubble.build_stages(make_chunk) does"
                 )
 
 

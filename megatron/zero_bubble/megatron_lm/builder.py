@@ -13,7 +13,6 @@ from megatron.zero_bubble.adapter.placement import (
     as_pipeline_rank,
     copy_tied_embedding,
     describe_state_as,
-    embedding_ranks,
     group_as,
     groups_as,
     megatron_rank,
@@ -21,15 +20,6 @@ from megatron.zero_bubble.adapter.placement import (
 from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.runnable import is_megatrons_own
-
-
-def grouping_ends(initialize: Callable[..., None], placement: Placement) -> Callable[..., None]:
-    @functools.wraps(initialize)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-        kwargs["get_embedding_ranks"] = lambda ranks, *_: embedding_ranks(placement)(ranks)
-        initialize(*args, **kwargs)
-
-    return initialize_model_parallel
 
 
 class Builder:

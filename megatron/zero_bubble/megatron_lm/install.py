@@ -23,7 +23,7 @@ from megatron.zero_bubble.job.runnable import is_megatrons_own
 from megatron.zero_bubble.megatron_lm import checks as job_checks
 from megatron.zero_bubble.megatron_lm.batches import in_training, num_microbatches
 from megatron.zero_bubble.megatron_lm.bubble import JobBubble
-from megatron.zero_bubble.megatron_lm.builder import Builder, grouping_ends
+from megatron.zero_bubble.megatron_lm.builder import Builder
 from megatron.zero_bubble.megatron_lm.data import check_data
 from megatron.zero_bubble.megatron_lm.meeting import Meeting
 from megatron.zero_bubble.megatron_lm.of_version import check_loading, has_ramps
@@ -167,13 +167,8 @@ def _put_in_force(
     if is_megatrons_own(placement):
         _placed.replace(models if divides_vocabulary else [])
     else:
-        replacements: list[Replacement] = [
-            (seams.process_groups, lambda initialize: grouping_ends(initialize, placement)),
-            *models,
-        ]
-        if seams.pipeline_group is not None:
-            replacements.append((seams.pipeline_group, builder.asked_for_group))
-        _placed.replace(replacements)
+        of_version = [] if seams.pipeline_group is None else [(seams.pipeline_group, builder.asked_for_group)]
+        _placed.replace([*models, *of_version])
     taken = ", ".join(dict.fromkeys(line.partition(":")[0].removeprefix("megatron.") for line in report()))
     say(f"schedule {source.name} in megatron-core {megatron.core.__version__}, in place of {taken}")
     if layout := getattr(args, "pipeline_model_parallel_layout", None):

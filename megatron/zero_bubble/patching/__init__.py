@@ -1,5 +1,7 @@
 """Enable zero-bubble schedules in megatron-core, and undo that: ``apply``, ``observe``, ``revert``, ``report``.
 
+``build_stages`` builds model chunks for the schedule in force.
+
 Importing this package raises ``SeamError`` if the megatron-core version is unsupported or lacks a name that is used.
 """
 
@@ -10,6 +12,6 @@ from megatron.zero_bubble.patching.used import look_up
 
 look_up(installed_seams().used)  # first, because the next import needs some of these names
 
-from megatron.zero_bubble.patching.apply import apply, observe, report, revert  # noqa: E402
+from megatron.zero_bubble.patching.apply import apply, build_stages, observe, report, revert  # noqa: E402
 
-__all__ = ["PatchError", "Seam", "SeamError", "apply", "observe", "report", "revert"]
+__all__ = ["PatchError", "Seam", "SeamError", "apply", "build_stages", "observe", "report", "revert"]

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import megatron.core
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -16,16 +17,17 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.adapter.auto_offload import AutoMoves
 from megatron.zero_bubble.adapter.measured import Measured, Replanner
+from megatron.zero_bubble.adapter.model_stages import build_chunks
 from megatron.zero_bubble.adapter.offloading import Offloading
 from megatron.zero_bubble.adapter.on_demand import OnDemand
 from megatron.zero_bubble.adapter.part import Part
 from megatron.zero_bubble.adapter.pipeline import Options, Pipeline
-from megatron.zero_bubble.adapter.placement import add_tied_gradients, last_stage_of
+from megatron.zero_bubble.adapter.placement import add_tied_gradients, grouping_ends, last_stage_of
 from megatron.zero_bubble.adapter.shards import Collectives, ShardedUnits
 from megatron.zero_bubble.adapter.vocabulary.zeros import without_padding
 from megatron.zero_bubble.costs.units import parse_bytes
 from megatron.zero_bubble.errors import PatchError
-from megatron.zero_bubble.ir import WHOLE, Compute, Kind, Pass, Schedule
+from megatron.zero_bubble.ir import WHOLE, Compute, Kind, Pass, Placement, Schedule
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.runnable import is_megatrons_own
 from megatron.zero_bubble.measure.memory import MemoryMeter
@@ -42,7 +44,20 @@ from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.wgrad.fused import FusedAccumulator
 from megatron.zero_bubble.wgrad.linear import split_linear
 
-_active = Replaced()
+
+class _Active(Replaced):
+    """What is replaced; with a schedule, also its pipeline and the source of its schedules."""
+
+    pipeline: Pipeline | None = None
+    sources: SourceOnRanks | None = None
+
+    def revert(self) -> None:
+        """See ``Replaced``."""
+        self.pipeline = self.sources = None
+        super().revert()
+
+
+_active = _Active()
 _ANY = 2
 """Some number of ranks: it may be unknown yet, and what is asked with it does not depend on it."""
 
@@ -100,6 +115,7 @@ def apply(
         replacements += [
             (seams.last_stage, lambda original: last_stage_of(placement_on, original)),
             (seams.tied_gradients, add_tied_gradients),
+            (seams.process_groups, lambda original: grouping_ends(original, placement_on)),
         ]
     engine = transformer_engine.split(pipeline.store)
 
@@ -109,6 +125,7 @@ def apply(
         pipeline.close()
 
     _replace([*replacements, *engine.replacements], close)
+    _active.pipeline, _active.sources = pipeline, sources
     _name_changed_bodies(config, say)
     return pipeline
 
@@ -128,6 +145,40 @@ def observe(observers: Sequence[IterationObserver]) -> None:
             (seams.backward_step, lambda original: stock.timed(original, Kind.BW)),
         ]
     )
+
+
+def build_stages(make_chunk: Callable[..., torch.nn.Module]) -> list[torch.nn.Module]:
+    """Build the model chunks of this rank, where the schedule in force has its stages, for example on a V.
+
+    For example::
+
+        megatron.zero_bubble.apply("zb-v")
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2
+        )
+        config = TransformerConfig(..., virtual_pipeline_model_parallel_size=2)
+        chunks = megatron.zero_bubble.build_stages(lambda **stage: GPTModel(config, ..., **stage))
+
+    The same code serves schedules with one stage per rank, and, without ``apply``, Megatron's own.
+
+    Args:
+        make_chunk: makes one chunk from the arguments of megatron-core's ``GPTModel`` that depend on the stage, by
+            keyword: ``pre_process`` (has the embedding), ``post_process`` (has the output layer), and, with several
+            stages per rank, ``vp_stage`` and ``pg_collection``. It must not wrap the chunk.
+
+    Returns:
+        the chunks in the order in which ``forward_backward_func(model=...)`` takes them.
+
+    Raises:
+        UserError: the schedule is for another number of pipeline ranks or of stages per rank than the model-parallel
+            groups or the model's configuration; or the embedding group has other ranks than the first and last stage.
+    """
+    num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    if _active.sources is None:
+        num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        return build_chunks(Placement.interleaved(num_ranks, num_chunks), False, make_chunk)
+    source = _active.sources(num_ranks)
+    return build_chunks(source.placement, source.vocabulary is not None, make_chunk)
 
 
 def revert() -> None:
