@@ -32,7 +32,11 @@ SHAPES = (
 BATCH = ["--global-batch-size", "6"]
 LOOPED = "--zero-bubble-schedule interleaved-1f1b"
 OTHERS = (
-    f"{H1} --hybrid-layer-pattern M-M*",
+    f"{H1} --hybrid-layer-pattern M-|M*|ME",
+    f"{H1} --hybrid-layer-pattern M-Mt",
+    f"{V} --hybrid-layer-pattern M-M* --num-virtual-stages-per-pipeline-rank 2",
+    f"{V} --hybrid-layer-pattern M|M",
+    f"{V} --hybrid-layer-pattern MM --decoder-first-pipeline-num-layers 2",
     f"{H1} --yaml-cfg x.yaml",
     f"{H1} --num-layers 6 --tensor-parallel-num-weight-shards 2",
     f"{V} --save x --save-interval 5 --ckpt-format torch",
@@ -192,7 +196,7 @@ def test_layout_of_a_hybrid_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "has the invalid letter 't' in 'M*t'" in dry_run(capsys, "--hybrid-layer-pattern M*t")
     looped = dry_run(capsys, "--hybrid-layer-pattern M-|M*|ME-|M-")
     assert "0: embedding+2, 2: 3" in looped and "1: 2, 3: 2+loss" in looped
-    assert "Hybrid layers are not estimated" in looped
+    assert "Experts are not estimated" in looped
 
 
 def test_multi_token_prediction_has_costs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,8 +64,8 @@ def test_multi_token_prediction_is_on_the_last_stage_of_its_rank() -> None:
 
 
 def test_pattern_of_a_hybrid_model() -> None:
-    assert read_hybrid("M*M-|M-ME") == (("M*M-", "M-ME"), 0)
-    assert read_hybrid("M*M-/MM/MM") == (("M*M-",), 2)
+    assert read_hybrid("M*M-|M-ME") == (("M*M-", "M-ME"), ())
+    assert read_hybrid("M*M-/MM/MM") == (("M*M-",), ("MM", "MM"))
     with pytest.raises(UserError, match=r"--hybrid-layer-pattern has the invalid letter 't' in 'M\*t'; use only M"):
         read_hybrid("M*t")
 

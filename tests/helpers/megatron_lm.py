@@ -254,8 +254,16 @@ def _data_cache() -> str:
 
 
 @functools.cache
+def warm_ranks(script: Path, path: Path | None = None) -> WarmRanks:
+    """Return the process that forks ranks for jobs of ``script``, with ``path`` on the path of its modules."""
+    variables = environment()
+    if path is not None:
+        variables["PYTHONPATH"] += f"{os.pathsep}{path}"
+    return WarmRanks(script, variables)
+
+
 def _warm(checkout: Checkout) -> WarmRanks:
-    return WarmRanks(checkout.path / "pretrain_gpt.py", environment())
+    return warm_ranks(checkout.path / "pretrain_gpt.py")
 
 
 def pretrain_gpt(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any
@@ -77,6 +78,24 @@ def describe_state_as(chunk: Any, rank_of_chunk: int) -> None:
             return describe(*args, **kwargs)
 
     chunk.sharded_state_dict = sharded_state_dict
+
+
+def segment_of_stage(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``select_pipeline_segment``, which gives a hybrid model the layers of its stage, for groups of ``group_as``.
+
+    torch.distributed does not know these. Without a group, upstream counts stages instead of chunks.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def select_pipeline_segment(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        group, chunk = bound.arguments["pp_group"], bound.arguments["vp_stage"]
+        if isinstance(group, _GroupAs):
+            bound.arguments |= {"pp_group": None, "vp_stage": (chunk or 0) * group.size() + group.rank()}
+        return original(*bound.args, **bound.kwargs)
+
+    return select_pipeline_segment
 
 
 def embedding_ranks(placement: Placement) -> Any:

@@ -12,7 +12,8 @@ from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.formats.layout import job_predictions
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, model_of
+from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, model_of, unestimated_kinds
+from megatron.zero_bubble.job.pattern import pattern_of
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 
 _NO_PREDICTIONS = (
@@ -26,8 +27,10 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
     from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
 
     sizes = args.pipeline_model_parallel_size, args.batch_sizes.final // args.batch_sizes.granule
-    hybrid = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
-    dense, predictions = args.num_moe_experts is None and not hybrid, job_predictions(args)
+    others = (
+        unestimated_kinds(args) if pattern_of(args) is not None else ("experts",) * (args.num_moe_experts is not None)
+    )
+    dense, predictions = not others, job_predictions(args)
     # With context parallelism, every rank processes only a part of the sequence.
     model = replace(model_of(args, layers), sequence=args.seq_length // args.context_parallel_size)
     vocabulary = known_vocabulary(args)
@@ -46,7 +49,7 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
                 figures, "Attention is counted only within each context-parallel rank's part of the sequence."
             )
     else:
-        figures = _equal(sizes, "Hybrid layers" if hybrid else "Experts", any(predictions))
+        figures = _equal(sizes, ", ".join(others).capitalize(), any(predictions))
     figures = replace(figures, message_bytes=model.message_bytes * (1 if args.bf16 or args.fp16 else 2))
     if not dense:
         return figures
@@ -94,7 +97,7 @@ def _estimated(sizes: tuple[int, int], model: Model, gpu: str, predictions: tupl
     )
     if not any(predictions):
         return Figures(*sizes, lambda on: estimate(model, device, on), True, notes=notes)
-    parts = prediction_parts(model, device)
+    parts = prediction_parts(replace(model, pattern=""), device)
     more = "A layer of multi-token prediction (mtp) counts as a layer, a projection and an output layer."
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import layout_text
-from megatron.zero_bubble.formats.layout_string import read_hybrid
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.flags import has_schedule
+from megatron.zero_bubble.job.pattern import pattern_of
 from megatron.zero_bubble.job.planned import adopt
 from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags
 from megatron.zero_bubble.megatron_lm import checks
@@ -50,11 +50,11 @@ def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -
     checks.check_format(args, args.yaml_cfg)
     adopt(args)
     check_flags(Job(args, under_launcher=True, train_iters=args.train_iters))
-    if has_schedule(args):
-        checks.check_hybrid(args)
-    _read_pattern(args)
+    if (pattern := pattern_of(args)) is not None:
+        args.num_layers, args.mtp_num_layers = len(pattern.layers), len(pattern.predictions) or args.mtp_num_layers
     check_sizes(args, world_size)
     _place(args)
+    _read_pattern(args)
     args.batch_sizes = job_batches(args)
     check_model(args, world_size)
     if args.source is not None:
@@ -64,15 +64,11 @@ def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -
 
 
 def _read_pattern(args: argparse.Namespace) -> None:
-    """Convert the pattern of a hybrid model to a number of layers and, where it divides them, to a layout."""
-    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
-    if pattern is None:
-        return
-    stages, predictions = read_hybrid(pattern)
-    counts = [len(stage) for stage in stages]
-    args.num_layers, args.mtp_num_layers = sum(counts), predictions or args.mtp_num_layers
-    if len(counts) > 1:
-        args.pipeline_model_parallel_layout = layout_text(counts)[:-1] + "m" * predictions + "L"
+    """Convert the pattern of a hybrid model, where it divides the layers, to a layout."""
+    pattern = pattern_of(args)
+    if pattern is not None and len(pattern.stages) > 1:
+        layout = layout_text([len(stage) for stage in pattern.stages])
+        args.pipeline_model_parallel_layout = layout[:-1] + "m" * len(pattern.predictions) + "L"
 
 
 def _place(args: argparse.Namespace) -> None:

@@ -5,16 +5,20 @@ appendix B, after Korthikanti et al., arXiv 2205.05198), computed per part so th
 gated MLPs. With h = hidden size, s = sequence, b = microbatch, a = heads, and an MLP of 4h, F takes sbh(24h+4s)
 operations, B sbh(24h+8s) and W 24sbh^2; F stores sb(34h+5as) bytes, and B leaves 32sbh bytes to W. Times are these
 operations at an assumed share of the device's peak, plus several sweeps over the stored bytes at memory bandwidth for
-the element-wise kernels.
+the element-wise kernels. A hybrid model has layers of several kinds, of which attention and MLP are the two halves of a
+transformer layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.layer_work import LayerWork
 from megatron.zero_bubble.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.costs.mamba import Mamba
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 
@@ -59,13 +63,18 @@ DEVICES = {
 """Peaks are from the vendor; efficiency and link of the A100 are fitted to the paper's 4 nodes, the others assumed."""
 
 
+ESTIMATED_KINDS = "M*-"
+"""The kinds of layers of hybrid models that are estimated."""
+
+
 @dataclass(frozen=True)
 class Model:
     """The shapes of a GPT. ``layers`` is the number of layers of every stage in model order.
 
     ``heads * head_size`` need not equal ``hidden``; ``groups`` is the number of key-value heads; a ``gated`` MLP has
     three matrices. ``tensor_parallel`` divides all of it; the activations between matrix products are divided only with
-    ``sequence_parallel``.
+    ``sequence_parallel``. ``pattern`` has the kind of every layer of a hybrid model, in model order: ``M`` for Mamba,
+    whose shapes are ``mamba``, ``*`` for attention, and ``-`` for an MLP.
     """
 
     layers: tuple[int, ...]
@@ -82,6 +91,8 @@ class Model:
     recompute: Recompute = "none"
     tensor_parallel: int = 1
     sequence_parallel: bool = False
+    pattern: str = ""
+    mamba: Mamba = field(default_factory=Mamba)
 
     @property
     def tokens(self) -> int:
@@ -91,8 +102,28 @@ class Model:
     @property
     def layer_weights(self) -> int:
         """Number of weights in a layer's matrices: 12 h^2 if the MLP is 4h wide and every head has separate keys."""
-        queries, keys = self.heads * self.head_size, self.groups * self.head_size
-        return self.hidden * (2 * queries + 2 * keys) + (3 if self.gated else 2) * self.hidden * self.ffn
+        return self.attention_weights + self.mlp_weights
+
+    @property
+    def attention_weights(self) -> int:
+        """Number of weights in the matrices of attention."""
+        return self.hidden * 2 * (self.heads + self.groups) * self.head_size
+
+    @property
+    def mlp_weights(self) -> int:
+        """Number of weights in the matrices of an MLP."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    def _weights_of_layers(self) -> tuple[int, ...]:
+        """Number of weights per layer, in model order."""
+        if not self.pattern:
+            return (self.layer_weights,) * sum(self.layers)
+        of_kind = {
+            "M": self.mamba.weights(self.hidden),
+            "*": self.attention_weights,
+            "-": self.mlp_weights,
+        }
+        return tuple(of_kind[kind] for kind in self.pattern)
 
     def weights(self, placement: Placement) -> tuple[float, ...]:
         """Number of weights per rank (the part of one tensor-parallel rank); see ``stage_weights``.
@@ -112,7 +143,8 @@ class Model:
         Raises:
             UserError: as ``layers_on``.
         """
-        per_stage = [float(count * self.layer_weights) for count in self.layers_on(placement)]
+        ends, of_layers = accumulate(self.layers_on(placement), initial=0), self._weights_of_layers()
+        per_stage = [float(sum(of_layers[start:end])) for start, end in pairwise(ends)]
         per_stage[0] += self.vocabulary * self.hidden
         per_stage[-1] += self.vocabulary * self.hidden
         return tuple(count / self.tensor_parallel for count in per_stage)
@@ -138,23 +170,6 @@ class Model:
         return 2.0 * self.tokens * self.hidden / parts
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """One layer or the output layer: operations of F, B, W, bytes that element-wise kernels move, and bytes stored; of
-    these, the operations of F and B for attention scores, and the bytes of keys and values.
-    """
-
-    forward: float
-    backward: float
-    wgrad: float
-    moved: float
-    activation: float
-    kept_for_wgrad: float
-    forward_scores: float = 0.0
-    backward_scores: float = 0.0
-    history: float = 0.0
-
-
 def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCosts, PassMemory]:
     """Estimate costs in ms and memory in bytes on ``placement``, whose stages have the layers ``model.layers``.
 
@@ -168,24 +183,39 @@ def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCo
 
 def layer_costs(model: Model, device: Device) -> LayerCosts:
     """Estimate the costs of the layers of ``model`` in ms and bytes, for any division among stages."""
-    body, head = _transformer_layer(model), _output_layer(model)
-    rate, (f, b, w) = _rate(model, device), _milliseconds(body, model, device)
-    layer = Part(
-        f,
-        b,
-        w,
-        body.activation,
-        body.kept_for_wgrad,
-        body.history,
-        forward_attention=body.forward_scores / rate / f,
-        backward_attention=body.backward_scores / rate / b,
-    )
+    if model.pattern:
+        parts = {kind: _part(_of_kind(kind, model), model, device) for kind in set(model.pattern)}
+        layers = tuple(parts[kind] for kind in model.pattern)
+    else:
+        layers = (_part(_transformer_layer(model), model, device),) * sum(model.layers)
     return LayerCosts(
-        (layer,) * sum(model.layers),
-        loss=Part(*_milliseconds(head, model, device), head.activation, head.kept_for_wgrad),
+        layers,
+        loss=_part(_output_layer(model), model, device),
         comm_ms=_transfer_ms(model, device),
         input_memory=model.message_bytes,
         recomputed=model.recompute == "full",
+    )
+
+
+def _of_kind(kind: str, model: Model) -> LayerWork:
+    """Return what a layer of a hybrid model takes."""
+    if kind == "M":
+        split, whole = model.tensor_parallel, model.tensor_parallel if model.sequence_parallel else 1
+        return model.mamba.work(model.tokens, model.hidden, split, whole, model.recompute == "full")
+    return _transformer_layer(model, attention=kind == "*", mlp=kind == "-")
+
+
+def _part(work: LayerWork, model: Model, device: Device) -> Part:
+    rate, (f, b, w) = _rate(model, device), _milliseconds(work, model, device)
+    return Part(
+        f,
+        b,
+        w,
+        work.activation,
+        work.kept_for_wgrad,
+        work.history,
+        forward_attention=work.forward_scores and work.forward_scores / rate / f,
+        backward_attention=work.backward_scores and work.backward_scores / rate / b,
     )
 
 
@@ -194,10 +224,10 @@ def _rate(model: Model, device: Device) -> float:
     return device.tflops * 1e9 * device.efficiency * model.tensor_parallel
 
 
-def _milliseconds(layer: _Layer, model: Model, device: Device) -> tuple[float, float, float]:
+def _milliseconds(layer: LayerWork, model: Model, device: Device) -> tuple[float, float, float]:
     """Return the times of F, B and W."""
     rate, sweep = _rate(model, device), device.memory_tbs * 1e9  # bytes per ms
-    again = layer.forward if layer.history and model.recompute == "full" else 0.0  # not of the output layer
+    again = layer.forward if layer.is_recomputed and model.recompute == "full" else 0.0
     return (
         layer.forward / rate + _FORWARD_SWEEPS * layer.moved / sweep,
         (layer.backward + again) / rate + _BACKWARD_SWEEPS * layer.moved / sweep,
@@ -209,34 +239,36 @@ def _transfer_ms(model: Model, device: Device) -> float:
     return device.latency_ms + model.message_bytes / (device.link_gbs * 1e6)
 
 
-def _transformer_layer(m: Model) -> _Layer:
-    """Compute the figures of one transformer layer of ``m``.
+def _transformer_layer(m: Model, attention: bool = True, mlp: bool = True) -> LayerWork:
+    """Compute the figures of one transformer layer of ``m``, or of one of its halves.
 
     Attention scores take 4 s^2 b h operations forward, twice that backward, and 5 a s^2 b bytes. Instead of storing
     these bytes, selective recomputation repeats the scores in B, and flash attention repeats the first half of them.
     """
-    queries, keys = m.heads * m.head_size, m.groups * m.head_size
-    matrices = 2.0 * m.tokens * m.layer_weights
+    halves = attention + mlp
+    queries, keys = (m.heads * m.head_size, m.groups * m.head_size) if attention else (0, 0)
+    ffn = m.ffn if mlp else 0
+    matrices = 2.0 * m.tokens * ((m.attention_weights if attention else 0) + (m.mlp_weights if mlp else 0))
     scores = 4.0 * m.tokens * m.sequence * queries
-    score_bytes = 5.0 * m.heads * m.sequence * m.tokens
+    score_bytes = 5.0 * m.heads * m.sequence * m.tokens if attention else 0.0
     again = scores / 2 if m.flash else scores if m.recompute == "selective" else 0.0
     kept_scores = 0.0 if again else score_bytes
 
     # Bytes in bf16; the comments give multiples of h for heads * head_size = h, one key per head and an MLP of 4h.
     inner = 2 * queries + 2 * keys + 2 * keys + 2 * queries  # q, k, v and the projection's input: 8h
-    inner += (6 if m.gated else 4) * m.ffn  # the activation function's input and output: 16h
-    outer = 10 * m.hidden  # two norms 4h, two matrices' inputs 4h, two dropout masks 2h
+    inner += (6 if m.gated else 4) * ffn  # the activation function's input and output: 16h
+    outer = 5 * halves * m.hidden  # two norms 4h, two matrices' inputs 4h, two dropout masks 2h
     split, whole = m.tensor_parallel, m.tensor_parallel if m.sequence_parallel else 1
     outside_scores = m.tokens * (inner / split + outer / whole)
     moved = outside_scores + (0.0 if m.flash else score_bytes / split)
     kept = outside_scores + kept_scores / split
     # Inputs and output gradients of the four matrices: 8h + 4h + 10h + 10h.
-    wide = m.ffn * (2 if m.gated else 1)
-    for_wgrad_inner = 2 * (queries + 2 * keys) + 2 * queries + 2 * wide + 2 * m.ffn
-    for_wgrad = m.tokens * (for_wgrad_inner / split + 8 * m.hidden / whole)
+    wide = ffn * (2 if m.gated else 1)
+    for_wgrad_inner = 2 * (queries + 2 * keys) + 2 * queries + 2 * wide + 2 * ffn
+    for_wgrad = m.tokens * (for_wgrad_inner / split + 4 * halves * m.hidden / whole)
     activation = 2.0 * m.tokens * m.hidden / whole if m.recompute == "full" else kept
     in_backward = 2 * scores + again
-    return _Layer(
+    return LayerWork(
         matrices + scores,
         matrices + in_backward,
         matrices,
@@ -249,9 +281,17 @@ def _transformer_layer(m: Model) -> _Layer:
     )
 
 
-def _output_layer(m: Model) -> _Layer:
+def _output_layer(m: Model) -> LayerWork:
     """Compute the figures of the output layer: logits in 4 bytes for the loss, their bf16 gradient, and the input."""
     operations = 2.0 * m.tokens * m.hidden * m.vocabulary
     logits = m.tokens * m.vocabulary / m.tensor_parallel
     states = m.message_bytes
-    return _Layer(operations, operations, operations, 4 * logits, 4 * logits + 2 * states, 2 * logits + states)
+    return LayerWork(
+        operations,
+        operations,
+        operations,
+        4 * logits,
+        4 * logits + 2 * states,
+        2 * logits + states,
+        is_recomputed=False,
+    )

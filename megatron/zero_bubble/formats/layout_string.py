@@ -21,7 +21,7 @@ _LETTERS = {
     "L": "output layer with the loss",
 }
 _REPEATED = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
-_HYBRID = {
+HYBRID_KINDS = {
     "M": "Mamba",
     "G": "gated delta net",
     "*": "attention",
@@ -30,6 +30,7 @@ _HYBRID = {
     "-": "MLP",
     "E": "experts",
 }
+"""The kinds of layers of hybrid models, by the letters of ``--hybrid-layer-pattern``."""
 _ENDS = (("E", "embedding", 0, "first", "in front"), ("L", "output layer with the loss", -1, "last", "at the end"))
 
 
@@ -138,20 +139,20 @@ def predictions_of(text: str) -> tuple[int, ...]:
     return tuple(stage.count("m") for stage in read_layout(text))
 
 
-def read_hybrid(text: str) -> tuple[tuple[str, ...], int]:
+def read_hybrid(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Read a pattern of layer types such as ``M-M-|M*M-/MM``.
 
     Returns:
-        the letters of each stage, or all of them if the pattern leaves the division to Megatron; and the number of
-        layers of multi-token prediction, whose own patterns follow after each ``/``.
+        the letters of each stage, or all of them if the pattern leaves the division to Megatron; and those of each
+        layer of multi-token prediction, which follow after each ``/``.
 
     Raises:
         UserError: a letter that has no meaning.
     """
     layers, *predictions = text.split("/")
     stages = tuple(layers.split("|"))
-    _check_letters("--hybrid-layer-pattern", text, (*stages, *predictions), _HYBRID)
-    return stages, len(predictions)
+    _check_letters("--hybrid-layer-pattern", text, (*stages, *predictions), HYBRID_KINDS)
+    return stages, tuple(predictions)
 
 
 def _check_letters(flag: str, text: str, stages: Sequence[str], known: dict[str, str], more: str = "") -> None:

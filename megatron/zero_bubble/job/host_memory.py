@@ -11,7 +11,7 @@ from megatron.zero_bubble.costs.estimate import DEVICES, estimate
 from megatron.zero_bubble.costs.units import format_bytes, parse_bytes
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
-from megatron.zero_bubble.job.model import model_of
+from megatron.zero_bubble.job.model import model_of, unestimated_kinds
 from megatron.zero_bubble.plan.offload import MoveSelection, offload
 
 _NOT_ESTIMATED = ("num_moe_experts", "num_experts", "fp8", "fp4")
@@ -37,7 +37,7 @@ def check_host_memory(
         UserError: a rank needs more; the message has what the fullest rank and its node need.
     """
     chosen = set(getattr(args, "recompute_modules", None) or ()) - {"core_attn"}
-    if chosen or any(getattr(args, name, None) for name in _NOT_ESTIMATED):
+    if chosen or any(getattr(args, name, None) for name in _NOT_ESTIMATED) or unestimated_kinds(args):
         return
     sequence = args.seq_length // args.context_parallel_size
     model = replace(model_of(args, layers), sequence=sequence, vocabulary=0)

@@ -8,6 +8,8 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import stage_layers
 from megatron.zero_bubble.formats.layout_string import layout_layers
 from megatron.zero_bubble.formats.plan import PlanFile
+from megatron.zero_bubble.job.hybrid import take_pattern
+from megatron.zero_bubble.job.pattern import pattern_of
 
 _LAYOUT = "--pipeline-model-parallel-layout"
 _DIVIDING = {
@@ -33,6 +35,9 @@ def take_layout(job: Any, plan: PlanFile, file: str) -> None:
     if plan.layout is None:
         return
     layers, num_layers = layout_layers(plan.layout), job.num_layers
+    if (pattern := pattern_of(job)) is not None:
+        take_pattern(job, pattern, plan, layers, file)
+        return
     if sum(layers) != num_layers:
         raise UserError(
             f"the plan in {file} is for {sum(layers)} layers, but the job has --num-layers {num_layers}; plan the "

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.zero_bubble.costs.estimate import DEVICES, Model, Recompute, layer_costs
+from megatron.zero_bubble.costs.estimate import DEVICES, ESTIMATED_KINDS, Model, Recompute, layer_costs
+from megatron.zero_bubble.costs.mamba import Mamba
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import layout_text
-from megatron.zero_bubble.formats.layout_string import layout_layers
+from megatron.zero_bubble.formats.layout_string import HYBRID_KINDS, layout_layers
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.pattern import pattern_of
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.search.cut import cut
 
@@ -24,6 +26,7 @@ than others.
 
 def model_of(args: Any, layers: tuple[int, ...], flash: bool = True) -> Model:
     """Build the model from the shapes in ``args``; ``layers`` has one number per rank or per stage."""
+    pattern = pattern_of(args)
     wide = 4 * args.hidden_size
     backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum in Megatron-LM's jobs
     return Model(
@@ -41,7 +44,16 @@ def model_of(args: Any, layers: tuple[int, ...], flash: bool = True) -> Model:
         recompute=_recompute(args),
         tensor_parallel=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
+        pattern="" if pattern is None or unestimated_kinds(args) else pattern.layers,
+        mamba=mamba_of(args),
     )
+
+
+def unestimated_kinds(args: Any) -> tuple[str, ...]:
+    """Return the kinds of a hybrid model's layers whose costs are not estimated, in words."""
+    pattern = pattern_of(args)
+    kinds = () if pattern is None else set(pattern.layers) - set(ESTIMATED_KINDS)
+    return tuple(sorted(HYBRID_KINDS[kind] for kind in kinds))
 
 
 def division_of(args: Any, vocabulary: int | None) -> Division:
@@ -91,6 +103,38 @@ def uneven_layout(args: Any, placement: Placement, vocabulary: int | None) -> st
     layer = [costs.layers[0].work_ms, layer_costs(_active(dense, args), device).layers[0].work_ms]
     work = [layer[kind] for kind in _has_experts(args)]
     return layout_text(cut(placement, work, _EMBEDDING * min(work), costs.loss.work_ms))
+
+
+def mamba_of(args: Any) -> Mamba:
+    """Build the shapes of Mamba layers from the flags of a job, with Megatron's defaults where it has none."""
+    defaults = Mamba()
+    return Mamba(
+        getattr(args, "mamba_num_heads", None),
+        getattr(args, "mamba_head_dim", None) or defaults.head_size,
+        getattr(args, "mamba_state_dim", None) or defaults.state,
+        getattr(args, "mamba_num_groups", None) or defaults.groups,
+    )
+
+
+def work_of_kinds(args: Any, vocabulary: int | None) -> tuple[dict[str, float], float, float]:
+    """Return the work of a hybrid model's layers by letter, of the embedding and of the output layer, in any unit.
+
+    Layers with experts count as their active part. Kinds that are not estimated count as the kind that they replace:
+    gated delta nets as Mamba, other attention as attention. Without shapes or ``vocabulary``, all count as one layer.
+
+    Args:
+        args: the flags of a Megatron-LM job.
+        vocabulary: the padded size of the vocabulary; None if it is not known yet.
+    """
+    if vocabulary is None or not all(getattr(args, name, None) for name in _SHAPES):
+        return dict.fromkeys(HYBRID_KINDS, 1.0), 1.0, 1.0
+    dense = replace(model_of(args, (3,)), vocabulary=vocabulary, pattern=ESTIMATED_KINDS)
+    device = DEVICES["a100"]
+    costs = layer_costs(dense, device)
+    mamba, attention, mlp = (layer.work_ms for layer in costs.layers)
+    experts = layer_costs(replace(_active(dense, args), pattern="-"), device).layers[0].work_ms
+    work = {"M": mamba, "G": mamba, "*": attention, "D": attention, "+": attention, "-": mlp, "E": experts}
+    return work, _EMBEDDING * min(work.values()), costs.loss.work_ms
 
 
 def _has_experts(args: Any) -> list[bool]:

@@ -15,7 +15,7 @@ from megatron.zero_bubble.costs.estimate import DEVICES, layer_costs
 from megatron.zero_bubble.costs.units import format_bytes
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.passes import W
-from megatron.zero_bubble.job.model import model_of
+from megatron.zero_bubble.job.model import model_of, unestimated_kinds
 from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.search.cut import even
@@ -53,7 +53,7 @@ def remark(args: Any, source: ScheduleSource | None, num_microbatches: int) -> s
 
 
 def _is_estimated(args: Any, schedule: Schedule) -> bool:
-    if any(getattr(args, name, None) for name in _NOT_ESTIMATED):
+    if any(getattr(args, name, None) for name in _NOT_ESTIMATED) or unestimated_kinds(args):
         return False
     most = max(even(schedule.placement, args.num_layers))
     return args.recompute_method == "uniform" or int(args.recompute_num_layers or 0) >= most

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import config_of, records
+from megatron.zero_bubble.job.hybrid import check_stages_of_pattern
 from megatron.zero_bubble.job.layout import take_layout
 from megatron.zero_bubble.job.runnable import check_placement
 from megatron.zero_bubble.planning.source import ScheduleSource
@@ -43,6 +44,7 @@ def place_stages(
     placement = source.placement
     check_placement(placement, ranks)
     chunks = placement.num_stages // ranks
+    check_stages_of_pattern(job, placement)
     if num_chunks not in (None, chunks):
         raise UserError(
             f"the schedule has {chunks} stage{'s' * (chunks > 1)} per rank, the job {num_chunks}; drop "

@@ -17,6 +17,7 @@ from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.host_memory import check_host_memory
+from megatron.zero_bubble.job.hybrid import check_pattern, chunks_of_pattern, divide_pattern, is_hybrid, pattern_of
 from megatron.zero_bubble.job.installed import check_writer
 from megatron.zero_bubble.job.model import stated_vocabulary, uneven_layout
 from megatron.zero_bubble.job.options import check_options, check_shards
@@ -34,7 +35,7 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
         UserError: mutually exclusive flags, no pipeline, a number of stages that the schedule does not have, a layout
             or an option of the job that does not work.
     """
-    check_hybrid(args)
+    check_pattern(args)
     check_flags(Job(options, under_launcher=True, train_iters=getattr(args, "train_iters", None)))
     check_batch_size(args)
     ranks, asked = args.pipeline_model_parallel_size, chunks_of_job(args)
@@ -51,7 +52,9 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if layout is not None:
         check_layout(layout, ranks, _layers_of(args), placement.num_stages, args.mtp_num_layers or 0)
-    if asked is None and layout is None:
+    if is_hybrid(args):
+        divide_pattern(args, placement, stated_vocabulary(args))
+    elif asked is None and layout is None:
         _ask_for(chunks, placement, args)
     return config, source
 
@@ -123,9 +126,11 @@ def chunks_of_job(args: Any) -> int | None:
     Raises:
         UserError: layers per stage that the layers do not divide into.
     """
+    ranks = args.pipeline_model_parallel_size
+    if (pattern := pattern_of(args)) is not None:
+        return chunks_of_pattern(pattern, ranks)
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return int(args.num_virtual_stages_per_pipeline_rank)
-    ranks = args.pipeline_model_parallel_size
     if getattr(args, "pipeline_model_parallel_layout", None) is not None:
         stages = len(read_layout(args.pipeline_model_parallel_layout))
         if stages % ranks:
@@ -159,20 +164,6 @@ def check_format(options: argparse.Namespace, file: str | None) -> None:
     """
     if has_schedule(options) and file is not None:
         raise UserError("--yaml-cfg is not supported with a zero-bubble schedule; give the options as flags instead")
-
-
-def check_hybrid(args: Any) -> None:
-    """Reject a schedule for a hybrid model.
-
-    Raises:
-        UserError: the job has a pattern of layer types.
-    """
-    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
-    if pattern is not None:
-        raise UserError(
-            f"zero-bubble schedules need --num-layers, which a hybrid layer pattern replaces; got {pattern!r}; train "
-            "hybrid models without a zero-bubble schedule"
-        )
 
 
 def _ask_for(chunks: int, placement: Placement, args: Any) -> None:

@@ -18,6 +18,7 @@ from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.job import recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
+from megatron.zero_bubble.job.pattern import pattern_of
 from megatron.zero_bubble.job.post_validation import forecast
 from megatron.zero_bubble.job.runnable import is_megatrons_own
 from megatron.zero_bubble.megatron_lm import checks as job_checks
@@ -171,8 +172,11 @@ def _put_in_force(
         _placed.replace([*models, *of_version])
     taken = ", ".join(dict.fromkeys(line.partition(":")[0].removeprefix("megatron.") for line in report()))
     say(f"schedule {source.name} in megatron-core {megatron.core.__version__}, in place of {taken}")
+    pattern = pattern_of(args)
     if layout := getattr(args, "pipeline_model_parallel_layout", None):
         say(f"layers by stage: {layout}")
+    elif pattern is not None and len(pattern.stages) > 1:
+        say(f"layers by stage: {pattern.text}")
     if (sentence := recomputation.remark(args, source, in_training(args)[-1])) is not None:
         say(sentence)
     if readers:

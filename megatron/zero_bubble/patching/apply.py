@@ -22,7 +22,12 @@ from megatron.zero_bubble.adapter.offloading import Offloading
 from megatron.zero_bubble.adapter.on_demand import OnDemand
 from megatron.zero_bubble.adapter.part import Part
 from megatron.zero_bubble.adapter.pipeline import Options, Pipeline
-from megatron.zero_bubble.adapter.placement import add_tied_gradients, grouping_ends, last_stage_of
+from megatron.zero_bubble.adapter.placement import (
+    add_tied_gradients,
+    grouping_ends,
+    last_stage_of,
+    segment_of_stage,
+)
 from megatron.zero_bubble.adapter.shards import Collectives, ShardedUnits
 from megatron.zero_bubble.adapter.vocabulary.zeros import without_padding
 from megatron.zero_bubble.costs.units import parse_bytes
@@ -35,7 +40,7 @@ from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
 from megatron.zero_bubble.patching import bodies, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
-from megatron.zero_bubble.patching.seams import installed_seams
+from megatron.zero_bubble.patching.seams import installed_seams, segment_seams
 from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.platforms import select
@@ -116,6 +121,7 @@ def apply(
             (seams.last_stage, lambda original: last_stage_of(placement_on, original)),
             (seams.tied_gradients, add_tied_gradients),
             (seams.process_groups, lambda original: grouping_ends(original, placement_on)),
+            *((seam, segment_of_stage) for seam in segment_seams()),
         ]
     engine = transformer_engine.split(pipeline.store)
 

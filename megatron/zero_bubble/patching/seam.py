@@ -36,6 +36,13 @@ class Seam:
         """The name without its class."""
         return self.name.rpartition(".")[2]
 
+    def exists(self) -> bool:
+        """Whether the module exists and has the function."""
+        try:
+            return hasattr(importlib.import_module(self.module), self.name)
+        except ModuleNotFoundError:
+            return False
+
     def resolve(self) -> tuple[ModuleType | type, Callable]:
         """Look up the function and check its signature; return the module or class that holds it, and the function.
 

@@ -1,0 +1,30 @@
+"""What one layer takes, before a device is known: operations and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """One layer, or the output layer, for one microbatch.
+
+    Attributes:
+        forward, backward, wgrad: floating-point operations of F, B and W.
+        moved: bytes that element-wise kernels move in one sweep.
+        activation, kept_for_wgrad: bytes that F stores, and that B leaves to W.
+        forward_scores, backward_scores: of the operations of F and B, those for attention scores.
+        history: bytes of keys and values.
+        is_recomputed: whether full recomputation repeats F in B.
+    """
+
+    forward: float
+    backward: float
+    wgrad: float
+    moved: float
+    activation: float
+    kept_for_wgrad: float
+    forward_scores: float = 0.0
+    backward_scores: float = 0.0
+    history: float = 0.0
+    is_recomputed: bool = True

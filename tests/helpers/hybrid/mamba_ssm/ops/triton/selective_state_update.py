@@ -1,0 +1,3 @@
+"""What only inference uses."""
+
+selective_state_update = None
