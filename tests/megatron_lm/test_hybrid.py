@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.helpers.hybrid_jobs import pretrain_hybrid, stock_hybrid
@@ -35,3 +37,51 @@ def _row(checkout: Checkout, name: str) -> tuple[str, str]:
 def test_one_stage_per_rank_equals_stock(checkout: Checkout, name: str) -> None:
     job = checkout, 2, *_row(checkout, name)
     same(pretrain_hybrid(*job, "zb-h1"), stock_hybrid(*job))
+
+
+LOOPED = {"transformer": "*-|*-|*-|*-", "mamba": "M*|M-|M-|M*", "experts": "M*|ME|M-|ME"}
+
+
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_interleaved_stages_equal_stock(checkout: Checkout, name: str) -> None:
+    job = checkout, 2, LOOPED[name], _row(checkout, name)[1]
+    same(pretrain_hybrid(*job, "interleaved-1f1b"), stock_hybrid(*job))
+
+
+# With another placement a seed yields other initial weights, and the order of the sum in the gradient norm differs.
+MOVING = "--clip-grad 1000 --ckpt-format torch_dist"
+
+
+def _until(iteration: int, folder: Path) -> tuple[str, ...]:
+    return ("--save", str(folder), "--save-interval", str(iteration), "--exit-interval", str(iteration))
+
+
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_v_equals_stock(checkout: Checkout, name: str, tmp_path: Path) -> None:
+    """The V continues from a stock checkpoint of two stages, and its own is continued by stock as stock's own is."""
+    pattern, flags = _row(checkout, name)
+    job, on_a_v = ((checkout, 2, each, f"{flags} {MOVING}") for each in (pattern, pattern.replace("|", "")))
+    begun = tmp_path / "begun"
+    assert "exiting program at iteration 2" in stock_hybrid(*job, _until(2, begun)).text
+    load = ("--load", str(begun))
+    same(pretrain_hybrid(*on_a_v, "zb-v", load), stock_hybrid(*job, load))
+
+
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+def test_checkpoint_of_a_v_continues_in_stock(checkout: Checkout, tmp_path: Path) -> None:
+    """Stock, with two stages, continues from the checkpoint of a V with four as from its own."""
+    pattern, flags = _row(checkout, "mamba")
+    stock_job, v_job = ((checkout, 2, each, f"{flags} {MOVING}") for each in (pattern, LOOPED["mamba"]))
+    begun = tmp_path / "begun"
+    stock_hybrid(*stock_job, _until(2, begun))
+    ends = []
+    for job, schedule in ((stock_job, None), (v_job, "zb-v")):
+        folder = tmp_path / str(schedule)
+        saved = pretrain_hybrid(*job, schedule, ("--load", str(begun), *_until(4, folder)))
+        assert "exiting program at iteration 4" in saved.text, saved.text[-4000:]
+        end = pretrain_hybrid(*stock_job, None, ("--load", str(folder)))
+        assert end.exit_codes == (0, 0) and len(end.weights) > 10, end.text[-4000:]
+        ends.append([*saved.figures, *end.figures, *end.weights])
+    assert ends[0] == ends[1]
