@@ -6,11 +6,10 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
+from tests.helpers.hybrid_models import STAND_INS
 from tests.helpers.megatron_lm import Checkout, Job, Log, gpt_job, warm_ranks
 
-_STAND_INS = Path(__file__).with_name("hybrid")
 _SIZES = "--mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 2 --spec hybrid_layers stack"
 
 
@@ -32,7 +31,7 @@ def pretrain_hybrid(
 ) -> Log:
     """Run the job of :func:`hybrid_job` to its end."""
     job = hybrid_job(checkout, num_ranks, pattern, flags, schedule, more)
-    warm = warm_ranks(job.script, _STAND_INS)
+    warm = warm_ranks(job.script, STAND_INS)
     log = job.run(warm=warm)
     return job.run(warm=warm) if log.aborted_at_exit else log
 
