@@ -1,8 +1,8 @@
 """Zero-bubble pipeline parallelism for Megatron.
 
 The names below are the part of the package that does not import torch: schedules as values, their costs, and their
-validation. Training lives in ``runtime`` and the packages above it. ``apply``, ``build_stages``, ``report``,
-``revert``, ``ModelStages`` and ``use_cpu_ranks`` are imported on first use:
+validation. Training lives in ``runtime`` and the packages above it. ``apply``, ``build_stages``, ``disconnect``,
+``report``, ``revert``, ``ModelStages`` and ``use_cpu_ranks`` are imported on first use:
 
     import megatron.zero_bubble
     megatron.zero_bubble.apply("zb-h1")  # every get_forward_backward_func() now runs ZB-H1
@@ -21,7 +21,7 @@ from megatron.zero_bubble.schedules import SCHEDULES, build
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.adapter.model_stages import ModelStages
-    from megatron.zero_bubble.patching.apply import apply, build_stages, report, revert
+    from megatron.zero_bubble.patching.apply import apply, build_stages, disconnect, report, revert
     from megatron.zero_bubble.platforms.cpu import use_cpu_ranks
 
 __version__ = "0.1.0"
@@ -42,6 +42,7 @@ __all__ = [
     "apply",
     "build",
     "build_stages",
+    "disconnect",
     "report",
     "revert",
     "simulate",
@@ -51,7 +52,7 @@ __all__ = [
 
 
 _ON_FIRST_USE = {
-    **dict.fromkeys(("apply", "build_stages", "report", "revert"), "patching"),
+    **dict.fromkeys(("apply", "build_stages", "disconnect", "report", "revert"), "patching"),
     "ModelStages": "adapter.model_stages",
     "use_cpu_ranks": "platforms.cpu",
 }

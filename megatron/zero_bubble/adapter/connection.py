@@ -14,7 +14,7 @@ from megatron.zero_bubble.job.nccl import collective_ctas
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.backends import is_nccl
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds
-from megatron.zero_bubble.runtime.groups import Directions
+from megatron.zero_bubble.runtime.groups import Directions, is_alive, torchs
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 
@@ -32,6 +32,7 @@ class Connection:
         say: prints that collectives take fewer; None to print nothing.
 
     Attributes:
+        group: torch's group of the ranks of the pipeline.
         platform: that of the devices whose memory is sent.
         watchdog: with NCCL, follows the waits of the GPU; None if the host waits.
     """
@@ -45,7 +46,7 @@ class Connection:
         say: Callable[[str], None] | None,
     ) -> None:
         directions = Directions.of(group, timeout, ctas.message)
-        self.group, self.platform = group, select(directions.device)
+        self._group, self.group, self.platform = group, torchs(group), select(directions.device)
         self.watchdog = Watchdog(select("cuda"), timeout) if is_nccl(directions.backend) else None
         transport = Transport(directions, plan.channels, self.watchdog)
         most = collective_ctas(ctas, plan, self.platform.num_multiprocessors(), say)
@@ -53,6 +54,24 @@ class Connection:
         self._staging = Staging(group, self.platform.thread_lane, timeout) if spins(directions.backend) else None
         if self.watchdog is not None:
             self.watchdog.start()
+
+    def follow(self, group: dist.ProcessGroup) -> bool:
+        """Whether this still connects the ranks of ``group``; joins groups again that the job has made again.
+
+        A collective call of all ranks of the job if ``group`` is not what it was. A job may have destroyed groups for a
+        rollout and made them again, those of this connection too, in wrappers that stay (``groups.torchs``).
+        """
+        current = torchs(group)
+        if current is self.group:
+            return True
+        own = (*self._links.groups, *(() if self._staging is None else self._staging.groups))
+        if group is not self._group or not all(map(is_alive, own)):
+            return False
+        self.group = current
+        self._links.rejoin()
+        if self._staging is not None:
+            self._staging.rejoin()
+        return True
 
     def open_messages(self, plan: Plan) -> None:
         """Connect the channels of another plan."""

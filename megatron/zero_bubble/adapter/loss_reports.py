@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.streams import HostCopy
-from megatron.zero_bubble.runtime.groups import new_group
+from megatron.zero_bubble.runtime.groups import destroy, is_alive, new_group, ranks_of, torchs
 
 
 class LossReportList(list[Any]):
@@ -37,9 +37,9 @@ class LossReports:
 
     def __init__(self, pipeline: dist.ProcessGroup, wait: bool, timeout: timedelta | None = None) -> None:
         self._rank, self._last, self._wait = pipeline.rank(), pipeline.size() - 1, wait
-        members = dist.get_process_group_ranks(pipeline)
+        members = ranks_of(pipeline)
         self._group = new_group(members, "gloo", timeout)
-        self._peers = [dist.get_group_rank(self._group, member) for member in members]
+        self._peers = [dist.get_group_rank(torchs(self._group), member) for member in members]
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def deliver(self, reports: list[Any], holder: int, device: torch.device) -> list[Any]:
@@ -51,25 +51,31 @@ class LossReports:
         Returns:
             on the last rank, the reports of ``holder`` with tensors on ``device``; on other ranks, an empty list.
         """
+        group = torchs(self._group)
         if self._rank == holder:
             self.settle()
             packed = io.BytesIO()
             _Packer(packed).dump([_replaced(report, HostCopy, lambda copy: copy.wait()) for report in reports])
             content = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)
             for tensor in (torch.tensor([content.numel()]), content):
-                self._sent.append((self._group.send([tensor], self._peers[self._last], 0), tensor))
+                self._sent.append((group.send([tensor], self._peers[self._last], 0), tensor))
             if self._wait:
                 self.settle()
         elif self._rank == self._last:
             size = torch.empty(1, dtype=torch.int64)
-            self._group.recv([size], self._peers[holder], 0).wait()
+            group.recv([size], self._peers[holder], 0).wait()
             content = torch.empty(int(size), dtype=torch.uint8)
-            self._group.recv([content], self._peers[holder], 0).wait()
+            group.recv([content], self._peers[holder], 0).wait()
             to_device = select(device.type).to_device
             return _replaced(
                 pickle.loads(content.numpy().tobytes()), torch.Tensor, lambda on_host: to_device(on_host, device)
             )
         return []
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the process group still exists; a job may have destroyed it."""
+        return is_alive(self._group)
 
     @property
     def num_in_flight(self) -> int:
@@ -85,7 +91,7 @@ class LossReports:
         """Wait for all messages and destroy the process group."""
         if dist.is_initialized():
             self.settle()
-            dist.destroy_process_group(self._group)
+        destroy(self._group)
 
 
 class _Packer(pickle.Pickler):

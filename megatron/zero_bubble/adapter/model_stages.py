@@ -22,6 +22,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.runnable import is_megatrons_own
+from megatron.zero_bubble.runtime.groups import ranks_of
 
 
 class ModelStages:
@@ -87,7 +88,7 @@ def build_chunks(
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     _check_sizes(placement, group.size(), parallel_state.get_virtual_pipeline_model_parallel_world_size())
-    _check_ends(placement, dist.get_process_group_ranks(group))
+    _check_ends(placement, ranks_of(group))
     stages = placement.stages_of(group.rank())
     chunks = [_chunk(make, placement, stage, chunk) for chunk, stage in enumerate(stages)]
     if divides_vocabulary:
@@ -135,7 +136,7 @@ def _check_ends(placement: Placement, ranks: list[int]) -> None:
     if is_megatrons_own(placement):
         return
     ends, group = embedding_ranks(placement)(ranks), parallel_state.get_embedding_group(check_initialized=False)
-    members = [] if group is None else dist.get_process_group_ranks(group)
+    members = [] if group is None else ranks_of(group)
     if members != (ends if dist.get_rank() in ends else []):
         raise UserError(
             f"the first and the last stage are on ranks {ends}, which must form the embedding group; got {members}; "

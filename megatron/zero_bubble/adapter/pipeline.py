@@ -24,6 +24,7 @@ from megatron.zero_bubble.adapter.connection import Connection
 from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, per_chunk
 from megatron.zero_bubble.adapter.iteration import Iteration, Slicing
 from megatron.zero_bubble.adapter.loss_reports import LossReportList, LossReports
+from megatron.zero_bubble.adapter.models import Models
 from megatron.zero_bubble.adapter.part import Call, IterationFacts, Joined, Part
 from megatron.zero_bubble.adapter.prepared import PreparedPlan, check_queues, check_same_plan, loss_rank
 from megatron.zero_bubble.adapter.shards import ShardedUnits
@@ -110,6 +111,7 @@ class Pipeline:
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
         self._prepared: dict[tuple[int, bool], PreparedPlan] = {}
+        self._models = Models()
         self._connection: Connection | None = None
 
     def part(self, kind: type[P]) -> P | None:
@@ -227,8 +229,7 @@ class Pipeline:
 
     def _run(self, call: Call, observer: IterationObserver | None) -> list[Any]:
         step, config, chunks = call.step, call.step.config, call.chunks
-        if self._connection is not None and call.groups.pp is not self._connection.group:
-            self._disconnect()  # the job has rebuilt its process groups
+        self._follow_groups(call.groups.pp)
         for each in self._parts:
             each.begin(step.num_microbatches, step.forward_only)
         prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
@@ -239,7 +240,7 @@ class Pipeline:
         self.store.clear()
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        links = self._links(prepared, step.forward_only)
+        links = self._links(prepared, step)
         if observer is not None:
             observer.planned(prepared.schedule)
         facts = IterationFacts(prepared, call, boundary, links, observer)
@@ -258,11 +259,13 @@ class Pipeline:
             return losses
         return self._reports.deliver(losses, prepared.last_stage_rank, boundary.device)
 
-    def _links(self, prepared: PreparedPlan, forward_only: bool) -> Links:
+    def _links(self, prepared: PreparedPlan, step: StepArguments) -> Links:
         """What moves values between ranks in this iteration."""
         assert self._connection is not None
-        validates = not forward_only and self._optimizer is not None and self._optimizer.is_pending
-        return self._connection.links(prepared.steps | {"validate"} if validates else prepared.steps)
+        validates = not step.forward_only and self._optimizer is not None and self._optimizer.is_pending
+        steps = prepared.steps | {"validate"} if validates else prepared.steps
+        number = self._models.number(step.config)  # each model has kernels of its own
+        return self._connection.links({(number, each) for each in steps})
 
     def _train(self, iteration: Iteration) -> None:
         """Run all passes of a training step, then start the gradient reductions that no pass has started."""
@@ -295,12 +298,21 @@ class Pipeline:
 
     def close(self) -> None:
         """Disconnect from the other ranks for good."""
-        self._disconnect()
+        self.disconnect()
         if self._optimizer is not None:
             self._optimizer.close()
 
-    def _disconnect(self) -> None:
-        """Disconnect from the other ranks; the next iteration connects them again."""
+    def _follow_groups(self, group: dist.ProcessGroup) -> None:
+        """Disconnect if the job has rebuilt its process groups, unless it has rebuilt those of this pipeline too."""
+        lost = self._reports is not None and not self._reports.is_connected
+        if self._connection is not None and (lost or not self._connection.follow(group)):
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        """Disconnect from the other ranks and forget the plans; the next iteration connects them again.
+
+        All ranks of the job call it, between iterations.
+        """
         for each in self._parts:
             each.close()
         if self._connection is not None:
@@ -314,7 +326,10 @@ class Pipeline:
     def _prepare(
         self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool
     ) -> PreparedPlan:
-        """The plan for this number of microbatches; made, checked and compared between ranks when it is new."""
+        """The plan for this number of microbatches; made, checked and compared between ranks when it is new.
+
+        The options of every model are checked: several may run in turn, for example a policy and its reference.
+        """
         key = (num_microbatches, forward_only)
         schedule = self._make_schedule(group.size(), num_microbatches)
         if self._options.rollback is not None and self._optimizer is None and not forward_only:
@@ -325,11 +340,16 @@ class Pipeline:
         of_parts = (each.lowering(schedule, forward_only) for each in self._parts)
         lowerings = tuple(lowering for lowering in of_parts if lowering is not None)
         prepared = self._prepared.get(key)
-        if prepared is None or (prepared.schedule, prepared.lowerings) != (schedule, lowerings):
+        is_new = prepared is None or (prepared.schedule, prepared.lowerings) != (schedule, lowerings)
+        if is_new:
+            self._models.forget_checks()
+        if self._models.is_unchecked(config):
             check_options(config, num_slices=schedule.num_slices, vocabulary=algorithm_of(schedule) is not None)
-            check_runnable(schedule, group.size(), num_microbatches)
             for each in self._parts:
                 each.check(config, schedule)
+            self._models.mark_checked(config)
+        if prepared is None or is_new:
+            check_runnable(schedule, group.size(), num_microbatches)
             plan = self._plan(schedule, [lowering.run for lowering in lowerings], forward_only)
             check_queues(group, plan)
             self._connect(group, plan)
@@ -348,8 +368,7 @@ class Pipeline:
         """Check that all ranks have the same plan, and open its channels."""
         check_same_plan(plan, group, "ranks of a pipeline")
         options, connection = self._options, self._connection
-        if connection is None or connection.group is not group:
-            self._disconnect()
+        if connection is None:
             connection = Connection(group, plan, options.timeout, options.ctas, self._say)
             self._connection = connection
         else:

@@ -20,7 +20,7 @@ from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.plan import LoweringPass, prove_for_queues
 from megatron.zero_bubble.planning.source import even_costs
 from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
-from megatron.zero_bubble.runtime.groups import backend_of
+from megatron.zero_bubble.runtime.groups import backend_of, torchs
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def check_same_plan(plan: Plan, group: dist.ProcessGroup, who: str) -> None:
         UserError: the plans differ; ``who`` names the ranks.
     """
     digests: list[Any] = [None] * group.size()
-    dist.all_gather_object(digests, plan.digest, group=group)
+    dist.all_gather_object(digests, plan.digest, group=torchs(group))
     if len(set(digests)) > 1:
         raise UserError(
             f"all {who} must run the same plan; their fingerprints are {digests}; start every rank with the same "

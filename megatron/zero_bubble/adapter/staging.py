@@ -26,7 +26,7 @@ from megatron.zero_bubble.ir import Compute, Plan
 from megatron.zero_bubble.platforms.streams import Lane
 from megatron.zero_bubble.runtime.backends import is_nccl
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds
-from megatron.zero_bubble.runtime.groups import Directions, new_group
+from megatron.zero_bubble.runtime.groups import Directions, destroy, join, new_group, ranks_of
 from megatron.zero_bubble.runtime.transport import Transport
 
 
@@ -35,6 +35,16 @@ class Links(NamedTuple):
 
     transport: Transport
     lanes: Lanes
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups of both."""
+        return (*self.transport.groups, *self.lanes.groups)
+
+    def rejoin(self) -> None:
+        """Join all groups again, because the job has made them again within their wrappers."""
+        self.transport.reopen()
+        self.lanes.rejoin()
 
 
 class Staging:
@@ -51,7 +61,7 @@ class Staging:
     def __init__(
         self, group: dist.ProcessGroup, make_lane: Callable[[], Lane], timeout: timedelta | None = None
     ) -> None:
-        self._group = new_group(dist.get_process_group_ranks(group), "gloo", timeout)
+        self._group = new_group(ranks_of(group), "gloo", timeout)
         transport = Transport(Directions.of(self._group, timeout), ())
         self._links = Links(transport, Lanes(self._group, make_lane, timeout))
         self._done: set[Hashable] = set()
@@ -71,6 +81,16 @@ class Staging:
         return self._links if is_new else usual
 
     @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups of everything that is staged."""
+        return (self._group, *self._links.groups)
+
+    def rejoin(self) -> None:
+        """Join all groups again, because the job has made them again within their wrappers."""
+        join(self._group)
+        self._links.rejoin()
+
+    @property
     def num_in_flight(self) -> int:
         """Number of sends not yet settled; 0 between iterations."""
         return self._links.transport.num_in_flight
@@ -79,8 +99,7 @@ class Staging:
         """Destroy the process groups; no message may be in flight."""
         self._links.lanes.close()
         self._links.transport.close()
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        destroy(self._group)
 
 
 def spins(backend: str) -> bool:

@@ -187,6 +187,17 @@ def build_stages(make_chunk: Callable[..., torch.nn.Module]) -> list[torch.nn.Mo
     return build_chunks(source.placement, source.vocabulary is not None, make_chunk)
 
 
+def disconnect() -> None:
+    """Close the connections between the ranks of the pipeline; the next iteration opens them again.
+
+    For loops that free memory, or destroy process groups, between iterations: all ranks of the job call it before. It
+    does nothing without a schedule. Process groups that the loop has destroyed or rebuilt without this call are
+    noticed by the next iteration.
+    """
+    if _active.pipeline is not None:
+        _active.pipeline.disconnect()
+
+
 def revert() -> None:
     """Restore all upstream names and close the pipeline; do nothing if no names are replaced."""
     _active.revert()

@@ -20,7 +20,7 @@ from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Kind, Op, Plan, Value
 from megatron.zero_bubble.ir.collectives import Collective, Finish, Spread, Sum
 from megatron.zero_bubble.platforms.streams import Lane, Result
-from megatron.zero_bubble.runtime.groups import group_beside_passes
+from megatron.zero_bubble.runtime.groups import destroy, group_beside_passes, join, torchs
 from megatron.zero_bubble.runtime.handler import Awaited, Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver, observed_work
 from megatron.zero_bubble.runtime.transport import lost_connection
@@ -78,6 +78,16 @@ class Lanes:
         for kind in sorted(set(kinds) - self._lanes.keys()):
             self._lanes[kind] = self._make_lane(), self._make_group()
 
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups of the lanes, in the same order on all ranks."""
+        return tuple(group for _, (_, group) in sorted(self._lanes.items()))
+
+    def rejoin(self) -> None:
+        """Join all groups again, because the job has made them again within their wrappers."""
+        for group in self.groups:
+            join(group)
+
     def start(self, op: Collective, work: Callable[[dist.ProcessGroup], Any], uses: Iterable[torch.Tensor]) -> Awaited:
         """Start ``work`` of an op, which gets the group of its kind.
 
@@ -85,10 +95,11 @@ class Lanes:
             PeerError: an earlier collective of the kind failed, because another rank died or did not take part.
         """
         lane, group = self._lanes[op.lane]
+        current = torchs(group)
 
         def run() -> Any:
             with torch.no_grad():
-                return work(group)
+                return work(current)
 
         with _blaming_peers(op, op):
             return CollectiveResult(lane.start(run, uses), op, self._watchdog)
@@ -102,8 +113,8 @@ class Lanes:
         deadline_s = time.monotonic() + timeout_s
         for lane, group in self._lanes.values():
             stopped = lane.close(max(_LEAST_S, deadline_s - time.monotonic()))
-            if stopped and dist.is_initialized():
-                dist.destroy_process_group(group)
+            if stopped:
+                destroy(group)
         self._lanes.clear()
 
 

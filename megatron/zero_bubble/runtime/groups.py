@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from megatron.zero_bubble.ir.ops import Channel
@@ -61,7 +62,7 @@ class Directions:
             nccl_ctas: the largest number of CTAs that a transfer of NCCL occupies, unless ``group`` has its own; None
                 for NCCL's default.
         """
-        ranks, options = dist.get_process_group_ranks(group), _beside_passes(group, timeout, nccl_ctas)
+        ranks, options = ranks_of(group), _beside_passes(group, timeout, nccl_ctas)
         groups: dict[Channel | bool, dist.ProcessGroup] = {}
         if not is_nccl(options.backend):
             groups = {up: _made([ranks], options)[0] for up in (True, False)}
@@ -88,7 +89,7 @@ class Directions:
         source, target = channel
         # torch.distributed sorts the ranks of a new group.
         members = sorted(self.ranks[end] for end in channel) if alone else sorted(self.ranks)
-        return group, members.index(self.ranks[target if self.rank == source else source])
+        return torchs(group), members.index(self.ranks[target if self.rank == source else source])
 
     def close(self) -> None:
         """Destroy the process groups; no message may be in flight."""
@@ -102,7 +103,7 @@ def group_beside_passes(
 
     A collective call of all ranks of the job; the arguments are those of ``Directions.of``.
     """
-    return _joined(dist.get_process_group_ranks(group), _beside_passes(group, timeout, nccl_ctas))
+    return _joined(ranks_of(group), _beside_passes(group, timeout, nccl_ctas))
 
 
 def _beside_passes(group: dist.ProcessGroup, timeout: timedelta | None, nccl_ctas: int | None) -> _Options:
@@ -111,7 +112,26 @@ def _beside_passes(group: dist.ProcessGroup, timeout: timedelta | None, nccl_cta
     if not is_nccl(backend):
         return _Options(backend, timeout)
     timeout = timeout or DEFAULT_TIMEOUT
-    return _Options(backend, timeout, partial(options_beside_passes, group, nccl_ctas, timeout))
+    return _Options(backend, timeout, partial(options_beside_passes, torchs(group), nccl_ctas, timeout))
+
+
+def torchs(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group that torch made, where the job has wrapped it, so that it can be destroyed and made again.
+
+    RL frameworks free the memory of communicators during rollouts. They give Megatron, and this package, wrappers that
+    stay, whose attribute ``group`` is torch's current group, or None.
+    """
+    return getattr(group, "group", group)
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether torch still has the group."""
+    return torchs(group) in distributed_c10d._world.pg_map
+
+
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """The ranks within the job, by rank in the group."""
+    return dist.get_process_group_ranks(torchs(group))
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
@@ -119,7 +139,7 @@ def backend_of(group: dist.ProcessGroup) -> str:
 
     torch names such a group ``cpu:gloo,cuda:nccl``, or ``undefined`` after ``init_process_group()`` without a backend.
     """
-    of_devices = BackendConfig(Backend(dist.get_backend(group))).get_device_backend_map()
+    of_devices = BackendConfig(Backend(dist.get_backend(torchs(group)))).get_device_backend_map()
     return str(of_devices.get("cuda") or next(iter(of_devices.values())))
 
 
@@ -141,14 +161,20 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = No
 
 def _joined(ranks: Sequence[int], options: _Options) -> dist.ProcessGroup:
     (group,) = _made([ranks], options)
+    join(group)
+    return group
+
+
+def join(group: dist.ProcessGroup) -> None:
+    """Join a group that nobody has joined yet. A collective call of its ranks."""
+    group = torchs(group)
     token = torch.zeros(1, device=device_type(backend_of(group)))
     group.allreduce([token]).wait()
     # NCCL connects an algorithm when it is used for the first time (NCCL_RUNTIME_CONNECT), and the host waits for the
     # others again. A sum may take a tree; broadcasts take a ring; a gather may take a tree of its own.
     group.broadcast(token, 0).wait()
-    group.allgather([torch.zeros_like(token) for _ in ranks], token).wait()
+    group.allgather([torch.zeros_like(token) for _ in range(group.size())], token).wait()
     token.item()  # with NCCL, the waits before were those of the GPU
-    return group
 
 
 def _made(wanted: Sequence[Sequence[int]], options: _Options) -> list[Any]:
@@ -174,13 +200,13 @@ def _made(wanted: Sequence[Sequence[int]], options: _Options) -> list[Any]:
 
 
 def destroy(*groups: dist.ProcessGroup) -> None:
-    """Destroy process groups; no message may be in flight.
+    """Destroy process groups, unless the job has destroyed them; no message may be in flight.
 
     Their threads end, and their connections close, with the last reference to them.
     """
     if dist.is_initialized():
-        for group in groups:
-            dist.destroy_process_group(group)
+        for group in filter(is_alive, groups):
+            dist.destroy_process_group(torchs(group))
 
 
 @contextmanager

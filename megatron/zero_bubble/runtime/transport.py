@@ -22,7 +22,7 @@ from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Message
 from megatron.zero_bubble.ir.ops import Channel
 from megatron.zero_bubble.runtime.backends import is_nccl
-from megatron.zero_bubble.runtime.groups import Directions
+from megatron.zero_bubble.runtime.groups import Directions, torchs
 from megatron.zero_bubble.runtime.handler import Awaited
 from megatron.zero_bubble.runtime.nccl import check_streams, without_p2p_warning
 from megatron.zero_bubble.runtime.watchdog import Watchdog
@@ -96,12 +96,29 @@ class Transport:
         """
         missing = sorted({way for channel in channels for way in (channel, channel[::-1])} - self._opened, key=_round)
         self._directions.open(missing)
-        if is_nccl(self._directions.backend):
-            without_p2p_warning(lambda: self._connect(missing))
-        else:
-            self._connect(missing)
+        self._connect(missing)
+
+    def reopen(self) -> None:
+        """Connect all channels again, because the job has made the groups within their wrappers again.
+
+        Every rank of the pipeline must call this.
+        """
+        channels, self._opened = sorted(self._opened, key=_round), set()
+        self._routes.clear()
+        self._connect(channels)
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups for messages."""
+        return tuple(self._directions.groups.values())
 
     def _connect(self, channels: Iterable[Channel]) -> None:
+        if is_nccl(self._directions.backend):
+            without_p2p_warning(lambda: self._exchange_tokens(channels))
+        else:
+            self._exchange_tokens(channels)
+
+    def _exchange_tokens(self, channels: Iterable[Channel]) -> None:
         for channel in channels:
             self._opened.add(channel)
             if self.rank in channel:
@@ -122,7 +139,7 @@ class Transport:
         """
         if is_nccl(self._directions.backend):
             own = [channel for channel in self._opened if self.rank in channel]
-            check_streams(len(own), tuple(self._directions.groups.values()))
+            check_streams(len(own), tuple(map(torchs, self.groups)))
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         """Start sending ``tensor`` (contiguous, any dtype); never waits for the peer.

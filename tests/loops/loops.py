@@ -1,0 +1,265 @@
+"""One small loop per framework: the calls that it makes of megatron-core, in its order, on fixed lengths.
+
+Each returns everything that the loop reads on the last pipeline rank, and the models whose weights count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tests.loops.models import (
+    MICROBATCH,
+    SEQUENCE,
+    VOCABULARY,
+    Adapter,
+    Released,
+    build,
+    frozen_up_to,
+    optimizer_of,
+    with_adapters,
+    with_head,
+)
+
+
+class Pipeline(NamedTuple):
+    """What a loop knows of its pipeline.
+
+    Attributes:
+        virtual_size: Megatron's virtual pipeline size.
+        is_interleaved: whether Megatron needs a multiple of the ranks as the number of microbatches.
+    """
+
+    virtual_size: int | None
+    is_interleaved: bool
+
+
+Loop = Callable[[Pipeline], tuple[list[Any], dict[str, Any]]]
+Batch = dict[str, torch.Tensor]
+
+
+def batches(number: int, seed: int, length: int = SEQUENCE) -> list[Batch]:
+    """Microbatches of sequences, with a mask and advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "tokens": torch.randint(VOCABULARY, (MICROBATCH, length + 1), generator=generator),
+            "mask": (torch.rand((MICROBATCH, length), generator=generator) > 0.3).float(),
+            "advantages": torch.randn((MICROBATCH, length), generator=generator),
+        }
+        for _ in range(number)
+    ]
+
+
+def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Of the next tokens, from logits that the model returns batch first."""
+    return torch.log_softmax(logits.float(), -1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+def passes(chunks: Sequence[Any], data: Sequence[Batch], of_loss: Callable[..., Any], **how: Any) -> list[Any]:
+    """One call of the forward-backward function, over a list of microbatches."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    length = data[0]["tokens"].shape[1] - 1
+
+    def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Any, Any]:
+        batch = next(iterator)
+        positions = torch.arange(length).expand(MICROBATCH, -1)
+        return model(batch["tokens"][:, :-1], positions, None), partial(of_loss, batch)
+
+    iterators: Any = [iter(data) for _ in chunks]
+    with torch.set_grad_enabled(not how.get("forward_only")):
+        reports: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks),
+            num_microbatches=len(data),
+            seq_length=length,
+            micro_batch_size=MICROBATCH,
+            **how,
+        )
+    return reports
+
+
+def from_last_rank(reports: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """What the last pipeline rank has, on all ranks; frameworks broadcast their log-probabilities like this."""
+    from megatron.core import parallel_state
+
+    found = torch.stack(list(reports)) if reports else torch.empty(count, MICROBATCH, SEQUENCE)
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(found, last, group=parallel_state.get_pipeline_model_parallel_group())
+    return list(found)
+
+
+def step(optimizer: Any, chunks: Sequence[Any], run: Callable[[], list[Any]]) -> list[Any]:
+    """One optimizer step around a training call."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    reports = run()
+    worked, _, _ = optimizer.step()
+    assert worked
+    return reports
+
+
+def verl(pipeline: Pipeline) -> tuple[list[Any], dict[str, Any]]:
+    """Actor, reference and critic; memory freed between calls, 4, 6 and 3 microbatches, two rollouts."""
+    actor, critic = build(pipeline.virtual_size, "actor"), build(pipeline.virtual_size, "critic", with_head)
+    reference = build(pipeline.virtual_size, "reference", is_trained=False)
+    optimizers, seen = {"actor": optimizer_of(actor), "critic": optimizer_of(critic)}, []
+
+    def scores(batch: Batch, logits: torch.Tensor) -> Any:
+        found = log_probabilities(logits, batch["tokens"])
+        return torch.tensor(1.0), {"log_probs": found, "of": {"entropy": [found.mean(), None, "nats"]}}
+
+    def values(batch: Batch, output: torch.Tensor) -> Any:
+        return torch.tensor(1.0), {"values": output.squeeze(-1)}
+
+    def policy_loss(old: list[torch.Tensor], of_reference: list[torch.Tensor], batch: Batch, logits: Any) -> Any:
+        number = int(batch["number"])
+        new, mask = log_probabilities(logits, batch["tokens"]), batch["mask"]
+        ratio = torch.exp(new - old[number])
+        gain = torch.minimum(ratio * batch["advantages"], ratio.clamp(0.8, 1.2) * batch["advantages"])
+        loss = (((new - of_reference[number]) * 0.1 - gain) * mask).sum() / mask.sum()
+        return loss, [{"actor/pg_loss": loss.detach().item(), "ratios": ratio.detach()}, (mask.sum().int(), None)]
+
+    def value_loss(returns: list[torch.Tensor], batch: Batch, output: torch.Tensor) -> Any:
+        loss = ((output.squeeze(-1) - returns[int(batch["number"])]) ** 2 * batch["mask"]).mean()
+        return loss, {"critic/vf_loss": loss.detach()}
+
+    for rollout in range(2):
+        data = batches(6, rollout)
+        for number, batch in enumerate(data):
+            batch["number"] = torch.tensor(number)
+        with Released(critic), Released(actor, gradients_only=True):
+            for chunk in actor:
+                chunk.eval()
+            old = passes(actor, data, scores, forward_only=True)
+            of_reference = passes(reference, data, scores, forward_only=True)
+        with Released(actor):
+            critics = passes(critic, data, values, forward_only=True)
+        seen += [*old, *of_reference, *critics]
+        olds, references = ([each["log_probs"] for each in found] for found in (old, of_reference))
+        lists = from_last_rank(olds, 6), from_last_rank(references, 6)
+        returns = from_last_rank([each["values"] for each in critics], 6)
+        for chunk in actor:
+            chunk.train()
+        for part in (data[:4], data, data[2 if pipeline.is_interleaved else 3 :]):
+            seen += step(optimizers["actor"], actor, partial(passes, actor, part, partial(policy_loss, *lists)))
+        with Released(actor):
+            seen += step(optimizers["critic"], critic, partial(passes, critic, data, partial(value_loss, returns)))
+    return seen, {"actor": actor, "critic": critic}
+
+
+def slime(pipeline: Pipeline, per_token: bool = True) -> tuple[list[Any], dict[str, Any]]:
+    """Log-probabilities per sample, steps of different numbers of microbatches, and the norm between grads and step."""
+    model = build(pipeline.virtual_size, "slime", overlaps=per_token, calculate_per_token_loss=per_token)
+    optimizer, seen = optimizer_of(model), []
+
+    def scores(batch: Batch, logits: torch.Tensor) -> Any:
+        return torch.empty(0), {"log_probs": list(log_probabilities(logits, batch["tokens"]))}
+
+    def loss(batch: Batch, logits: torch.Tensor) -> Any:
+        mask = batch["mask"]
+        total = -(log_probabilities(logits, batch["tokens"]) * batch["advantages"] * mask).sum()
+        count = mask.sum().int() if per_token else torch.tensor(1, dtype=torch.int)
+        return total, count, {"keys": ["loss", "pg"], "values": torch.stack([count, total.detach(), total.detach()])}
+
+    for rollout in range(2):
+        numbers = (2, 4) if pipeline.is_interleaved else (3, 5)
+        steps = [batches(number, 10 * rollout + number) for number in numbers]
+        for data in steps:
+            seen += passes(model, data, scores, forward_only=True)
+        for data in steps:
+            for chunk in model:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            reports = passes(model, data, loss)
+            assert not optimizer.prepare_grads()
+            norm = optimizer.get_grad_norm()
+            seen += [*reports, {"grad_norm": norm}] if reports else []
+            assert optimizer.step_with_ready_grads()
+    return seen, {"model": model}
+
+
+def nemo_rl(pipeline: Pipeline) -> tuple[list[Any], dict[str, Any]]:
+    """Sequences padded to another length in every call, evaluation, and a reward model in the same process."""
+    policy = build(pipeline.virtual_size, "policy", frozen_up_to(LAYERS_OF_FIRST_STAGES))
+    reward = build(pipeline.virtual_size, "reward", with_head, is_trained=False)
+    optimizer, seen = optimizer_of(policy), []
+
+    def scores(batch: Batch, logits: torch.Tensor) -> Any:
+        return torch.tensor(0.0), {"logprobs": log_probabilities(logits, batch["tokens"])}
+
+    def rewards(_batch: Batch, output: torch.Tensor) -> Any:
+        return torch.tensor(0.0), output[:, -1, 0]
+
+    def loss(batch: Batch, logits: torch.Tensor) -> Any:
+        value = -(log_probabilities(logits, batch["tokens"]) * batch["mask"]).sum() / batch["mask"].sum()
+        return value, {"metrics": {"loss": value.detach(), "num_valid": int(batch["mask"].sum())}, "rest": ()}
+
+    def nothing(_batch: Batch, logits: torch.Tensor) -> Any:
+        return logits.mean(), None
+
+    for number, length in enumerate((SEQUENCE, 2 * SEQUENCE, 4, SEQUENCE)):
+        data = batches(4, number, length)
+        how = {"decoder_seq_length": length}
+        seen += passes(policy, data, scores, forward_only=True, **how)
+        seen += passes(reward, data, rewards, forward_only=True, **how)
+        seen += step(optimizer, policy, partial(passes, policy, data, loss, **how))
+        seen += passes(policy, data[:2], nothing, forward_only=True, first_val_step=True, **how)
+    return seen, {"policy": policy}
+
+
+LAYERS_OF_FIRST_STAGES = 2
+
+
+def ms_swift(pipeline: Pipeline) -> tuple[list[Any], dict[str, Any]]:
+    """Adapters on a frozen model, which is its own reference without them; then a reward model is trained."""
+    model = build(pipeline.virtual_size, "swift", with_adapters)
+    reward = build(pipeline.virtual_size, "swift reward", with_head)
+    optimizers, seen = (optimizer_of(model), optimizer_of(reward)), []
+
+    def scores(batch: Batch, logits: torch.Tensor) -> Any:
+        return torch.tensor(0.0), log_probabilities(logits, batch["tokens"]).sum(-1)
+
+    def preference(of_reference: list[torch.Tensor], batch: Batch, logits: torch.Tensor) -> Any:
+        own = log_probabilities(logits, batch["tokens"]).sum(-1)
+        chosen, rejected = own - of_reference[int(batch["number"])][:, 0]
+        loss = -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
+        return loss, {"loss": loss.detach(), "rewards": {"chosen": chosen.detach(), "rejected": rejected.detach()}}
+
+    def ranking(_batch: Batch, output: torch.Tensor) -> Any:
+        chosen, rejected = output[:, -1, 0]
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected)
+        return loss, {"loss": loss.detach()}
+
+    for rollout in range(2):
+        data = batches(4, 50 + rollout)
+        for number, batch in enumerate(data):
+            batch["number"] = torch.tensor(number)
+        Adapter.is_on = False
+        try:
+            found = passes(model, data, scores, forward_only=True)
+        finally:
+            Adapter.is_on = True
+        seen += found
+        wide = [each[:, None].expand(-1, SEQUENCE) for each in found]
+        loss = partial(preference, from_last_rank(wide, 4))
+        for part in (data, data[:2]):
+            seen += step(optimizers[0], model, partial(passes, model, part, loss))
+        seen += step(optimizers[1], reward, partial(passes, reward, data, ranking))
+    return seen, {"model": model, "reward": reward}
+
+
+LOOPS: dict[str, Loop] = {
+    "verl": verl,
+    "slime, loss per token": slime,
+    "slime, mean of microbatches": partial(slime, per_token=False),
+    "nemo-rl": nemo_rl,
+    "ms-swift": ms_swift,
+}

@@ -1,0 +1,174 @@
+"""The models of the loops: small GPTs whose layers have the same weights wherever they are."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+LAYERS, HIDDEN, SEQUENCE, VOCABULARY, MICROBATCH = 4, 16, 8, 32, 2
+
+
+def build(
+    virtual_size: int | None,
+    salt: str,
+    edit: Callable[[Any], None] = lambda _chunk: None,
+    is_trained: bool = True,
+    overlaps: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """The chunks of a model on this rank; ``edit`` changes each before it is wrapped, ``salt`` its weights."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    import megatron.zero_bubble
+
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=virtual_size,
+        overlap_p2p_comm=virtual_size is not None,  # stock needs it with 2 ranks
+        batch_p2p_comm=virtual_size is None,
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **options,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+
+    def make_chunk(**stage: Any) -> Any:
+        chunk = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, 2 * SEQUENCE, **stage)
+        edit(chunk)
+        for name, parameter in named(chunk):
+            if parameter.dim() > 1:
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{salt} {name}".encode()))
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        return chunk
+
+    chunks = megatron.zero_bubble.build_stages(make_chunk)
+    if not is_trained:
+        return chunks
+    of_ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlaps, use_distributed_optimizer=overlaps)
+    wrapped = [DistributedDataParallel(config, of_ddp, chunk) for chunk in chunks]
+    if overlaps:
+        no_syncs = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_syncs if virtual_size else no_syncs[0]
+    return wrapped
+
+
+def named(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a chunk by their names in the whole model."""
+    for name, parameter in chunk.named_parameters():
+        before, _, after = name.partition("decoder.layers.")
+        if not after:
+            yield name, parameter
+            continue
+        number, _, rest = after.partition(".")
+        yield f"{before}{chunk.decoder.layers[int(number)].layer_number}.{rest}", parameter
+
+
+def digests(chunks: Sequence[Any]) -> dict[str, str]:
+    """The exact weights of a model on this rank, by their names in the whole model."""
+    weights = (weight for chunk in chunks for weight in named(getattr(chunk, "module", chunk)))
+    return {name: hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()[:16] for name, weight in weights}
+
+
+class Head(torch.nn.Linear):
+    """A head with one output in the place of the output layer, for values and rewards."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, 1, bias=False)
+
+    def forward(self, hidden: torch.Tensor, **_: Any) -> Any:
+        """Megatron's output layers return a bias too."""
+        return super().forward(hidden), None
+
+
+def with_head(chunk: Any) -> None:
+    """Give the last stage a head with one output."""
+    if chunk.post_process:
+        chunk.output_layer = Head()
+
+
+class Adapter(torch.nn.Module):
+    """A linear of Megatron with a low-rank addition, which can be switched off."""
+
+    is_on = True
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        sizes = base.weight.shape
+        self.down = torch.nn.Linear(sizes[1], 2, bias=False)
+        self.up = torch.nn.Linear(2, sizes[0], bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """The linear's output and bias."""
+        y, bias = self.base(x)
+        return (y + self.up(self.down(x)) if Adapter.is_on else y), bias
+
+
+def with_adapters(chunk: Any) -> None:
+    """Freeze a chunk, and add trainable adapters to its attention and MLP."""
+    chunk.requires_grad_(False)
+    for layer in chunk.decoder.layers:
+        layer.self_attention.linear_qkv = Adapter(layer.self_attention.linear_qkv)
+        layer.mlp.linear_fc2 = Adapter(layer.mlp.linear_fc2)
+
+
+def frozen_up_to(last: int) -> Callable[[Any], None]:
+    """Freeze the embedding and the first layers, so that whole stages have nothing to train."""
+
+    def freeze(chunk: Any) -> None:
+        for layer in chunk.decoder.layers:
+            if layer.layer_number <= last:
+                layer.requires_grad_(False)
+        if chunk.pre_process:
+            chunk.embedding.requires_grad_(False)
+
+    return freeze
+
+
+def optimizer_of(chunks: Sequence[Any], **options: Any) -> Any:
+    """Megatron's own optimizer of a model; without clipping, since other placements sum the norm in another order."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    sharded = chunks[0].ddp_config.use_distributed_optimizer
+    config = OptimizerConfig(
+        optimizer="adam", lr=1e-2, clip_grad=0.0, use_distributed_optimizer=sharded, weight_decay=0.0, **options
+    )
+    return get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+
+
+class Released:
+    """Context in which the memory of a model's parameters and gradients is freed, as frameworks do for a rollout."""
+
+    def __init__(self, chunks: Sequence[Any], gradients_only: bool = False) -> None:
+        buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        self._gradients = [buffer.grad_data for buffer in buffers]
+        self._weights = [] if gradients_only else [weight.data for chunk in chunks for weight in chunk.parameters()]
+        self._kept: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
+        self._sizes = [each.untyped_storage().size() for each in self._gradients]
+        self._weights = list({each.untyped_storage().data_ptr(): each for each in self._weights}.values())
+        for gradient in self._gradients:
+            gradient.untyped_storage().resize_(0)
+        for weight in self._weights:
+            self._kept.append(torch.UntypedStorage(weight.untyped_storage().size()).copy_(weight.untyped_storage()))
+            weight.untyped_storage().resize_(0)
+
+    def __exit__(self, *_: object) -> None:
+        for gradient, size in zip(self._gradients, self._sizes, strict=True):
+            gradient.untyped_storage().resize_(size)
+            gradient.zero_()
+        for weight, kept in zip(self._weights, self._kept, strict=True):
+            weight.untyped_storage().resize_(kept.size())
+            weight.untyped_storage().copy_(kept)

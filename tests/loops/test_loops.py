@@ -1,0 +1,88 @@
+"""Loops of RL and post-training frameworks give the same numbers and weights under every schedule, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble.errors import UserError
+from tests.helpers.megatron_lm import ROOT, Checkout, checkouts
+from tests.helpers.ranks import RankPool
+from tests.loops.compare import SCHEDULES, differences, outcomes
+from tests.loops.groups import initialize, plain_steps
+from tests.loops.loops import LOOPS, batches, passes
+from tests.loops.models import build
+
+QUICK = {
+    "verl": ("zb-h1", "zb-v"),
+    "slime, loss per token": ("zb-h1", "interleaved-1f1b"),
+    "nemo-rl": ("zb-v",),
+    "ms-swift": ("zb-h1", "zb-v"),
+}
+
+
+@pytest.mark.parametrize(
+    ("loop", "schedules"),
+    [*QUICK.items(), *(pytest.param(loop, tuple(SCHEDULES), marks=pytest.mark.full) for loop in LOOPS)],
+)
+def test_a_loop_equals_stock(ranks: RankPool, loop: str, schedules: tuple[str, ...]) -> None:
+    results = ranks.run(2, outcomes, loop, schedules, timeout=120)
+    assert differences(results, schedules) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkout", checkouts(), ids=str)
+def test_all_loops_equal_stock_on_other_versions(checkout: Checkout, tmp_path: Path) -> None:
+    path = os.pathsep.join(map(str, (checkout.path, ROOT, ROOT / "tests/helpers/other_versions")))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    running = []
+    for rank in range(2):
+        command = [sys.executable, "-W", "ignore", "-m", "tests.loops.run", str(rank), str(tmp_path / "store")]
+        own = {**environment, "RANK": str(rank), "WORLD_SIZE": "2", "TORCHDYNAMO_DISABLE": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        running.append(subprocess.Popen(command, env=own, cwd=ROOT, **pipes))  # type: ignore[call-overload]
+    try:
+        texts = [process.communicate(timeout=300)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    lines = [line for line in texts[0].splitlines() if line.startswith((*LOOPS, "compared "))]
+    assert [process.returncode for process in running] == [0, 0], texts
+    assert [line.rpartition(" on ")[0] for line in lines] == [f"compared {loop}" for loop in LOOPS], lines
+
+
+def second_model(rank: int) -> list[str]:
+    """The refusals of a second model in the same process, in evaluation and in training."""
+    from megatron.core import tensor_parallel
+
+    import megatron.zero_bubble
+
+    megatron.zero_bubble.apply("zb-h1")
+    try:
+        initialize(None)
+        tensor_parallel.model_parallel_cuda_manual_seed(7)
+        options: dict[str, Any] = {"is_trained": False, "moe_token_dispatcher_type": "alltoall"}
+        supported, other = (build(None, "plain", variable_seq_lengths=varies, **options) for varies in (False, True))
+        for chunk in (*supported, *other):
+            chunk.config.finalize_model_grads_func = None
+        plain_steps(supported, batches(2, 0))
+        said = []
+        for how in ({"forward_only": True}, {}):
+            with pytest.raises(UserError) as caught:
+                passes(other, batches(2, 0), lambda _batch, logits: (logits.mean(), {}), **how)
+            said.append(str(caught.value))
+        plain_steps(supported, batches(2, 0))
+        return said
+    finally:
+        megatron.zero_bubble.revert()
+
+
+def test_the_options_of_every_model_are_checked(ranks: RankPool) -> None:
+    for said in ranks.run(2, second_model):
+        assert len(said) == 2
+        assert all(each.startswith("zero-bubble schedules need variable_seq_lengths=False, because ") for each in said)
