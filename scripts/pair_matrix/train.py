@@ -17,7 +17,7 @@ from megatron.zero_bubble.ir import Compute, Kind, Op, Schedule
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.observer import IterationObserver
-from tests.helpers.parity import Outcome, Tokens, _by_name, _train_once, rebuild_process_groups
+from tests.helpers.parity import Outcome, Tokens, _named, _train_once, rebuild_process_groups
 from tests.helpers.shards import read_each
 
 SPIKE = 1e6
@@ -59,7 +59,7 @@ class _Faults(IterationObserver):
 
     def attach(self, chunks: Any, seen: Any) -> None:
         self._seen = seen
-        weights = _by_name(chunks)
+        weights = dict(_named(chunks))
         for iteration, name in zip((2, 4), _SPOILED, strict=True):
             if name in weights:
                 weights[name].register_hook(partial(self._spoil, iteration))
@@ -147,7 +147,7 @@ def _data(args: Any) -> Any:
 
 
 def _keep(weights: dict[str, torch.Tensor], chunks: Any) -> dict[str, str]:
-    weights.update((name, weight.detach().float().clone()) for name, weight in _by_name(chunks).items())
+    weights.update((name, weight.detach().float().clone()) for name, weight in _named(chunks))
     return {}
 
 

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,19 @@ def test_the_example_runs_as_a_script_on_cpu_ranks() -> None:
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=True
     )
     assert [line.split(": ")[0] for line in ended.stdout.splitlines()] == [f"step {step}" for step in range(5)]
+
+
+def test_ranks_with_the_embedding() -> None:
+    """The last but one stage of a V is on its second rank."""
+
+    def ranks(schedule: str, **more: Any) -> list[int]:
+        return megatron.zero_bubble.ModelStages(schedule, 4, **more).embedding_ranks([4, 5, 6, 7])
+
+    assert ranks("zb-h1") == [4, 7] and ranks("zb-v") == [4]
+    assert ranks("zb-h1", layout="Ett|tt|tm|L") == [4, 6, 7]
+    assert ranks("zb-h1", layout="Ett|tt|tm|L", tied=False) == [4, 6]
+    for tied in (False, True):
+        assert ranks("zb-v", layout="Et|t|t|t|t|t|m|L", tied=tied) == [4, 5]
 
 
 def test_cpu_ranks_are_chosen_before_megatron_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

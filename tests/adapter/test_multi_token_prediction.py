@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
+from tests.helpers import parity
+from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
 from tests.wgrad.test_fused import FUSED, OVERLAP, figures
@@ -29,7 +30,7 @@ def train_predicting(rank: int, flags: str, schedules: Sequence[str | None]) -> 
 
     def parse_predicting(argv: Sequence[str]) -> Any:
         args = parse(argv)
-        args.mtp_num_layers = 2
+        args.mtp_num_layers, args.mtp_loss_scaling_factor = 2, 0.1
         return args
 
     def build_predicting(config: Any, transformer_layer_spec: Any, vp_stage: int | None, **rest: Any) -> Any:
@@ -72,6 +73,76 @@ def test_same_bits_as_stock(ranks: RankPool, name: str) -> None:
     # With a tied embedding, the last stage computes its logits with the embedding's weight.
     unused = () if UNTIED in options else ("output_layer.weight",)
     assert_same_bits(results, SCHEDULES, unused=unused)
+
+
+ON_A_V = [None, "zb-v"]
+V_ROWS = {
+    "untied, bf16": (Layout(2, num_layers=4), f"{UNTIED} --bf16"),
+    "tied": (Layout(2, num_layers=4), ""),
+    "tied, dp=2, distributed optimizer, both overlaps": (
+        Layout(2, data=2, num_layers=4),
+        f"--use-distributed-optimizer --overlap-param-gather {OVERLAP}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", some(V_ROWS, *list(V_ROWS)[:2]))
+def test_on_a_v_as_stock(ranks: RankPool, name: str) -> None:
+    """The loss, and so the prediction, is on the rank that has the embedding as well."""
+    layout, options = V_ROWS[name]
+    flags = layout.flags(4, f"{ROPE} {options}")
+    results = ranks.run(layout.num_ranks, train_predicting, flags, ON_A_V, timeout=120)
+    unused = () if UNTIED in options else ("output_layer.weight",)
+    assert_same_model(results, ON_A_V, layout, unused=unused)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", pytest.param("interleaved-1f1b", marks=pytest.mark.full)])
+def test_on_a_separate_stage_of_several_as_stock(ranks: RankPool, schedule: str) -> None:
+    """The layout of DeepSeek-V3: the prediction and the loss are on stages of their own."""
+    layout, schedules = Layout(3, num_layers=4), [None, schedule]
+    options = "--pipeline-model-parallel-layout Et|t|t|t|mm|L --reset-attention-mask"
+    flags = layout.flags(6, f"{ROPE} {UNTIED} {options} --num-virtual-stages-per-pipeline-rank 2")
+    results = ranks.run(3, train_predicting, flags, schedules, timeout=120)
+    assert_same_model(results, schedules, layout)
+    embeddings = [outcomes[1].weights.get("embedding.word_embeddings.weight") for outcomes in results]
+    first, of_prediction, other = embeddings
+    assert first == of_prediction is not None and other is None, "stages 0 and 4 have the embedding, and keep it equal"
+
+
+def train_logging(rank: int, flags: str, schedules: Sequence[str | None]) -> list[list[float]]:
+    """Train; return the losses of the predictions that this rank would log after each run."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Helper
+
+    logged, train_once = [], parity._train_once
+
+    def noting(*arguments: Any) -> Any:
+        result = train_once(*arguments)
+        logged.append(Helper.tracker["values"].tolist() if Helper.tracker else [])
+        if Helper.tracker:
+            assert Helper.tracker["avg_group"] is not None, "Megatron takes the mean over the replicas"
+        Helper.tracker.clear()
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parity, "_train_once", noting)
+        train_predicting(rank, flags, schedules)
+    return logged
+
+
+def test_losses_of_predictions_are_logged_on_the_last_rank(ranks: RankPool) -> None:
+    flags = Layout(2, num_layers=4).flags(4, f"{ROPE} {UNTIED}")
+    first, last = ranks.run(2, train_logging, flags, [None, "zb-v"], timeout=120)
+    assert first == [[], []]
+    stock, own = last
+    assert len(stock) == 2 and min(stock) > 1
+    assert own == pytest.approx(stock, rel=1e-6)  # sums of iterations, instead of one sum over all
+
+
+def test_interleaved_as_stock(ranks: RankPool) -> None:
+    schedules = [None, "interleaved-1f1b"]
+    flags = Layout(2, num_layers=4).flags(4, f"{ROPE} --num-virtual-stages-per-pipeline-rank 2")
+    results = ranks.run(2, train_predicting, flags, schedules, timeout=120)
+    assert_same_bits(results, schedules, unused=("output_layer.weight",))
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("tied, bf16", 2e-2), ("untied, dp=2, overlap, not aligned", 1e-5)])

@@ -44,7 +44,6 @@ OTHERS = (
     f"{LOOPED} --decoder-last-pipeline-num-layers 3",
     f"{LOOPED} --num-layers-per-virtual-pipeline-stage 1 --decoder-last-pipeline-num-layers 2",
     f"{LOOPED} --num-layers-per-virtual-pipeline-stage 3",
-    f"{LOOPED} --num-layers 5 --mtp-num-layers 1",
     f"{H1} --pipeline-model-parallel-layout tt|tt",
     f"{H1} --pipeline-model-parallel-layout Ett|ttx",
     f"{H1} --pipeline-model-parallel-layout Ett|tttL",

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.layout_string import check_layout, layers_of, predictions_of, read_hybrid, read_layout
+from megatron.zero_bubble.formats.layout_string import (
+    check_layout,
+    layers_of,
+    predictions_of,
+    read_hybrid,
+    read_layout,
+    with_stages,
+    write_layout,
+)
 
 WRONG = [
     ("tt|tt|tt|tt", 0, "the first letter of --pipeline-model-parallel-layout must be E, the embedding"),
@@ -91,3 +101,49 @@ def test_an_incomplete_repetition_has_its_own_sentence(text: str) -> None:
 def test_the_allowed_letters_include_repetitions() -> None:
     with pytest.raises(UserError, match=r"\| between stages; \*N behind a letter or \( \) repeats it"):
         read_layout("Ex|tL")
+
+
+@given(st.lists(st.text("Etm L", max_size=9).map(lambda letters: letters.replace(" ", "")), min_size=1, max_size=9))
+def test_what_is_written_is_read(stages: list[str]) -> None:
+    assert read_layout(write_layout(stages)) == tuple(stages)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[str], int]:
+    """Stages of a valid layout with several stages per rank, and the number of ranks."""
+    ranks, chunks = draw(st.integers(2, 5)), draw(st.integers(1, 4))
+    counts = draw(st.lists(st.integers(0, 4), min_size=ranks * chunks, max_size=ranks * chunks))
+    stages = ["t" * count for count in counts]
+    stages[0] = "E" + stages[0]
+    stages[-1] += "L"
+    if predictions := draw(st.integers(0, 2)):
+        where = draw(st.integers(len(stages) - ranks, len(stages) - 1))
+        if not any("t" in stage for stage in stages[where + 1 :]):
+            before, end, after = stages[where].partition("L")
+            stages[where] = before + "m" * predictions + end + after
+    return stages, ranks
+
+
+@given(layouts(), st.integers(1, 4))
+def test_another_number_of_stages_keeps_all_layers_in_order(layout: tuple[list[str], int], chunks: int) -> None:
+    stages, ranks = layout
+    letters = "".join(stages)
+    found = with_stages(write_layout(stages), ranks * chunks, ranks)
+    assert "".join(read_layout(found)) == letters
+    check_layout(found, ranks, letters.count("t"), ranks * chunks, letters.count("m"))
+    if ranks * chunks == len(stages) and all(stages):
+        assert read_layout(found) == tuple(stages)
+
+
+RECUT = [
+    ("Et*3|(tt|)*29m|L", 16, 16, "Et*5|(t*4|)*14mL"),  # DeepSeek-V3: 61 layers on 16 ranks
+    ("Et*5|(t*4|)*14mL", 32, 16, "Et*3|(tt|)*29m|L"),
+    ("Et|t|t|t|t|t|tt|mL", 4, 4, "Ett|(tt|)*2ttmL"),
+    ("Ett|ttm|L", 6, 3, "Et|(t|)*3m|L"),
+    ("E(tt|)*23L", 16, 8, "Et*3|(t*3|)*14tL"),
+]
+
+
+@pytest.mark.parametrize(("text", "num_stages", "num_ranks", "wanted"), RECUT)
+def test_a_layout_is_recut(text: str, num_stages: int, num_ranks: int, wanted: str) -> None:
+    assert with_stages(text, num_stages, num_ranks) == wanted

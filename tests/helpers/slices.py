@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset
 
-from tests.helpers.parity import Tokens, _build, _by_name, _under_each
+from tests.helpers.parity import Tokens, _build, _named, _under_each
 
 # 48 tokens can be cut into 2, 4, 8 and 16 equal slices, also on two tensor-parallel ranks.
 LONG = "--seq-length 48 --max-position-embeddings 48"
@@ -106,7 +106,7 @@ def own_gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[
     trainer._zero_gradients()
     share = share_of(args, samples, 0, args.global_batch_size)
     reports = trainer._passes(trainer._microbatches(samples, 0), share)
-    weights: dict[str, Any] = dict(_by_name(chunks))
+    weights: dict[str, Any] = dict(_named(chunks))
     own = {name: weight.main_grad.clone().float() for name, weight in weights.items()}
     return Gradients([report["lm loss"].tolist() for report in reports], own), start
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.helpers.parity import _build, _by_name, _under_each
+from tests.helpers.parity import _build, _named, _under_each
 
 LENGTHS = (48, 11, 20, 21, 22, 23, 24, 5)
 Assignment = tuple[list[list[int]], list[list[int]]]
@@ -100,7 +100,7 @@ def _iteration(
     for chunk in chunks if args.use_distributed_optimizer else ():
         _gather_gradients(chunk)
     parts: list[Any] = [None] * args.pipeline_model_parallel_size
-    weights: dict[str, Any] = dict(_by_name(chunks))
+    weights: dict[str, Any] = dict(_named(chunks))
     gradients = {name: weight.main_grad.clone().float() for name, weight in weights.items()}
     dist.all_gather_object(parts, gradients, group=parallel_state.get_pipeline_model_parallel_group())
     loss = _mean_loss(reports)

@@ -156,7 +156,9 @@ def sets_the_jobs_stages() -> None:
             "pipeline_model_parallel_layout",
             None,
         ),
-        (line, ["--num-layers", "5", "--mtp-num-layers", "1"], "pipeline_model_parallel_layout", None),
+        (line, ["--num-layers", "5", "--mtp-num-layers", "1"], "pipeline_model_parallel_layout", "Et*4|tmL"),
+        (V, ["--num-layers", "5", "--mtp-num-layers", "1"], "pipeline_model_parallel_layout", "Et|(tt|)*2mL"),
+        (V, ["--mtp-num-layers", "1"], "num_virtual_stages_per_pipeline_rank", 2),
         (line, [], "num_virtual_stages_per_pipeline_rank", None),
     ):
         said: list[str] = []
@@ -244,6 +246,8 @@ def loads_a_tied_embedding_on_one_rank() -> None:
         "this schedule; use Megatron-LM core_r0.15 or newer, a schedule with one stage per rank, or "
         "--untie-embeddings-and-output-weights"
     )
+    with pytest.raises(UserError, match="the embedding and its copy for multi-token prediction, as under this"):
+        job("0.14.0", "--untie-embeddings-and-output-weights", "--mtp-num-layers", "1")
 
 
 def test_old_versions_reject_loading_a_tied_embedding_on_one_rank(ranks: RankPool) -> None:

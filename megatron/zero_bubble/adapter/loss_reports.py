@@ -1,4 +1,7 @@
-"""Sends the losses from the rank that has the last stage to the last rank, where Megatron's loops expect them."""
+"""Sends the losses from the rank that has the last stage to the last rank, where Megatron's loops expect them.
+
+With them go the sums of multi-token prediction for the log, which the rank with the loss adds up.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.optimizer.log_sums import add_predictions, drop_predictions, predictions_so_far
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.streams import HostCopy
 from megatron.zero_bubble.runtime.groups import destroy, is_alive, new_group, ranks_of, torchs
@@ -20,10 +24,18 @@ class LossReportList(list[Any]):
     """The reports of an iteration; the tensors of a report start on their way to host memory when it is appended.
 
     So ``LossReports.deliver`` waits for the last loss, but not for the backwards and weight gradients queued after it.
+
+    Attributes:
+        predictions: the sums of multi-token prediction after the last report, also on their way.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.predictions: dict[str, HostCopy] = {}
+
     def append(self, report: Any) -> None:
-        super().append(_replaced(report, torch.Tensor, lambda tensor: select(tensor.device.type).to_host(tensor)))
+        super().append(_to_host(report))
+        self.predictions = _to_host(predictions_so_far())
 
 
 class LossReports:
@@ -42,11 +54,11 @@ class LossReports:
         self._peers = [dist.get_group_rank(torchs(self._group), member) for member in members]
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
-    def deliver(self, reports: list[Any], holder: int, device: torch.device) -> list[Any]:
+    def deliver(self, reports: LossReportList, holder: int, device: torch.device) -> list[Any]:
         """Send ``reports`` from rank ``holder`` to the last rank. Every pipeline rank calls this after its passes.
 
         Args:
-            reports: on ``holder``, a ``LossReportList``.
+            reports: those of this iteration, on ``holder``.
 
         Returns:
             on the last rank, the reports of ``holder`` with tensors on ``device``; on other ranks, an empty list.
@@ -55,21 +67,25 @@ class LossReports:
         if self._rank == holder:
             self.settle()
             packed = io.BytesIO()
-            _Packer(packed).dump([_replaced(report, HostCopy, lambda copy: copy.wait()) for report in reports])
-            content = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)
-            for tensor in (torch.tensor([content.numel()]), content):
+            content = list(reports), reports.predictions
+            _Packer(packed).dump(_replaced(content, HostCopy, lambda copy: copy.wait()))
+            drop_predictions()
+            message = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)
+            for tensor in (torch.tensor([message.numel()]), message):
                 self._sent.append((group.send([tensor], self._peers[self._last], 0), tensor))
             if self._wait:
                 self.settle()
         elif self._rank == self._last:
             size = torch.empty(1, dtype=torch.int64)
             group.recv([size], self._peers[holder], 0).wait()
-            content = torch.empty(int(size), dtype=torch.uint8)
-            group.recv([content], self._peers[holder], 0).wait()
+            message = torch.empty(int(size), dtype=torch.uint8)
+            group.recv([message], self._peers[holder], 0).wait()
             to_device = select(device.type).to_device
-            return _replaced(
-                pickle.loads(content.numpy().tobytes()), torch.Tensor, lambda on_host: to_device(on_host, device)
+            received, predictions = _replaced(
+                pickle.loads(message.numpy().tobytes()), torch.Tensor, lambda on_host: to_device(on_host, device)
             )
+            add_predictions(predictions)
+            return list(received)
         return []
 
     @property
@@ -107,6 +123,10 @@ def _unpacked(content: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Te
     if not content:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+
+
+def _to_host(value: Any) -> Any:
+    return _replaced(value, torch.Tensor, lambda tensor: select(tensor.device.type).to_host(tensor))
 
 
 def _replaced(value: Any, of_type: type, new: Callable[[Any], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.adapter.placement import (
     as_pipeline_rank,
-    copy_tied_embedding,
+    copy_embedding,
     describe_state_as,
     embedding_ranks,
     groups_as,
@@ -19,6 +19,8 @@ from megatron.zero_bubble.adapter.placement import (
 )
 from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.layout import stages_with_embedding
+from megatron.zero_bubble.formats.layout_string import predictions_of
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.runnable import is_megatrons_own
@@ -43,24 +45,31 @@ class ModelStages:
 
     Attributes:
         virtual_size: Megatron's ``virtual_pipeline_model_parallel_size``: the stages per rank, None for one.
-        embedding_ranks: for ``initialize_model_parallel(get_embedding_ranks=...)``: the ranks with the first and the
-            last stage, which share the weights of a tied embedding.
+        embedding_ranks: for ``initialize_model_parallel(get_embedding_ranks=...)``: the ranks of the stages with the
+            weights of the embedding: the first stage, the last if they are tied, and multi-token prediction.
 
     Args:
         schedule: the name of the schedule, or the configuration that ``apply`` gets.
         num_ranks: the pipeline ranks.
+        layout: Megatron's ``pipeline_model_parallel_layout``, needed if it has multi-token prediction (m) on another
+            stage than the last.
+        tied: whether the output layer shares the weights of the embedding, needed together with ``layout``.
 
     Raises:
         UserError: an unknown schedule, a number of chunks that it does not support, or a bad schedule file.
     """
 
-    def __init__(self, schedule: str | ZeroBubbleConfig, num_ranks: int) -> None:
+    def __init__(
+        self, schedule: str | ZeroBubbleConfig, num_ranks: int, layout: str | None = None, tied: bool = True
+    ) -> None:
         own = ZeroBubbleConfig(schedule=schedule) if isinstance(schedule, str) else schedule
         source = own.sources()(num_ranks)
         self._placement, self._divides_vocabulary = source.placement, source.vocabulary is not None
         chunks = self._placement.num_stages // num_ranks
         self.virtual_size = _virtual(chunks)
-        self.embedding_ranks: Callable[..., list[int]] = lambda ranks, *_: embedding_ranks(self._placement)(ranks)
+        self._with_embedding = () if layout is None else stages_with_embedding(predictions_of(layout), tied)
+        of_pipeline = embedding_ranks(self._placement, self._with_embedding)
+        self.embedding_ranks: Callable[..., list[int]] = lambda ranks, *_: of_pipeline(ranks)
 
     def build(self, make: Callable[..., torch.nn.Module]) -> list[torch.nn.Module]:
         """Build the model chunks of this rank, in the order in which ``forward_backward_func(model=...)`` takes them.
@@ -75,25 +84,29 @@ class ModelStages:
         Raises:
             UserError: as ``megatron.zero_bubble.build_stages``.
         """
-        return build_chunks(self._placement, self._divides_vocabulary, make)
+        return build_chunks(self._placement, self._divides_vocabulary, make, self._with_embedding)
 
 
 def build_chunks(
-    placement: Placement, divides_vocabulary: bool, make: Callable[..., torch.nn.Module]
+    placement: Placement,
+    divides_vocabulary: bool,
+    make: Callable[..., torch.nn.Module],
+    with_embedding: Collection[int] = (),
 ) -> list[torch.nn.Module]:
     """Build the model chunks of this rank; see ``ModelStages.build``.
 
     Args:
         divides_vocabulary: whether embedding and output layer are divided over all pipeline ranks.
+        with_embedding: the stages that have a copy of the embedding; default: the first and the last.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     _check_sizes(placement, group.size(), parallel_state.get_virtual_pipeline_model_parallel_world_size())
-    _check_ends(placement, ranks_of(group))
+    _check_ends(placement, with_embedding, ranks_of(group))
     stages = placement.stages_of(group.rank())
     chunks = [_chunk(make, placement, stage, chunk) for chunk, stage in enumerate(stages)]
     if divides_vocabulary:
         shard_vocabulary(chunks, placement)
-    copy_tied_embedding(chunks)
+    copy_embedding(chunks)
     return chunks
 
 
@@ -127,15 +140,18 @@ def _check_sizes(placement: Placement, num_ranks: int, virtual_size: int | None)
         )
 
 
-def _check_ends(placement: Placement, ranks: list[int]) -> None:
-    """Check that the ranks with the first and the last stage form the embedding group.
+def _check_ends(placement: Placement, with_embedding: Collection[int], ranks: list[int]) -> None:
+    """Check that the ranks with a copy of the embedding form its group.
 
     Ranks sum the initial weights of a tied embedding over this group while they build their chunks, and would wait for
     each other.
     """
     if is_megatrons_own(placement):
         return
-    ends, group = embedding_ranks(placement)(ranks), parallel_state.get_embedding_group(check_initialized=False)
+    ends, group = (
+        embedding_ranks(placement, with_embedding)(ranks),
+        parallel_state.get_embedding_group(check_initialized=False),
+    )
     members = [] if group is None else ranks_of(group)
     if members != (ends if dist.get_rank() in ends else []):
         raise UserError(

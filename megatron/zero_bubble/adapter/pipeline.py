@@ -235,7 +235,7 @@ class Pipeline:
         prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
         prepared.check_chunks(chunks)
         boundary = call.boundary(prepared.schedule.slices)
-        losses = [] if self._reports is None else LossReportList()
+        losses: list[Any] = [] if self._reports is None else LossReportList()
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device), losses)
         self.store.clear()
         if config.timers is not None:
@@ -255,7 +255,7 @@ class Pipeline:
                 self._train(iteration)
         if config.timers is not None:
             config.timers("forward-backward").stop()
-        if self._reports is None:
+        if self._reports is None or not isinstance(losses, LossReportList):
             return losses
         return self._reports.deliver(losses, prepared.last_stage_rank, boundary.device)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -57,13 +57,13 @@ class _GroupAs:
     """Proxy of a process group with another ``rank()``; all other attributes are the group's."""
 
     def __init__(self, group: Any, rank: int) -> None:
-        self._group, self._rank = group, rank
+        self.original, self._rank = group, rank
 
     def rank(self) -> int:
         return self._rank
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
+        return getattr(self.original, name)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> _GroupAs:
         return self
@@ -98,25 +98,40 @@ def segment_of_stage(original: Callable[..., Any]) -> Callable[..., Any]:
     return select_pipeline_segment
 
 
-def embedding_ranks(placement: Placement) -> Any:
+def embedding_ranks(placement: Placement, stages: Collection[int] = ()) -> Any:
     """A function for ``initialize_model_parallel(get_embedding_ranks=...)``.
 
-    It returns the ranks of the first and the last stage, which share the embedding, or one rank if it has both.
+    It returns the ranks of the stages with a copy of the embedding, or one rank if it has all of them.
+
+    Args:
+        stages: the stages; default: the first and the last, as with a tied embedding.
     """
-    first, last = placement.stage_to_rank[0], placement.stage_to_rank[-1]
+    on = {placement.stage_to_rank[stage] for stage in stages or (0, placement.num_stages - 1)}
 
     def of_pipeline(ranks: list[int]) -> list[int]:
-        return sorted({ranks[first], ranks[last]}, key=ranks.index)
+        return [ranks[rank] for rank in sorted(on)]
 
     return of_pipeline
 
 
-def grouping_ends(initialize: Callable[..., None], placement_on: Callable[[int], Placement]) -> Callable[..., None]:
-    """``parallel_state.initialize_model_parallel`` with the embedding group of the placement of a number of ranks."""
+def grouping_ends(
+    initialize: Callable[..., None], placement_on: Callable[[int], Placement], with_embedding: Collection[int] = ()
+) -> Callable[..., None]:
+    """``parallel_state.initialize_model_parallel`` with the embedding group of the placement of a number of ranks.
+
+    The caller's own group stays.
+
+    Args:
+        with_embedding: the stages that have a copy of the embedding; default: the first and the last.
+    """
+
+    def of_pipeline(ranks: list[int], *_: Any) -> Any:
+        return embedding_ranks(placement_on(len(ranks)), with_embedding)(ranks)
 
     @functools.wraps(initialize)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-        kwargs["get_embedding_ranks"] = lambda ranks, *_: embedding_ranks(placement_on(len(ranks)))(ranks)
+        if kwargs.get("get_embedding_ranks") is None:
+            kwargs["get_embedding_ranks"] = of_pipeline
         initialize(*args, **kwargs)
 
     return initialize_model_parallel
@@ -134,6 +149,8 @@ def last_stage_of(placement_on: Callable[[int], Placement], original: Callable[.
         if ignore_virtual or vp_stage is None:
             return original(ignore_virtual, vp_stage)
         group = parallel_state.get_pipeline_model_parallel_group()
+        if isinstance(group, _GroupAs):  # while a chunk is built
+            group = group.original
         placement = placement_on(group.size())
         return placement.stages_of(group.rank())[vp_stage] == placement.num_stages - 1
 
@@ -141,29 +158,32 @@ def last_stage_of(placement_on: Callable[[int], Placement], original: Callable[.
 
 
 def add_tied_gradients(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``finalize_model_grads._allreduce_word_embedding_grads`` for ranks that have both ends of a tied embedding.
+    """Wrap ``finalize_model_grads._allreduce_word_embedding_grads`` for ranks that have several copies of an embedding.
 
-    There the gradients are summed locally, with the same result.
+    There the gradients are summed locally, with the same result. ``original`` then adds the copies of other ranks to
+    the sum: a stage that only predicts more tokens may be on any rank.
     """
 
     @functools.wraps(original)
     def allreduce_word_embedding_grads(model: Sequence[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
-        tied = _tied_weights(model)
-        if tied is None:
-            original(model, *args, **kwargs)
-        else:
-            first, last = (weight.main_grad for weight in tied)
-            first += last
-            last.copy_(first)
+        gradients = [weight.main_grad for weight in _copies_of_embedding(model) if weight.requires_grad]
+        for gradient in gradients[1:]:
+            gradients[0] += gradient
+        original(model, *args, **kwargs)
+        for gradient in gradients[1:]:
+            gradient.copy_(gradients[0])
 
     return allreduce_word_embedding_grads
 
 
-def copy_tied_embedding(model: Sequence[torch.nn.Module]) -> None:
-    """Copy the embedding's initial values to the output layer if this rank has both and they are tied."""
-    tied = _tied_weights(model)
-    if tied is not None:
-        tied[1].data.copy_(tied[0].data)
+def copy_embedding(model: Sequence[torch.nn.Module]) -> None:
+    """Copy the embedding's initial values to its copies in later chunks of this rank.
+
+    These are the output layer, if it is tied, and the embedding for multi-token prediction.
+    """
+    weights = _copies_of_embedding(model)
+    for weight in weights[1:]:
+        weight.data.copy_(weights[0].data)
 
 
 def is_end(chunk: torch.nn.Module) -> bool:
@@ -172,11 +192,18 @@ def is_end(chunk: torch.nn.Module) -> bool:
     return bool(model.pre_process or model.post_process)
 
 
-def _tied_weights(model: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
-    """The weights of embedding and output layer if they are tied and in two chunks of this rank, else None."""
+def _copies_of_embedding(model: Sequence[torch.nn.Module]) -> list[Any]:
+    """The weights of the embedding in several chunks of this rank, the first stage's first; empty for fewer than two.
+
+    The embedding and the output layer of one chunk have one weight if they are tied.
+    """
     chunks = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in model]
-    first = next((chunk for chunk in chunks if chunk.pre_process), None)
-    last = next((chunk for chunk in chunks if chunk.post_process), None)
-    if first is None or last is None or first is last or not first.share_embeddings_and_output_weights:
-        return None
-    return first.embedding.word_embeddings.weight, last.output_layer.weight
+    copies = [chunk.shared_embedding_or_output_weight() for chunk in chunks if _has_embedding(chunk)]
+    return copies if chunks[0].pre_process and len(copies) > 1 else []
+
+
+def _has_embedding(chunk: Any) -> bool:
+    """Whether a chunk has the embedding of the first stage, or a copy of it."""
+    if chunk.pre_process or getattr(chunk, "mtp_process", False):
+        return True
+    return bool(chunk.post_process and chunk.share_embeddings_and_output_weights)

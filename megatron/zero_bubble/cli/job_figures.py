@@ -107,9 +107,11 @@ def _estimated(sizes: tuple[int, int], model: Model, gpu: str, predictions: tupl
 
 
 def _on(predictions: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
-    """Return the layers of multi-token prediction per stage of a placement, which may merge stages of the job."""
-    merged = max(1, len(predictions) // placement.num_stages)
-    return tuple(sum(predictions[merged * s : merged * (s + 1)]) for s in range(placement.num_stages))
+    """Return the layers of multi-token prediction per stage of a placement, which may merge or cut the job's stages."""
+    found = [0] * placement.num_stages
+    for stage, count in enumerate(predictions, 1):
+        found[-(-stage * placement.num_stages // len(predictions)) - 1] += count
+    return tuple(found)
 
 
 def _equal(sizes: tuple[int, int], what: str, predicts: bool) -> Figures:

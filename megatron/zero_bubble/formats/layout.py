@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import read_key
-from megatron.zero_bubble.formats.layout_string import layers_of, layout_layers, predictions_of
+from megatron.zero_bubble.formats.layout_string import layers_of, layout_layers, predictions_of, write_layout
 from megatron.zero_bubble.ir import Placement
 
 LAYOUT = "pipeline_model_parallel_layout"
@@ -44,13 +44,8 @@ def layout_text(layout: Sequence[int]) -> str:
     ``stage_layers`` reads what this writes.
     """
     last = len(layout) - 1
-    stages = [
-        f"{'E' if stage == 0 else ''}{_letters(count)}{'L' if stage == last else '|'}"
-        for stage, count in enumerate(layout)
-    ]
-    runs = ((stage, len(list(same))) for stage, same in groupby(stages))
-    return "".join(
-        stage * count if count == 1 or count * len(stage) < 6 else f"({stage})*{count}" for stage, count in runs
+    return write_layout(
+        ["E" * (stage == 0) + "t" * count + "L" * (stage == last) for stage, count in enumerate(layout)]
     )
 
 
@@ -58,10 +53,6 @@ def stages_text(layout: Sequence[int]) -> str:
     """Write layers per stage for people: ``1, 3 x2, 0``."""
     runs = ((count, len(list(same))) for count, same in groupby(layout))
     return ", ".join(str(count) if times == 1 else f"{count} x{times}" for count, times in runs)
-
-
-def _letters(count: int) -> str:
-    return "t" * count if count < 3 else f"t*{count}"
 
 
 def stage_layers(
@@ -133,6 +124,27 @@ def job_layers(args: Any) -> tuple[int, ...]:
 
 def job_predictions(args: Any) -> tuple[int, ...]:
     """Return the layers of multi-token prediction per stage, from checked ``args``; by default the last has all."""
-    if args.pipeline_model_parallel_layout is not None:
-        return predictions_of(args.pipeline_model_parallel_layout)
-    return (*(0,) * (args.placement.num_stages - 1), getattr(args, "mtp_num_layers", None) or 0)
+    return _predictions(args, args.placement.num_stages)
+
+
+def embedding_stages(args: Any, num_stages: int) -> tuple[int, ...]:
+    """Return the stages that have a copy of the embedding, from a job's flags."""
+    return stages_with_embedding(_predictions(args, num_stages), not args.untie_embeddings_and_output_weights)
+
+
+def stages_with_embedding(predictions: Sequence[int], tied: bool) -> tuple[int, ...]:
+    """Return the stages that have a copy of the embedding, whose gradients are added.
+
+    They are the first, the last if the output layer is tied, and the one with multi-token prediction.
+
+    Args:
+        predictions: layers of multi-token prediction per stage.
+    """
+    predicts = [stage for stage, count in enumerate(predictions) if count]
+    return tuple(sorted({0, *((len(predictions) - 1,) if tied else ()), *predicts}))
+
+
+def _predictions(args: Any, num_stages: int) -> tuple[int, ...]:
+    if (layout := getattr(args, LAYOUT, None)) is not None:
+        return predictions_of(layout)
+    return (*(0,) * (num_stages - 1), getattr(args, "mtp_num_layers", None) or 0)

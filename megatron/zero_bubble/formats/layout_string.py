@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.sizes import MOST_LAYERS
@@ -137,6 +138,57 @@ def layers_of(text: str, num_stages: int, num_layers: int) -> tuple[int, ...]:
 def predictions_of(text: str) -> tuple[int, ...]:
     """Return the number of layers of multi-token prediction on every stage of a layout."""
     return tuple(stage.count("m") for stage in read_layout(text))
+
+
+def write_layout(stages: Sequence[str]) -> str:
+    """Write the letters of every stage with repetitions: ``Et``, ``ttt``, ``ttt``, ``L`` is ``Et|(t*3|)*2L``."""
+    last = len(stages) - 1
+    texts = [_run_lengths(letters) + ("" if stage == last else "|") for stage, letters in enumerate(stages)]
+    runs = ((text, len(list(same))) for text, same in groupby(texts))
+    return "".join(text * count if count == 1 or count * len(text) < 6 else f"({text})*{count}" for text, count in runs)
+
+
+def _run_lengths(letters: str) -> str:
+    runs = ((letter, len(list(same))) for letter, same in groupby(letters))
+    return "".join(letter * count if count < 3 else f"{letter}*{count}" for letter, count in runs)
+
+
+def with_stages(text: str, num_stages: int, num_ranks: int) -> str:
+    """Return a layout with all of a layout's layers, in the same order, on another number of stages.
+
+    Stages are merged or cut into equal parts where the numbers of stages divide each other. Otherwise, and where a
+    stage would be empty or multi-token prediction not on the last stage of its rank, all layers are divided evenly.
+
+    Args:
+        num_stages: a multiple of ``num_ranks``.
+
+    Raises:
+        UserError: as ``read_layout``.
+    """
+    stages = read_layout(text)
+    merged, parts = len(stages) // num_stages, num_stages // len(stages)
+    if merged * num_stages == len(stages):
+        found = ["".join(stages[merged * stage : merged * (stage + 1)]) for stage in range(num_stages)]
+    elif parts * len(stages) == num_stages:
+        found = [part for stage in stages for part in _cut(stage, parts)]
+    else:
+        found = []
+    if not all(found) or not found or "m" in "".join(found[:-num_ranks]):
+        found = _cut("".join(stages), num_stages)
+    return write_layout(found)
+
+
+def _cut(letters: str, parts: int) -> list[str]:
+    """Cut consecutive letters into parts with nearly equally many; what follows the layers is the last part or two."""
+    if parts == 1:
+        return [letters]
+    first, layers, tail = letters[: letters.count("E")], letters.count("t"), letters.lstrip("Et")
+    ends = [tail[:-1], tail[-1:]] if layers < parts - 1 and "m" in tail[:-1] else [tail]
+    before = parts - len(ends)
+    in_last = max(0, (layers + len(tail)) // parts - len(tail)) if len(ends) == 1 else 0
+    found = ["t" * ((layers - in_last + before - 1 - part) // before) for part in range(before)]
+    found += ["t" * in_last + ends[0], *ends[1:]]
+    return [first + found[0], *found[1:]]
 
 
 def read_hybrid(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

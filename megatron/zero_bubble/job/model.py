@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.costs.estimate import DEVICES, ESTIMATED_KINDS, Model, Recompute, layer_costs
 from megatron.zero_bubble.costs.mamba import Mamba
+from megatron.zero_bubble.costs.predictions import prediction_parts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import layout_text
 from megatron.zero_bubble.formats.layout_string import HYBRID_KINDS, layout_layers
@@ -85,7 +87,8 @@ def uneven_layout(args: Any, placement: Placement, vocabulary: int | None) -> st
     """Return the ``--pipeline-model-parallel-layout`` with the least work for the busiest rank (``cut``).
 
     The work of layers and of the output layer is estimated from the job's shapes. Without them, or without
-    ``vocabulary``, the embedding and the output layer count as one layer each.
+    ``vocabulary``, the embedding and the output layer count as one layer each. Multi-token prediction is on the last
+    stage, and counts as a layer, a projection and an output layer each time.
 
     Args:
         args: the job's flags, in our loop or in Megatron-LM.
@@ -95,14 +98,21 @@ def uneven_layout(args: Any, placement: Placement, vocabulary: int | None) -> st
         UserError: for too few layers to fill every stage, and for a list of layers with experts that has not one entry
             per layer.
     """
+    predictions = getattr(args, "mtp_num_layers", None) or 0
+
+    def text(work: Sequence[float], embedding: float, last: float) -> str:
+        return layout_text(cut(placement, work, embedding, last))[:-1] + "m" * predictions + "L"
+
     if vocabulary is None or not all(getattr(args, name, None) for name in _SHAPES):
-        return layout_text(cut(placement, (1.0,) * args.num_layers, 1.0, 1.0))
+        return text((1.0,) * args.num_layers, 1.0, 1.0 + 2.0 * predictions)
     dense = replace(model_of(args, (1,)), vocabulary=vocabulary)
     device = DEVICES["a100"]
-    costs = layer_costs(dense, device)
-    layer = [costs.layers[0].work_ms, layer_costs(_active(dense, args), device).layers[0].work_ms]
-    work = [layer[kind] for kind in _has_experts(args)]
-    return layout_text(cut(placement, work, _EMBEDDING * min(work), costs.loss.work_ms))
+    costs, kinds = layer_costs(dense, device), _has_experts(args)
+    models = dense, _active(dense, args)
+    layer = [costs.layers[0].work_ms, layer_costs(models[1], device).layers[0].work_ms]
+    work = [layer[kind] for kind in kinds]
+    predicting = sum(part.work_ms for part in prediction_parts(models[kinds[-1]], device))  # layers of the last kind
+    return text(work, _EMBEDDING * min(work), costs.loss.work_ms + predictions * predicting)
 
 
 def mamba_of(args: Any) -> Mamba:

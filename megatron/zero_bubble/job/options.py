@@ -47,7 +47,6 @@ OPTIONS = (
     Rule(
         SCHEDULE, "overlap_param_gather_with_optimizer_step", False, "this overlap assumes Megatron's order of chunks"
     ),
-    Rule(ON_A_V, "mtp_num_layers", None, "Megatron puts multi-token prediction on the last rank"),
     Rule(ON_A_V, "init_model_with_meta_device", False, "a tied embedding is copied when the model is built"),
     Rule(ON_A_V, "logits_save_dir", None, "Megatron looks for the output layer on the last rank"),
     Rule(ON_A_V, "logits_load_dir", None, "Megatron looks for the output layer on the last rank"),

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.adapter.placement import (
     as_pipeline_rank,
-    copy_tied_embedding,
+    copy_embedding,
     describe_state_as,
     group_as,
     groups_as,
@@ -20,6 +20,23 @@ from megatron.zero_bubble.adapter.placement import (
 from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.runnable import is_megatrons_own
+
+
+def built_as_placed(build_iterators: Callable[..., Any], placement: Placement) -> Callable[..., Any]:
+    """The replacement for the function that makes the data iterators of one chunk.
+
+    The script asks Megatron whether the chunk reads data, which it also does for multi-token prediction.
+    """
+
+    @functools.wraps(build_iterators)
+    def build(provider: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        chunk = getattr(provider, "keywords", {}).get("vp_stage")
+        if chunk is None:
+            return build_iterators(provider, *args, **kwargs)
+        with as_pipeline_rank(megatron_rank(placement, parallel_state.get_pipeline_model_parallel_rank(), chunk)):
+            return build_iterators(provider, *args, **kwargs)
+
+    return build
 
 
 class Builder:
@@ -47,7 +64,7 @@ class Builder:
                     built.append(build_chunk(*groups, **of_chunk))
                 else:
                     built.append(self._build(build_chunk, *groups, **of_chunk))
-                    copy_tied_embedding(built)
+                    copy_embedding(built)
                 if self._divides_vocabulary and len(built) == self._num_chunks:
                     shard_vocabulary(built, self._placement)
                 return built[-1]

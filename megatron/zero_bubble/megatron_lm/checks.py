@@ -171,18 +171,13 @@ def _ask_for(chunks: int, placement: Placement, args: Any) -> None:
 
     With one stage per rank, whatever this does not know is left to Megatron.
     """
-    if chunks == 1 and (args.num_layers is None or args.mtp_num_layers):
+    if chunks == 1 and args.num_layers is None:
         return
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     if first is not None or last is not None or _counted_layers(args) % placement.num_stages == 0:
         if chunks > 1:
             args.num_virtual_stages_per_pipeline_rank = chunks
         return
-    if args.mtp_num_layers:
-        raise UserError(
-            f"with multi-token prediction, --num-layers must be divisible by the number of stages, got "
-            f"{args.num_layers} and {placement.num_stages}; change it, or give --pipeline-model-parallel-layout"
-        )
     args.pipeline_model_parallel_layout = uneven_layout(args, placement, stated_vocabulary(args))
     # The layout already includes embedding and loss, and Megatron accepts either the layout or these flags.
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False

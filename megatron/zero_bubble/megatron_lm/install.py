@@ -14,7 +14,9 @@ from typing import Any
 
 import megatron.core
 
+from megatron.zero_bubble.adapter.placement import grouping_ends
 from megatron.zero_bubble.errors import PatchError
+from megatron.zero_bubble.formats.layout import embedding_stages
 from megatron.zero_bubble.job import recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
@@ -24,7 +26,7 @@ from megatron.zero_bubble.job.runnable import is_megatrons_own
 from megatron.zero_bubble.megatron_lm import checks as job_checks
 from megatron.zero_bubble.megatron_lm.batches import in_training, num_microbatches
 from megatron.zero_bubble.megatron_lm.bubble import JobBubble
-from megatron.zero_bubble.megatron_lm.builder import Builder
+from megatron.zero_bubble.megatron_lm.builder import Builder, built_as_placed
 from megatron.zero_bubble.megatron_lm.data import check_data
 from megatron.zero_bubble.megatron_lm.meeting import Meeting
 from megatron.zero_bubble.megatron_lm.of_version import check_loading, has_ramps
@@ -63,7 +65,14 @@ def install(
     replacements: list[Replacement] = [(seams.flags, _with_our_flags)]
     if has_schedule(options):
         # Check the names that are replaced later as well, so that a job is rejected before it starts or not at all.
-        for seam in (seams.schedule, seams.schedule_of_chunks, seams.linear, seams.process_groups, *seams.models):
+        for seam in (
+            seams.schedule,
+            seams.schedule_of_chunks,
+            seams.linear,
+            seams.process_groups,
+            *seams.models,
+            seams.data,
+        ):
             seam.resolve()
         meeting = Meeting()
         replacements.insert(0, (seams.process_groups, lambda initialize: _once_joined(initialize, joined, meeting)))
@@ -168,8 +177,15 @@ def _put_in_force(
     if is_megatrons_own(placement):
         _placed.replace(models if divides_vocabulary else [])
     else:
-        of_version = [] if seams.pipeline_group is None else [(seams.pipeline_group, builder.asked_for_group)]
-        _placed.replace([*models, *of_version])
+        with_embedding = embedding_stages(args, placement.num_stages)
+        replacements: list[Replacement] = [
+            (seams.process_groups, lambda original: grouping_ends(original, lambda _: placement, with_embedding)),
+            (seams.data, lambda build: built_as_placed(build, placement)),
+            *models,
+        ]
+        if seams.pipeline_group is not None:
+            replacements.append((seams.pipeline_group, builder.asked_for_group))
+        _placed.replace(replacements)
     taken = ", ".join(dict.fromkeys(line.partition(":")[0].removeprefix("megatron.") for line in report()))
     say(f"schedule {source.name} in megatron-core {megatron.core.__version__}, in place of {taken}")
     pattern = pattern_of(args)

@@ -18,16 +18,24 @@ def has_ramps() -> bool:
 
 
 def check_loading(args: Any, placement: Placement) -> None:
-    """Reject loading a tied embedding with both ends on one rank where Megatron cannot do that.
+    """Reject loading an embedding that is on one rank twice, where Megatron cannot do that.
 
     Raises:
         UserError: the rule, the version and the remedies.
     """
     ends_meet = placement.stage_to_rank[0] == placement.stage_to_rank[-1]
-    tied = not args.untie_embeddings_and_output_weights
-    if ends_meet and tied and args.load and not installed_seams().loads_both_ends:
+    if not (ends_meet and args.load) or installed_seams().loads_both_ends:
+        return
+    version = megatron.core.__version__
+    if args.mtp_num_layers:
         raise UserError(
-            f"megatron-core {megatron.core.__version__} cannot load a checkpoint if one rank holds both ends of a tied "
-            "embedding, as under this schedule; use Megatron-LM core_r0.15 or newer, a schedule with one stage per "
-            "rank, or --untie-embeddings-and-output-weights"
+            f"megatron-core {version} cannot load a checkpoint if one rank holds the embedding and its copy for "
+            "multi-token prediction, as under this schedule; use Megatron-LM core_r0.15 or newer, or a schedule with "
+            "one stage per rank"
+        )
+    if not args.untie_embeddings_and_output_weights:
+        raise UserError(
+            f"megatron-core {version} cannot load a checkpoint if one rank holds both ends of a tied embedding, as "
+            "under this schedule; use Megatron-LM core_r0.15 or newer, a schedule with one stage per rank, or "
+            "--untie-embeddings-and-output-weights"
         )

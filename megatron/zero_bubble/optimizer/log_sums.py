@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 
+_PREDICTIONS = "MTPLossLoggingHelper"
 _SUMS = (
-    ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper"),
+    ("megatron.core.transformer.multi_token_prediction", _PREDICTIONS),
     ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper"),
 )
 """Modules and classes that sum up losses for the log; skipped if the module is not imported."""
@@ -78,6 +80,30 @@ class LogSums:
             _set(later)
             for tracker, of in groups:
                 tracker.update(of)
+
+
+def predictions_so_far() -> dict[str, torch.Tensor]:
+    """Copies of the sums of multi-token prediction on the rank that computes the loss; empty without such layers."""
+    tracker = _trackers().get(_PREDICTIONS, {})
+    return {name: value.clone() for name, value in tracker.items() if isinstance(value, torch.Tensor)}
+
+
+def drop_predictions() -> None:
+    """Forget the sums of multi-token prediction on a rank that does not log."""
+    _trackers().get(_PREDICTIONS, {}).clear()
+
+
+def add_predictions(sums: dict[str, torch.Tensor]) -> None:
+    """Add the sums of multi-token prediction of another rank to those of this rank, which logs them.
+
+    Megatron takes their mean over the data-parallel group of the rank that logs.
+    """
+    if not sums:
+        return
+    tracker = _trackers()[_PREDICTIONS]
+    for name, value in sums.items():
+        tracker[name] = tracker[name] + value if name in tracker else value
+    tracker["avg_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _set(sums: dict[tuple[str, str], torch.Tensor]) -> None:

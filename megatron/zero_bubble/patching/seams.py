@@ -79,6 +79,7 @@ class Seams:
         process_groups: creates the process groups of a Megatron-LM job.
         models: take a function that builds one chunk; replaced in Megatron-LM jobs with placements other than
             Megatron's.
+        data: builds the data iterators of one chunk; replaced like ``models``.
         pipeline_group: like ``models``, for versions whose chunks look up the pipeline group regardless of the process
             groups passed to them.
         used: names that are looked up but not replaced.
@@ -101,6 +102,7 @@ class Seams:
     validated_flags: Seam
     process_groups: Seam
     models: tuple[Seam, ...]
+    data: Seam
     used: tuple[Used, ...]
     loop: LoopSeams
     readers: ReaderSeams
@@ -277,6 +279,12 @@ _SEAMS = Seams(
             ("model_provider_func", "model_type"),
             "builds each model chunk on the rank where the placement has it",
         ),
+    ),
+    data=Seam(
+        _TRAINING,
+        "build_train_valid_test_data_iterators",
+        ("build_train_valid_test_datasets_provider",),
+        "gives data to the model chunks that read them, on the rank where the placement has them",
     ),
     used=(*used.USED, *used.GROUPS),
     loop=_LOOP,

@@ -73,7 +73,8 @@ USED: tuple[Used, ...] = (
     _function(_PARALLEL_STATE, "get_data_parallel_group", "with_context_parallel partial_data_parallel"),
     *_of(
         "megatron.core.models.gpt",
-        "pre_process post_process share_embeddings_and_output_weights sharded_state_dict",
+        "pre_process post_process share_embeddings_and_output_weights shared_embedding_or_output_weight "
+        "sharded_state_dict",
         "GPTModel",
     ),
     *_of(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.layout import embedding_stages
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.platforms.cuda import nccl_shares_gpus
 from megatron.zero_bubble.runtime.backends import is_nccl
@@ -73,7 +74,7 @@ def lay_out(args: argparse.Namespace) -> None:
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
-        get_embedding_ranks=embedding_ranks(args.placement),
+        get_embedding_ranks=embedding_ranks(args.placement, embedding_stages(args, args.placement.num_stages)),
         create_gloo_process_groups=False,
     )
     # DDP reports NaN gradients through this object. Only Megatron's loop re-runs iterations to detect faulty hardware.

@@ -24,7 +24,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.adapter.placement import as_pipeline_rank, copy_tied_embedding, groups_as, megatron_rank
+from megatron.zero_bubble.adapter.placement import as_pipeline_rank, copy_embedding, groups_as, megatron_rank
 from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
 from megatron.zero_bubble.errors import UserError
 
@@ -134,7 +134,7 @@ def build_model(
         shard_vocabulary(chunks, args.placement)
     if args.bf16 or args.fp16:
         chunks = [Float16Module(config, module) for module in chunks]
-    copy_tied_embedding(chunks)
+    copy_embedding(chunks)
     ddp_config = build_ddp_config(args)
     return [
         # Later chunks are reduced while earlier ones still compute, so only the first gains from several buckets.
