@@ -33,6 +33,16 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage() -> None:
     assert layers(job(), 128_000) == (6, 6, 6, 0)
 
 
+def test_multi_token_prediction_takes_layers_from_the_last_stage() -> None:
+    """Each is a layer, a sixth of one for its projection, and an output layer, which is small here."""
+    assert layers(job(), 1024)[-1] == 4
+    assert layers(job(mtp_num_layers=1), 1024)[-1] == 3
+    assert layers(job(mtp_num_layers=1), 32_768)[-1] == 0
+    assert uneven_layout(job(mtp_num_layers=2), LINEAR, 1024) == "Et*5|(t*5|)*2t*3mmL"
+    experts = job("--num-experts 8 --moe-router-topk 4 --disable-bias-linear", mtp_num_layers=1)
+    assert uneven_layout(experts, LINEAR, 1024).endswith("mL")
+
+
 def test_both_ends_are_on_one_rank_of_a_v() -> None:
     vee = Placement.vee(4)
     assert layers(job(), 32_768, vee) == (3, 3, 2, 3, 2, 3, 2, 0)

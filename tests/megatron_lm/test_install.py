@@ -304,8 +304,15 @@ def rejects_the_job(flags: list[str], sentence: str) -> None:
         (
             "--zero-bubble-schedule zb-auto --num-virtual-stages-per-pipeline-rank 2",
             (
-                "the schedule has 1 stage per rank, the job 2; drop --num-layers-per-virtual-pipeline-stage, "
-                "--num-virtual-stages-per-pipeline-rank or --pipeline-model-parallel-layout"
+                "the schedule has 1 stage per rank, the job 2; drop --num-layers-per-virtual-pipeline-stage or "
+                "--num-virtual-stages-per-pipeline-rank"
+            ),
+        ),
+        (
+            "--zero-bubble-schedule zb-h1 --mtp-num-layers 1 --pipeline-model-parallel-layout Et|t|tt|mL",
+            (
+                "the schedule has 1 stage per rank, the layout of the job 2; give a layout of 2 stages: "
+                "--pipeline-model-parallel-layout 'Ett|ttmL'"
             ),
         ),
     ],

@@ -92,6 +92,19 @@ def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
             "the schedule has 1 stage per rank, the job 4; drop --num-layers-per-virtual-pipeline-stage",
         ),
         (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-v --pipeline-model-parallel-layout Et*4|t*4L",
+            2,
+            (
+                "the schedule has 2 stages per rank, the layout of the job 1; give a layout of 4 stages: "
+                "--pipeline-model-parallel-layout 'Ett|tt|t*3|tL'"
+            ),
+        ),
+        (
+            f"{INTERLEAVED} --zero-bubble-schedule interleaved-1f1b --pipeline-model-parallel-layout Et*4|t*4L",
+            2,
+            "the layout of the job 1; give a layout of 4 stages",
+        ),
+        (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule breadth-first --zero-bubble-record-costs x.json",
             2,
             "needs a schedule that splits every backward into B and W, got breadth-first",

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.layout_string import read_layout, with_stages
+from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import config_of, records
 from megatron.zero_bubble.job.hybrid import check_stages_of_pattern
 from megatron.zero_bubble.job.layout import take_layout
-from megatron.zero_bubble.job.runnable import check_placement
+from megatron.zero_bubble.job.runnable import check_placement, is_megatrons_own
 from megatron.zero_bubble.planning.source import ScheduleSource
 
 
@@ -38,9 +40,13 @@ def place_stages(
             f"{ranks}; raise it or drop the schedule"
         )
     config = config_of(options, measure_memory=records(options), peer_timeout_s=peer_timeout_s)
-    if config.takes_chunks:
-        config = replace(config, num_chunks=num_chunks)
     source = config.sources()(ranks)
+    layout = getattr(job, "pipeline_model_parallel_layout", None)
+    if layout is not None:
+        _check_layout(layout, source.placement, config.takes_chunks)
+    if config.takes_chunks and num_chunks is not None:
+        config = replace(config, num_chunks=num_chunks)
+        source = config.sources()(ranks)
     placement = source.placement
     check_placement(placement, ranks)
     chunks = placement.num_stages // ranks
@@ -48,8 +54,7 @@ def place_stages(
     if num_chunks not in (None, chunks):
         raise UserError(
             f"the schedule has {chunks} stage{'s' * (chunks > 1)} per rank, the job {num_chunks}; drop "
-            "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank or "
-            "--pipeline-model-parallel-layout"
+            "--num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank"
         )
     if chunks > 1 and not getattr(job, "overlap_p2p_comm", True):  # else Megatron ignores it
         raise UserError(
@@ -59,3 +64,22 @@ def place_stages(
     if config.plan is not None:
         take_layout(job, config.plan, source.name)
     return config, source
+
+
+def _check_layout(layout: str, placement: Placement, takes_chunks: bool) -> None:
+    """Reject a layout with another number of stages per rank than the schedule's, and write the layout that fits.
+
+    Args:
+        placement: the schedule's, without a number of stages per rank from the job.
+        takes_chunks: whether the schedule is selected by name; an interleaved one then takes any number above 1.
+    """
+    ranks, has = placement.num_ranks, placement.num_stages // placement.num_ranks
+    given, rest = divmod(len(read_layout(layout)), ranks)
+    is_interleaved = takes_chunks and has > 1 and is_megatrons_own(placement)
+    if rest or given == has or (is_interleaved and given > 1):
+        return
+    raise UserError(
+        f"the schedule has {has} stage{'s' * (has > 1)} per rank, the layout of the job {given}; give a layout of "
+        f"{placement.num_stages} stages: --pipeline-model-parallel-layout "
+        f"'{with_stages(layout, placement.num_stages, ranks)}'"
+    )
