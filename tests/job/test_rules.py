@@ -30,6 +30,16 @@ def test_nondefault_microbatch_group_size_is_rejected() -> None:
     check_options(job)
 
 
+def test_graphs_of_rollouts_are_accepted() -> None:
+    """Megatron turns them off for training; other jobs, and --rl-training-cuda-graphs, capture training."""
+    rollouts = SimpleNamespace(cuda_graph_impl="local", perform_rl_step=True, rl_training_cuda_graphs=False)
+    check_options(rollouts)
+    for name in ("perform_rl_step", "rl_training_cuda_graphs"):
+        values = SimpleNamespace(**{**vars(rollouts), name: not getattr(rollouts, name)})
+        with pytest.raises(UserError, match="got 'local'; .* with --perform-rl-step, drop --rl-training-cuda-graphs"):
+            check_options(values)
+
+
 def test_delayed_scaling_is_rejected_with_post_validation() -> None:
     for recipe in ("delayed", SimpleNamespace(value="delayed")):  # a flag, and an enumeration
         values = SimpleNamespace(fp8="hybrid", fp8_recipe=recipe)

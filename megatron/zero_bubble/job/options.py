@@ -14,6 +14,8 @@ from megatron.zero_bubble.planning.exclusions import BALANCE, POST_VALIDATION, S
 from megatron.zero_bubble.planning.rule import Choice, Rule, check, chosen
 
 ON_A_V = Choice("stages on a V", chosen("on_a_v"))
+GRAPHS = Choice(SCHEDULE.words, chosen("training_graphs"), SCHEDULE.plural)
+"""A schedule, in a job whose training may capture CUDA graphs."""
 _GRAPHS = "Megatron captures CUDA graphs in the order of its own 1F1B"
 _FSDP = "FSDP does not reduce gradients through DistributedDataParallel"
 _MAXIMUM = "forwards that run again would count twice in the maximum of the attention logits"
@@ -22,13 +24,14 @@ _OVERLAP = "the schedule decides which passes overlap with messages"
 _SHARED_MEMORY = "weights are gathered into the memory of the gradients, which the validation may need"
 _COPIES = "TransformerEngine keeps whole copies of the weights in this precision"
 _PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches of their replica"
+_DROP_GRAPHS = "set --cuda-graph-impl none, or, with --perform-rl-step, drop --rl-training-cuda-graphs"
 _DROP_LAYERS = "drop --cpu-offloading-num-layers"
 _DROP_FLUSH = "drop --overlap-p2p-communication-warmup-flush"
 _EXPERTS = "experts are sharded over other groups, which this version does not support"
 OPTIONS = (
-    Rule(SCHEDULE, "enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
-    Rule(SCHEDULE, "external_cuda_graph", False, _GRAPHS),
-    Rule(SCHEDULE, "cuda_graph_impl", "none", _GRAPHS, "set --cuda-graph-impl none"),
+    Rule(GRAPHS, "enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
+    Rule(GRAPHS, "external_cuda_graph", False, _GRAPHS),
+    Rule(GRAPHS, "cuda_graph_impl", "none", _GRAPHS, _DROP_GRAPHS),
     Rule(SCHEDULE, "overlap_moe_expert_parallel_comm", False, "this option itself orders B and W inside each layer"),
     Rule(SCHEDULE, "delay_wgrad_compute", False, "the schedule already defers weight gradients"),
     Rule(SCHEDULE, "overlap_dispatch_backward_with_experts_wgrad", False, "it runs the W of experts inside their B"),
@@ -110,6 +113,7 @@ _SPELLED = {"overlap_p2p_comm_warmup_flush": "overlap_p2p_communication_warmup_f
 _BESIDE_THE_TABLE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--fp8-format", {"dest": "fp8"}),
     ("--fp8-recipe", {"default": "delayed"}),
+    ("--rl-training-cuda-graphs", {"action": "store_true"}),
     (
         "--microbatch-group-size-per-virtual-pipeline-stage",
         {"dest": "microbatch_group_size_per_vp_stage", "type": int},
@@ -161,8 +165,11 @@ def check_options(
     Raises:
         UserError: the rule, the value and the remedy.
     """
+    # Reinforcement learning has graphs for rollouts, and turns them off for training unless it is told otherwise.
+    only_rollouts = getattr(values, "perform_rl_step", False) and not getattr(values, "rl_training_cuda_graphs", False)
     choices = {
         "schedule": True,
+        "training_graphs": not only_rollouts,
         "on_a_v": not megatrons_own,
         "post_validation": post_validation,
         "vocabulary": vocabulary,
