@@ -5,7 +5,7 @@
 where ``train.py``, or a framework that it configures, contains ``import megatron.zero_bubble.auto``. This module then
 calls ``megatron.zero_bubble.apply`` with the flags in the environment (``job/environment.py``): at once if
 megatron-core's schedules are imported already, else at the end of the import that imports them. Rank 0 prints one line.
-Without ``ZERO_BUBBLE_SCHEDULE``, Megatron's own schedule stays. ``megatron.zero_bubble.revert()`` undoes it.
+Without ``ZERO_BUBBLE_SCHEDULE`` it does nothing. ``megatron.zero_bubble.revert()`` undoes it.
 
 Import it before the model is built, and before megatron-core's process groups are made if the schedule is on a V. With
 ``ZERO_BUBBLE_DEVICE=cpu``, it also lets megatron-core run without a GPU, and must precede megatron-core.
@@ -34,13 +34,12 @@ def switch_on(environment: Mapping[str, str]) -> None:
         UserError: see ``job.environment.flags_in``; or CPU ranks after megatron-core has been imported.
     """
     options = flags_in(environment)
-    check_installed("torch", "megatron.core")
+    check_installed("torch")  # megatron.core may come from a checkout that is not on the path yet
     if options.zero_bubble_device == "cpu":
         from megatron.zero_bubble.platforms.cpu import use_cpu_ranks
 
         use_cpu_ranks()
     if not has_schedule(options):
-        _say("no ZERO_BUBBLE_SCHEDULE; Megatron's own schedule stays")
         return
     config = config_of(options)
     if _SCHEDULES in sys.modules:
@@ -50,6 +49,10 @@ def switch_on(environment: Mapping[str, str]) -> None:
 
     # Modules of this package that import megatron-core's count too, because apply() needs them as well.
     sys.meta_path.insert(0, AfterImport("megatron.", _SCHEDULES, lambda: _apply(config)))
+
+
+def init(*_args: object) -> None:
+    """Do nothing: for frameworks that take a function by its path; importing this module is all that is needed."""
 
 
 def _apply(config: ZeroBubbleConfig) -> None:

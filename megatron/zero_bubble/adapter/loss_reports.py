@@ -116,7 +116,8 @@ class _Packer(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor:
             return NotImplemented
-        return _unpacked, (value.contiguous().flatten().view(torch.uint8).numpy().tobytes(), value.dtype, value.shape)
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return _unpacked, (content.numpy().tobytes(), value.dtype, value.shape)
 
 
 def _unpacked(content: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

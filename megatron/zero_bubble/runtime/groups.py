@@ -173,7 +173,7 @@ def join(group: dist.ProcessGroup) -> None:
     # NCCL connects an algorithm when it is used for the first time (NCCL_RUNTIME_CONNECT), and the host waits for the
     # others again. A sum may take a tree; broadcasts take a ring; a gather may take a tree of its own.
     group.broadcast(token, 0).wait()
-    group.allgather([torch.zeros_like(token) for _ in range(group.size())], token).wait()
+    group.allgather([torch.zeros_like(token) for _ in ranks_of(group)], token).wait()
     token.item()  # with NCCL, the waits before were those of the GPU
 
 
