@@ -195,7 +195,7 @@ def wrong_sizes(rank: int) -> list[str]:
 def test_build_stages_refuses_other_groups_and_models(ranks: RankPool) -> None:
     for rank, (ends, groups, config) in enumerate(ranks.run(2, wrong_sizes)):
         got = [0, 1]
-        assert ends.startswith("the first and the last stage are on ranks [0], which must form the embedding group; ")
+        assert ends.startswith("the stages with the embedding are on ranks [0], which must form the embedding group; ")
         assert f"; got {got}; call apply() before initialize_model_parallel, or" in ends, rank
         start = "the schedule has 2 stages per rank, so {} needs virtual_pipeline_model_parallel_size=2; got None; give"
         assert groups.startswith(start.format("initialize_model_parallel"))

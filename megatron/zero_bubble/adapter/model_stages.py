@@ -148,14 +148,12 @@ def _check_ends(placement: Placement, with_embedding: Collection[int], ranks: li
     """
     if is_megatrons_own(placement):
         return
-    ends, group = (
-        embedding_ranks(placement, with_embedding)(ranks),
-        parallel_state.get_embedding_group(check_initialized=False),
-    )
+    ends = embedding_ranks(placement, with_embedding)(ranks)
+    group = parallel_state.get_embedding_group(check_initialized=False)
     members = [] if group is None else ranks_of(group)
     if members != (ends if dist.get_rank() in ends else []):
         raise UserError(
-            f"the first and the last stage are on ranks {ends}, which must form the embedding group; got {members}; "
+            f"the stages with the embedding are on ranks {ends}, which must form the embedding group; got {members}; "
             "call apply() before initialize_model_parallel, or give it get_embedding_ranks=ModelStages(schedule, "
             "num_ranks).embedding_ranks"
         )
