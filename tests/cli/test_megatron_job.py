@@ -195,8 +195,18 @@ def test_layers_per_stage_need_equal_ranks_without_a_schedule_too(capsys: pytest
 def test_layout_of_a_hybrid_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "has the invalid letter 't' in 'M*t'" in dry_run(capsys, "--hybrid-layer-pattern M*t")
     looped = dry_run(capsys, "--hybrid-layer-pattern M-|M*|ME-|M-")
-    assert "0: embedding+2, 2: 3" in looped and "1: 2, 3: 2+loss" in looped
+    assert "0: embedding+M-, 2: ME-" in looped and "1: M*, 3: M-+loss" in looped
     assert "Experts are not estimated" in looped
+
+
+def test_hybrid_model_is_estimated_and_cut_by_work(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = "--hidden-size 1024 --seq-length 1024 --vocab-size 64000 --mamba-num-heads"
+    v = dry_run(capsys, f"{V} --hybrid-layer-pattern M-M*M-M-M*M- {shapes} 32")
+    assert "Times and memory are estimated from the model's shapes" in v and "+loss" in v
+    assert "weights, optimizer" in v and "--mamba-num-heads" not in v
+    wider = dry_run(capsys, f"{V} --hybrid-layer-pattern M-M*M-M-M*M- {shapes} 128")
+    length, longer = (float(re.search(r"microbatches, ([\d.,]+) ms", text)[1]) for text in (v, wider))  # type: ignore[index]
+    assert longer > 1.2 * length
 
 
 def test_multi_token_prediction_has_costs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,16 @@ def test_layers_are_read_in_order() -> None:
     assert (layers.comm_ms, layers.links) == (0.5, {(0, 1): 2.0})
 
 
+def test_layers_of_a_hybrid_model_are_its_pattern() -> None:
+    slow = {"forward_ms": 3.0, "backward_ms": 5.0, "wgrad_ms": 1.5}
+    layers = parse({"layers": "M-M*", "parts": {"M": slow, "*": DENSE, "-": DENSE}}).layer_costs()
+    assert layers is not None and layers.work_ms == (9.5, 7.0, 9.5, 7.0)
+    with pytest.raises(UserError, match=r"layers must name kinds of parts, which are \*, -, M; got 'E'"):
+        parse({"layers": "M-E*", "parts": {"M": slow, "*": DENSE, "-": DENSE}})
+    with pytest.raises(UserError, match="layers must have 1 to 10000 layers; got 0"):
+        parse({"layers": "", "parts": {"M": slow}})
+
+
 def test_without_a_layout_the_file_gives_megatrons_even_split() -> None:
     costs, memory = parse(MIXED).on(Placement.linear(2))
     assert costs.forward_ms == (4.25, 4.0) and costs.wgrad_ms == (2.0, 5.0)

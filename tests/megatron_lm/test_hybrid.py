@@ -25,6 +25,16 @@ ROWS = {
 }
 """By name: the layers of two stages, and more flags."""
 
+FEATURES = {
+    "bf16": ("", "--bf16 --use-distributed-optimizer", 2, 1),
+    "tp2-sp": ("", "--tensor-model-parallel-size 2 --sequence-parallel", 4, 1),
+    "dp2": ("", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 4, 2),
+    "recompute": ("", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2, 1),
+    "post-validation": ("--zero-bubble-post-validation", "", 2, 1),
+    "offload": ("--zero-bubble-offload all", "", 2, 1),
+}
+"""By name: our flags, Megatron's, the number of ranks, and the samples of a microbatch over all of them."""
+
 
 def _row(checkout: Checkout, name: str) -> tuple[str, str]:
     """The pattern and the flags of a row; before ``--hybrid-layer-pattern``, Megatron itself divides the layers."""
@@ -43,6 +53,21 @@ LOOPED = {"transformer": "*-|*-|*-|*-", "mamba": "M*|M-|M-|M*", "experts": "M*|M
 
 
 @pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+def test_multi_token_prediction_equals_stock(checkout: Checkout) -> None:
+    job = checkout, 2, "M*M-|M-M*/*-", _row(checkout, "mamba")[1]
+    same(pretrain_hybrid(*job, "zb-h1"), stock_hybrid(*job))
+
+
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+def test_layers_that_do_not_divide_evenly_equal_stock_with_the_same_pattern(checkout: Checkout) -> None:
+    """The output layer of this model takes longer than all layers; stock has to be given the pattern."""
+    flags = _row(checkout, "mamba")[1]
+    own = pretrain_hybrid(checkout, 2, "M*M-M-M*M", flags, "zb-h1")
+    assert own.of("zero-bubble: layers by stage: ") == ["zero-bubble: layers by stage: M*M-M-M*M|"]
+    same(own, stock_hybrid(checkout, 2, "M*M-M-M*M|", flags))
+
+
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
 @pytest.mark.parametrize("name", ROWS)
 def test_interleaved_stages_equal_stock(checkout: Checkout, name: str) -> None:
     job = checkout, 2, LOOPED[name], _row(checkout, name)[1]
@@ -55,6 +80,15 @@ MOVING = "--clip-grad 1000 --ckpt-format torch_dist"
 
 def _until(iteration: int, folder: Path) -> tuple[str, ...]:
     return ("--save", str(folder), "--save-interval", str(iteration), "--exit-interval", str(iteration))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+@pytest.mark.parametrize("features", FEATURES)
+def test_features_equal_stock(checkout: Checkout, features: str) -> None:
+    own, flags, ranks, samples = FEATURES[features]
+    job = checkout, ranks, ROWS["mamba"][0], f"{_row(checkout, 'mamba')[1]} {flags} --global-batch-size {6 * samples}"
+    same(pretrain_hybrid(*job, "zb-h1", tuple(own.split())), stock_hybrid(*job))
 
 
 @pytest.mark.parametrize("checkout", DIVIDES, ids=str)

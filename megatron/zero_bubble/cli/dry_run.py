@@ -27,6 +27,7 @@ from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job import recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import has_schedule
+from megatron.zero_bubble.job.pattern import contents
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
 from megatron.zero_bubble.plan.offload import MoveSelection
@@ -125,7 +126,7 @@ def dry_run(options: argparse.Namespace) -> str:
     notes = (*(f"{line}." for line in replaced), *costs.notes, *remarks)
     sections = [
         groups.text() + groups.warning(),
-        _ranks_text(groups, stage_names(layers, job_predictions(args)), timeline, costs, memory, host),
+        _ranks_text(groups, stage_names(contents(args, layers), job_predictions(args)), timeline, costs, memory, host),
         "" if host is None else _nodes_text(groups, timeline, costs, host),
         "".join(f"{line}\n" for line in (headline(timeline), proved, *notes)),
         _commands(options),
@@ -336,13 +337,13 @@ def _stages(placement: Placement, rank: int, names: Sequence[str]) -> str:
     return ", ".join(f"{stage}: {names[stage]}" for stage in placement.stages_of(rank))
 
 
-def stage_names(layers: Sequence[int], predictions: Sequence[int]) -> tuple[str, ...]:
-    """Name what each stage holds, such as ``embedding+2``, ``3`` or ``1+mtp+loss``, given its numbers of layers."""
+def stage_names(layers: Sequence[int | str], predictions: Sequence[int]) -> tuple[str, ...]:
+    """Name what each stage holds, such as ``embedding+2``, ``M-`` or ``1+mtp+loss``, given its layers."""
     last = len(layers) - 1
     of_mtp = ("" if not count else "+mtp" if count == 1 else f"+{count} mtp" for count in predictions)
     return tuple(
-        f"{'embedding+' if stage == 0 else ''}{count}{mtp}{'+loss' if stage == last else ''}"
-        for stage, (count, mtp) in enumerate(zip(layers, of_mtp, strict=True))
+        f"{'embedding+' if stage == 0 else ''}{own or 0}{mtp}{'+loss' if stage == last else ''}"
+        for stage, (own, mtp) in enumerate(zip(layers, of_mtp, strict=True))
     )
 
 

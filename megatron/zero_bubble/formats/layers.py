@@ -1,6 +1,7 @@
 """The part of a costs file that gives costs per layer.
 
-``"layers"`` lists the kinds of the layers in model order, where ``"moe*58"`` stands for 58 layers of the kind ``moe``.
+``"layers"`` lists the kinds of the layers in model order, where ``"moe*58"`` stands for 58 layers of the kind ``moe``;
+for a hybrid model it is the pattern of its layers, such as ``"M-M*"``, whose letters are the kinds.
 ``"parts"`` has the figures of every kind, and, optionally, those of ``embedding`` and ``loss`` (the output layer with
 the loss). With figures of stages and ``layers_per_stage``, these two are keys of the file itself.
 """
@@ -77,12 +78,14 @@ def _kinds(listed: object) -> list[str]:
     """Return the kind of every layer."""
     rows = listed if isinstance(listed, list) else [None]
     runs: list[tuple[str, int]] = []
+    if isinstance(listed, str):
+        rows, runs = [], [(letter, 1) for letter in listed]
     for row in rows:
         match = re.fullmatch(r"([^*]+)(?:\*([1-9]\d{0,4}))?", row) if isinstance(row, str) else None
         if match is None:
             raise UserError(
-                f'{LAYERS} must be a list of kinds in the order of the model, such as ["dense*3", "moe*58"]; got '
-                f"{row if isinstance(listed, list) else listed!r}"
+                f'{LAYERS} must be a list of kinds in the order of the model, such as ["dense*3", "moe*58"], or the '
+                f'pattern of a hybrid model, such as "M-M*"; got {row if isinstance(listed, list) else listed!r}'
             )
         runs.append((match[1], int(match[2] or 1)))
     num_layers = sum(count for _, count in runs)

@@ -52,6 +52,12 @@ def pattern_of(args: Any) -> Pattern | None:
     return None
 
 
+def contents(args: Any, layers: Sequence[int]) -> Sequence[int | str]:
+    """Return what each stage has of the layers: its letters in a hybrid model, else its number, as in ``layers``."""
+    pattern = pattern_of(args)
+    return layers if pattern is None else pattern.cut(layers).partition("/")[0].split("|")
+
+
 def name_of(flag: str) -> str:
     """Return the name of a flag in a job's arguments."""
     return flag.removeprefix("--").replace("-", "_")

@@ -85,6 +85,8 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
     add("--use-tp-pp-dp-mapping", action="store_true")
     for flag in ("--num-layers-per-virtual-pipeline-stage", "--eval-global-batch-size", "--eval-micro-batch-size"):
         add(flag, type=int)
+    for flag in ("num-heads", "head-dim", "state-dim", "num-groups"):
+        add(f"--mamba-{flag}", type=int)
     for flag in ("--step-batch-size-schedule", "--hybrid-layer-pattern", "--hybrid-override-pattern", "--yaml-cfg"):
         add(flag)
     for kind in ("", "expert-"):  # without the flag, Megatron sets the only number that works

@@ -86,6 +86,23 @@ def _feed_forward(layer: type, mlp: Any) -> ModuleSpec:
     )
 
 
+def _predictions() -> dict[str, Any]:
+    """Multi-token prediction, where patterns can have it; Megatron builds its layers by the pattern."""
+    if "mtp_block_spec" not in _submodules.__dataclass_fields__:
+        return {}
+    prediction = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+    layer = prediction.MultiTokenPredictionLayerSubmodules(
+        enorm=WrappedTorchNorm,
+        hnorm=WrappedTorchNorm,
+        eh_proj=ColumnParallelLinear,
+        mtp_model_layer=None,
+        layer_norm=WrappedTorchNorm,
+    )
+    layers = [ModuleSpec(module=prediction.MultiTokenPredictionLayer, submodules=layer)]
+    block = prediction.MultiTokenPredictionBlockSubmodules(layer_specs=layers)
+    return {"mtp_block_spec": ModuleSpec(module=prediction.MultiTokenPredictionBlock, submodules=block)}
+
+
 stack = ModuleSpec(
     module=_stack,
     submodules=_submodules(
@@ -93,5 +110,6 @@ stack = ModuleSpec(
         attention_layer=_ATTENTION,
         mlp_layer=_feed_forward(MLPLayer, _mlp()),
         moe_layer=_feed_forward(MoETransformerLayer, _EXPERTS),
+        **_predictions(),
     ),
 )
