@@ -13,6 +13,9 @@ import megatron.zero_bubble
 from megatron.zero_bubble.errors import UserError
 from tests.helpers.ranks import RankPool
 
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 4}
+LATENT |= {"kv_channels": 4, "rope_type": "rope", "normalization": "RMSNorm", "multi_latent_attention": True}
+COMPILED = ("eager", "aot_eager")
 SEQUENCE, VOCABULARY, MICROBATCHES, STEPS = 8, 32, 5, 3
 
 
@@ -22,14 +25,17 @@ def samples() -> Iterator[torch.Tensor]:
         yield torch.randint(VOCABULARY, (2, SEQUENCE + 1), generator=generator)
 
 
-def build_model(virtual_size: int | None = None) -> list[Any]:
-    """The model chunks of this rank; every layer has the same weights wherever it is."""
+def build_model(virtual_size: int | None = None, kind: str = "plain") -> list[Any]:
+    """The model chunks of this rank; every layer has the same weights wherever it is.
+
+    They are ``plain``, with ``latent`` attention, or with layers that a backend of torch compiles.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    config = TransformerConfig(
+    config = (MLATransformerConfig if kind == "latent" else TransformerConfig)(
         num_layers=4,
         hidden_size=16,
         num_attention_heads=4,
@@ -38,22 +44,27 @@ def build_model(virtual_size: int | None = None) -> list[Any]:
         pipeline_dtype=torch.float32,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        **(LATENT if kind == "latent" else {}),
     )
     config.finalize_model_grads_func = finalize_model_grads
 
     def make_chunk(**stage: Any) -> Any:
         chunk = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(multi_latent_attention=kind == "latent"),
             VOCABULARY,
             SEQUENCE,
             share_embeddings_and_output_weights=True,
+            position_embedding_type="rope" if kind == "latent" else "learned_absolute",
             **stage,
         )
         for name, parameter in named(chunk):
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             if parameter.dim() > 1:
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        if kind in COMPILED:
+            for index, layer in enumerate(chunk.decoder.layers):
+                chunk.decoder.layers[index] = torch.compile(layer, backend=kind)
         return chunk
 
     chunks = megatron.zero_bubble.build_stages(make_chunk)
@@ -77,13 +88,13 @@ def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor
     return losses, lambda output: (output.mean(), {"loss": output.mean().item().hex()})
 
 
-def train(virtual_size: int | None = None) -> tuple[list[Any], dict[str, str]]:
+def train(virtual_size: int | None = None, kind: str = "plain") -> tuple[list[Any], dict[str, str]]:
     """Take three steps of plain SGD; return the losses (on the last rank) and the exact sum of each weight."""
     from megatron.core import tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     tensor_parallel.model_parallel_cuda_manual_seed(7)
-    model = build_model(virtual_size)
+    model = build_model(virtual_size, kind)
     data, losses = [samples() for _ in model], []
     for _ in range(STEPS):
         for chunk in model:
@@ -103,30 +114,57 @@ def train(virtual_size: int | None = None) -> tuple[list[Any], dict[str, str]]:
     return losses, {name: weight.detach().double().sum().item().hex() for name, weight in weights}
 
 
-def both(rank: int, schedule: str) -> tuple[Any, Any]:
+def both(rank: int, schedule: str, kind: str) -> tuple[Any, Any]:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
-    stock = train()
+    stock = train(kind=kind)
     megatron.zero_bubble.apply(megatron.zero_bubble.ZeroBubbleConfig(schedule=schedule, fuse_wgrad=False))
     try:
         assert len(megatron.zero_bubble.report()) == 3
-        exact = train()
+        exact = train(kind=kind)
     finally:
         megatron.zero_bubble.revert()
     megatron.zero_bubble.apply(schedule)
     try:
-        fused = train()
+        fused = train(kind=kind)
     finally:
         megatron.zero_bubble.revert()
     assert exact == stock
     return stock, fused
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
-def test_apply_in_a_foreign_loop_keeps_the_results(ranks: RankPool, schedule: str) -> None:
-    first, last = ranks.run(2, both, schedule)
+def compiled(rank: int, backend: str) -> tuple[list[int], int]:
+    """Train with compiled layers; return how many weight gradients waited in each W, and the number of graphs."""
+    from torch._dynamo.utils import counters
+
+    from megatron.zero_bubble.wgrad.store import WgradStore
+
+    waiting, run = [], WgradStore.run
+
+    def noting(store: Any, *arguments: Any) -> None:
+        waiting.append(len(store))
+        run(store, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "0")  # the pool of ranks has set it
+        patch.setattr(WgradStore, "run", noting)
+        both(rank, "zb-h1", backend)
+    return waiting, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", COMPILED)
+def test_compiled_layers_keep_the_results(ranks: RankPool, backend: str) -> None:
+    plain, own = (ranks.run(2, compiled, kind) for kind in ("plain", backend))
+    for (waiting, _), (of_compiled, graphs) in zip(plain, own, strict=True):
+        assert of_compiled == waiting != [] and graphs > 10
+
+
+@pytest.mark.parametrize(("schedule", "kind"), [("zb-h1", "plain"), ("zb-h2", "plain"), ("zb-h1", "latent")])
+def test_apply_in_a_foreign_loop_keeps_the_results(ranks: RankPool, schedule: str, kind: str) -> None:
+    first, last = ranks.run(2, both, schedule, kind)
     assert first[0][0] == first[1][0] == []  # only the last rank has losses
     stock, fused = ([float.fromhex(loss["loss"]) for loss in losses] for losses, _ in last)
     assert len(stock) == STEPS * MICROBATCHES

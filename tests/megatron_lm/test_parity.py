@@ -356,11 +356,23 @@ def test_logs_equal_stock_on_a_v_with_the_layout_of_deepseek(checkout: Checkout,
         pytest.skip("this version does not train multi-token prediction before the last stage")
     flags = f"--pipeline-model-parallel-size 4 --num-layers 8 --global-batch-size 8 {_UNTIED} --mtp-num-layers 1"
     line, vee = ("--pipeline-model-parallel-layout " + text for text in ("Ett|tt|tt|ttmL", "Ett|t|t|t|t|tt|m|L"))
-    stock(checkout, 4, f"{flags} {line} {_MOVING}", tuple(_until(2, tmp_path)))
-    load = ("--load", str(tmp_path))
-    own = pretrain_gpt(checkout, 4, f"{flags} {vee} {_MOVING}", "zb-v", load)
-    same(own, stock(checkout, 4, f"{flags} {line} {_MOVING}", load))
-    assert all("mtp_1 loss" in line for line in own.figures if "iteration" in line[:9])
+    own, expected = on_a_v_after(checkout, 4, flags, tmp_path, line, vee)
+    same(own, expected)
+    assert all("mtp_1 loss" in figures for figures in own.figures if figures.startswith("iteration"))
+
+
+def on_a_v_after(
+    checkout: Checkout, num_ranks: int, flags: str, folder: Path, line: str = "", vee: str = ""
+) -> tuple[Log, Log]:
+    """Continue a stock checkpoint under zb-v and in stock.
+
+    Args:
+        line, vee: more flags of the stock jobs, and of the job on a V.
+    """
+    stock(checkout, num_ranks, f"{flags} {line} {_MOVING}", tuple(_until(2, folder)))
+    load = ("--load", str(folder))
+    own = pretrain_gpt(checkout, num_ranks, f"{flags} {vee} {_MOVING}", "zb-v", load)
+    return own, stock(checkout, num_ranks, f"{flags} {line} {_MOVING}", load)
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)

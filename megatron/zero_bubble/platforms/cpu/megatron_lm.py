@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron.zero_bubble.platforms.cpu import Point, always
 
@@ -41,6 +46,21 @@ def _with_compiled_helpers(package_path: Any) -> Any:
 
 def _unless_compiled(compile_helpers: Any) -> Any:
     return _returning(None)(compile_helpers) if _folders_of_helpers() else compile_helpers
+
+
+def _with_norm_of_core(init: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def stand_in(*args: Any, **more: Any) -> None:
+        given = signature.bind(*args, **more)
+        given.apply_defaults()
+        norm = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+        own = {name: norm for name, value in given.arguments.items() if value is torch.nn.LayerNorm}
+        given.arguments.update(own)
+        init(*given.args, **given.kwargs)
+
+    return stand_in
 
 
 JOB_POINTS: tuple[Point, ...] = (
@@ -90,6 +110,12 @@ JOB_POINTS: tuple[Point, ...] = (
         always(lambda _module: False),
         "core 0.20 calls it for multi-token prediction, but its classes exist only with TransformerEngine",
         optional=True,
+    ),
+    Point(
+        "megatron.core.models.vision.clip_vit_model:CLIPViTModel",
+        "__init__",
+        _with_norm_of_core,
+        "without TransformerEngine, its norm is torch's, which does not take the arguments that the model gives it",
     ),
     Point("megatron.legacy.fused_kernels", "load", _returning(None), "compiles CUDA kernels"),
 )

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.zero_bubble.platforms.cpu.stand_ins import (
     CPU,
     NoEvent,
+    NoLinear,
     NoStream,
     get_rng_state,
     manual_seed,
@@ -20,6 +21,7 @@ from megatron.zero_bubble.platforms.cpu.stand_ins import (
     send_aliases,
     set_rng_state,
     split_sizes_as_lists,
+    takes_channels,
 )
 
 ABSENT = object()
@@ -102,6 +104,19 @@ POINTS: tuple[Point, ...] = (
         "te_general_gemm",
         lambda original: None if original is ABSENT else original,
         "core 0.16 reads the name in the router, but it exists only with TransformerEngine",
+        optional=True,
+    ),
+    Point(
+        "megatron.core.transformer.dot_product_attention:DotProductAttention",
+        "__init__",
+        takes_channels,
+        "multi-latent attention passes the widths of keys and values, which only TransformerEngine's attention takes",
+    ),
+    Point(
+        "megatron.core.transformer.multi_latent_attention",
+        "TELinear",
+        lambda original: original if isinstance(original, type) else NoLinear,
+        "core 0.16 asks whether a linear is of this class, which is none without TransformerEngine",
         optional=True,
     ),
     Point(

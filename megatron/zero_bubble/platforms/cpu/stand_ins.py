@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,10 @@ def names_cuda(value: object) -> bool:
     if isinstance(value, torch.device):
         return value.type == "cuda"
     return isinstance(value, str) and value.startswith("cuda")
+
+
+class NoLinear:
+    """A class without instances, for a linear that exists only with TransformerEngine."""
 
 
 class NoStream:
@@ -151,3 +156,15 @@ def mark_sequence_parallel(original: staticmethod[..., Any]) -> staticmethod[...
         return norm
 
     return staticmethod(stand_in)
+
+
+def takes_channels(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def stand_in(
+        self: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **more: Any
+    ) -> None:
+        init(self, *args, **more)
+        if v_channels is not None:  # the width of the result; the scale of the scores is an argument of its own
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return stand_in
