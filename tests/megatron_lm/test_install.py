@@ -254,6 +254,22 @@ def test_old_versions_reject_loading_a_tied_embedding_on_one_rank(ranks: RankPoo
     ranks.run(1, with_fake_megatron, loads_a_tied_embedding_on_one_rank)
 
 
+def refuses_a_provider_of_whole_ranks(rank: int) -> None:
+    from megatron.zero_bubble.errors import UserError
+    from megatron.zero_bubble.ir import Placement
+    from megatron.zero_bubble.megatron_lm.builder import Builder
+
+    build = Builder(Placement.vee(2), divides_vocabulary=False).building(lambda provider: provider)
+    build(lambda pre_process, post_process, vp_stage: None)
+    build(lambda *groups, **of_chunk: None)
+    with pytest.raises(UserError, match="the arguments pre_process, post_process; choose a schedule with one stage"):
+        build(lambda pre_process, post_process: None)
+
+
+def test_a_v_needs_a_script_that_builds_virtual_stages(ranks: RankPool) -> None:
+    ranks.run(1, refuses_a_provider_of_whole_ranks)
+
+
 def rejects_the_job(flags: list[str], sentence: str) -> None:
     from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.megatron_lm import install as megatron_lm

@@ -51,15 +51,24 @@ def test_experts_with_latent_attention_and_prediction_equal_stock_on_a_v(checkou
 @pytest.mark.parametrize("frozen", ["", "--freeze-LM"])
 def test_vision_language_model_equals_stock(checkout: Checkout, frozen: str) -> None:
     """The vision model is on the first stage, in front of the embedding."""
-    images = "--img-h 32 --img-w 32 --patch-dim 16 --ckpt-format torch"
-    flags = f"--pipeline-model-parallel-size 2 {UNTIED} {images} {frozen}"
-
-    def train(schedule: str | None) -> Log:
-        job = replace(gpt_job(checkout, 2, flags, schedule), script=checkout.path / "pretrain_vlm.py")
-        with running(job, checkout) as ranks:
-            codes = ranks.wait(500)
-        return Log(ranks.text, codes)
-
-    expected = train(None)
+    expected = pretrain_vlm(checkout, None, frozen)
     assert expected.exit_codes == [0, 0], expected.text[-4000:]
-    same(train("zb-h1"), expected)
+    same(pretrain_vlm(checkout, "zb-h1", frozen), expected)
+
+
+@pytest.mark.parametrize("checkout", at_least(20), ids=str)
+def test_script_without_virtual_stages_is_refused_on_a_v(checkout: Checkout) -> None:
+    refused = pretrain_vlm(checkout, "zb-v")
+    assert refused.exit_codes == [1, 1]
+    sentences = [line for line in refused.text.splitlines() if "several stages per rank need a script" in line]
+    assert len(sentences) == 2 and all(line.startswith("zero-bubble: ") for line in sentences)
+    assert sentences[0].endswith("config, pg_collection; choose a schedule with one stage per rank")
+
+
+def pretrain_vlm(checkout: Checkout, schedule: str | None, flags: str = "") -> Log:
+    """Run the checkout's ``pretrain_vlm.py`` on two ranks to its end."""
+    images = "--img-h 32 --img-w 32 --patch-dim 16 --ckpt-format torch"
+    job = gpt_job(checkout, 2, f"--pipeline-model-parallel-size 2 {UNTIED} {images} {flags}", schedule)
+    with running(replace(job, script=checkout.path / "pretrain_vlm.py"), checkout) as ranks:
+        codes = ranks.wait(500)
+    return Log(ranks.text, codes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.zero_bubble.adapter.placement import (
     megatron_rank,
 )
 from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.runnable import is_megatrons_own
 
@@ -58,6 +60,8 @@ class Builder:
         @functools.wraps(build_chunks)
         def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             built: list[torch.nn.Module] = []
+            if not self._is_megatrons_own:
+                _check_takes_stage(build_chunk)
 
             def build_where_placed(*groups: Any, **of_chunk: Any) -> torch.nn.Module:
                 if self._is_megatrons_own:
@@ -105,3 +109,18 @@ class Builder:
                 self._rank_of_chunk = None
         describe_state_as(chunk, rank_of_chunk)
         return chunk
+
+
+def _check_takes_stage(build_chunk: Callable[..., Any]) -> None:
+    """Reject a script that cannot build one of several chunks of a rank.
+
+    Raises:
+        UserError: its function does not take ``vp_stage``.
+    """
+    parameters = inspect.signature(build_chunk).parameters.values()
+    if not any(each.name == "vp_stage" or each.kind is each.VAR_KEYWORD for each in parameters):
+        raise UserError(
+            "several stages per rank need a script that builds each of them (its model provider takes vp_stage); got "
+            f"one with the arguments {', '.join(each.name for each in parameters)}; choose a schedule with one stage "
+            "per rank"
+        )
