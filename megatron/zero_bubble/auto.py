@@ -5,7 +5,8 @@
 where ``train.py``, or a framework that it configures, contains ``import megatron.zero_bubble.auto``. This module then
 calls ``megatron.zero_bubble.apply`` with the flags in the environment (``job/environment.py``): at once if
 megatron-core's schedules are imported already, else at the end of the import that imports them. Rank 0 prints one line.
-Without ``ZERO_BUBBLE_SCHEDULE`` it does nothing. ``megatron.zero_bubble.revert()`` undoes it.
+Without ``ZERO_BUBBLE_SCHEDULE`` it does nothing. ``megatron.zero_bubble.revert()`` undoes it. A run of Megatron-Bridge
+also reads the variables in ``config.env_vars``, when it begins (``bridge/install.py``).
 
 Import it before the model is built, and before megatron-core's process groups are made if the schedule is on a V. With
 ``ZERO_BUBBLE_DEVICE=cpu``, it also lets megatron-core run without a GPU, and must precede megatron-core.
@@ -17,7 +18,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
 
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.environment import flags_in
@@ -25,6 +28,8 @@ from megatron.zero_bubble.job.flags import config_of, has_schedule
 from megatron.zero_bubble.job.installed import check_installed
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_BRIDGE = "megatron.bridge"
+_PRETRAIN = "megatron.bridge.training.pretrain"
 
 
 def switch_on(environment: Mapping[str, str]) -> None:
@@ -39,6 +44,7 @@ def switch_on(environment: Mapping[str, str]) -> None:
         from megatron.zero_bubble.platforms.cpu import use_cpu_ranks
 
         use_cpu_ranks()
+    _with_bridge(on_cpu=options.zero_bubble_device == "cpu")
     if not has_schedule(options):
         return
     config = config_of(options)
@@ -53,6 +59,31 @@ def switch_on(environment: Mapping[str, str]) -> None:
 
 def init(*_args: object) -> None:
     """Do nothing: for frameworks that take a function by its path; importing this module is all that is needed."""
+
+
+def _with_bridge(on_cpu: bool) -> None:
+    """Let the runs of Megatron-Bridge read the variables, when it is imported: also those of their configuration."""
+    from megatron.zero_bubble.platforms.import_hook import ImportHook, PostImportHook
+
+    def install() -> None:
+        from megatron.zero_bubble.bridge.install import install
+
+        install(_say)
+
+    @contextmanager
+    def as_a_job(_: ModuleType) -> Iterator[None]:
+        from megatron.zero_bubble.platforms import cpu
+        from megatron.zero_bubble.platforms.cpu.megatron_lm import JOB_POINTS
+
+        cpu.install(JOB_POINTS)
+        yield
+
+    if _PRETRAIN in sys.modules:
+        install()
+        return
+    sys.meta_path.insert(0, PostImportHook({_PRETRAIN}, lambda _: install()))
+    if on_cpu:
+        sys.meta_path.insert(0, ImportHook({_BRIDGE}.__contains__, as_a_job))
 
 
 def _apply(config: ZeroBubbleConfig) -> None:

@@ -51,7 +51,7 @@ _TRAIN_ITERS = 2
 _EVERYTHING = dict.fromkeys((*(option.name for option in OPTIONS), "num_chunks"), True)
 """All options as if they were given."""
 GROUPS = {
-    "job": ("job",),
+    "job": ("job", "bridge"),
     "megatron-lm": ("megatron_lm",),
     "training": ("training",),
     "command": ("cli", "planning", "search", "schedules", "costs", "render"),

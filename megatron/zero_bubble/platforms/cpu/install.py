@@ -21,35 +21,42 @@ def _not_about_shared_generator(record: logging.LogRecord) -> bool:
 
 
 class _Installation:
-    """The changes of :func:`install` in order, which :func:`revert` undoes in reverse order."""
+    """The changes of :func:`install` in order, which :func:`revert` undoes in reverse order.
 
-    def __init__(self, points: Iterable[Point]) -> None:
-        self._points = tuple(points)
+    Args:
+        points: the names to replace.
+        mode: entered until ``revert``; None if another installation has entered it.
+    """
+
+    def __init__(self, points: Iterable[Point], mode: CudaMeansCpu | None) -> None:
+        self.points = tuple(points)
         self._undo: list[tuple[object, str, object]] = []
-        self._mode = CudaMeansCpu()
-        self._hook = PostImportHook({point.module for point in self._points}, self._apply_to)
+        self._mode = mode
+        self._hook = PostImportHook({point.module for point in self.points}, self._apply_to)
         self._logger = logging.getLogger("megatron.core.tensor_parallel.random")
 
     def install(self) -> None:
         try:
-            for name in dict.fromkeys(point.module for point in self._points):
+            for name in dict.fromkeys(point.module for point in self.points):
                 if name in sys.modules or not name.startswith("megatron."):
                     self._apply_to(importlib.import_module(name))
         except RuntimeError:
             self._put_back()
             raise
         sys.meta_path.insert(0, self._hook)
-        self._logger.addFilter(_not_about_shared_generator)
-        self._mode.__enter__()
+        if self._mode is not None:
+            self._logger.addFilter(_not_about_shared_generator)
+            self._mode.__enter__()
 
     def revert(self) -> None:
-        if torch.overrides._get_current_function_mode() is not self._mode:
-            raise RuntimeError(
-                "the CPU platform must be reverted by the thread that installed it, after all torch function modes "
-                "that were entered later; leave those modes first"
-            )
-        self._mode.__exit__(None, None, None)
-        self._logger.removeFilter(_not_about_shared_generator)
+        if self._mode is not None:
+            if torch.overrides._get_current_function_mode() is not self._mode:
+                raise RuntimeError(
+                    "the CPU platform must be reverted by the thread that installed it, after all torch function modes "
+                    "that were entered later; leave those modes first"
+                )
+            self._mode.__exit__(None, None, None)
+            self._logger.removeFilter(_not_about_shared_generator)
         sys.meta_path.remove(self._hook)
         self._put_back()
 
@@ -61,7 +68,7 @@ class _Installation:
                 setattr(owner, name, original)
 
     def _apply_to(self, module: ModuleType) -> None:
-        for point in self._points:
+        for point in self.points:
             if point.module != module.__name__:
                 continue
             owner = getattr(module, point.owner.partition(":")[2]) if ":" in point.owner else module
@@ -85,13 +92,17 @@ def installed() -> bool:
 
 
 def install(more: Iterable[Point] = ()) -> None:
-    """Install the CPU platform; a second call does nothing. Call this before importing megatron.core.
+    """Install the CPU platform; a second call only adds points. Call this before importing megatron.core.
 
     Args:
         more: points in addition to :data:`POINTS`, for jobs that use more of CUDA than megatron-core does.
     """
-    if not _installed:
-        installation = _Installation((*POINTS, *more))
+    if _installed:
+        there = {point for installation in _installed for point in installation.points}
+        installation = _Installation([point for point in more if point not in there], None)
+    else:
+        installation = _Installation((*POINTS, *more), CudaMeansCpu())
+    if installation.points or not _installed:
         installation.install()
         _installed.append(installation)
 

@@ -1,0 +1,1 @@
+"""Runs of Megatron-Bridge's own ``pretrain()`` on CPU ranks, from the checkout that ``ZB_BRIDGE`` names."""
