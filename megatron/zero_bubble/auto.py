@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import ModuleType
 
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
@@ -62,7 +63,7 @@ def init(*_args: object) -> None:
 
 
 def _with_bridge(on_cpu: bool) -> None:
-    """Let the runs of Megatron-Bridge read the variables, when it is imported: also those of their configuration."""
+    """Let the runs of Megatron-Bridge, if it is there, read the variables too, also those of their configuration."""
     from megatron.zero_bubble.platforms.import_hook import ImportHook, PostImportHook
 
     def install() -> None:
@@ -80,6 +81,8 @@ def _with_bridge(on_cpu: bool) -> None:
 
     if _PRETRAIN in sys.modules:
         install()
+        return
+    if find_spec(_BRIDGE) is None:
         return
     sys.meta_path.insert(0, PostImportHook({_PRETRAIN}, lambda _: install()))
     if on_cpu:

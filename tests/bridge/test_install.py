@@ -45,11 +45,12 @@ def pretrain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     megatron.zero_bubble.revert()
 
 
-def run(module: Any, env_vars: dict[str, str], decentralized: bool = False) -> Any:
+def run(module: Any, env_vars: dict[str, str], decentralized: bool = False, **of_model: Any) -> Any:
     """Begin a run; return its configuration."""
+    shapes = {"seq_length": 32, "tensor_model_parallel_size": 1, "sequence_parallel": False}
     cfg = SimpleNamespace(
         env_vars=env_vars,
-        model=configured(seq_length=32, tensor_model_parallel_size=1, sequence_parallel=False),
+        model=configured(**shapes, **of_model),
         train=SimpleNamespace(micro_batch_size=1, global_batch_size=6),
         validation=SimpleNamespace(eval_iters=1),
         dist=SimpleNamespace(distributed_timeout_minutes=10, use_decentralized_pg=decentralized),
@@ -105,4 +106,22 @@ def test_groups_without_ends_of_a_v_are_refused(pretrain: Any) -> None:
     bridge.install()
     with pytest.raises(UserError, match="got dist.use_decentralized_pg=True; set it to False, or choose"):
         run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-v"}, decentralized=True)
+    assert not megatron.zero_bubble.report()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("cuda_graph_impl", "full_iteration", "need cuda_graph_impl='none', .*; got 'full_iteration'"),
+        ("moe_paged_stash", True, "need moe_paged_stash=False, .*; got True"),
+        ("variable_seq_lengths", True, "need variable_seq_lengths=False, .*; got True"),
+    ],
+)
+def test_options_that_replace_or_need_megatrons_schedule_are_refused(
+    pretrain: Any, option: str, value: Any, message: str
+) -> None:
+    """With these, Megatron-Bridge wraps the schedule, or the receives need shapes that are not known."""
+    bridge.install()
+    with pytest.raises(UserError, match=message):
+        run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}, **{option: value})
     assert not megatron.zero_bubble.report()

@@ -33,8 +33,24 @@ DISTRIBUTED = {
     "ddp.overlap_param_gather": True,
     "model.share_embeddings_and_output_weights": True,
 }
+BF16 = {"mixed_precision": "bf16_mixed"}
+EXPERTS = {
+    "model.num_moe_experts": 4,
+    "model.moe_router_topk": 2,
+    "model.moe_token_dispatcher_type": "alltoall",
+    "model.moe_router_load_balancing_type": "aux_loss",
+    "model.moe_aux_loss_coeff": 0.01,
+    "model.add_bias_linear": False,
+}
+RECOMPUTED = {
+    "model.recompute_granularity": "full",
+    "model.recompute_method": "uniform",
+    "model.recompute_num_layers": 1,
+}
 # On a V, other ranks add the squares of the same gradients, so that a clipped gradient may differ in its last bit.
 UNCLIPPED = {"optimizer.clip_grad": 0.0}
+
+DIVIDED = {"ZERO_BUBBLE_VOCABULARY_PARALLEL": "1"}
 
 
 def under(schedule: str) -> dict[str, str]:
@@ -65,6 +81,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Log]:
             BridgeRun("zb-v on unequal stages", under("zb-v"), unequal),
             BridgeRun("distributed stock", {}, DISTRIBUTED),
             BridgeRun("distributed zb-h1", under("zb-h1"), DISTRIBUTED),
+            BridgeRun("moe stock", {}, EXPERTS | BF16 | RECOMPUTED),
+            BridgeRun("moe zb-h1", under("zb-h1"), EXPERTS | BF16 | RECOMPUTED),
+            BridgeRun("divided vocabulary", under("zb-h1") | DIVIDED, UNCLIPPED | stock),
         ],
         folder,
     )
@@ -79,6 +98,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Log]:
         ("zb-h1", "stock"),
         ("interleaved-1f1b", "interleaved stock"),
         ("distributed zb-h1", "distributed stock"),
+        ("moe zb-h1", "moe stock"),
         ("zb-v", "unclipped stock"),
         ("zb-v from builder", "unclipped stock"),
     ],
@@ -107,3 +127,7 @@ def test_layers_that_do_not_divide_are_balanced(logs: dict[str, Log]) -> None:
         f"decoder.layers.{number}.input_layernorm.weight" for number in range(1, 6)
     }
     assert len(log.figures) >= 5
+
+
+def test_a_divided_vocabulary_gives_the_same_losses(logs: dict[str, Log]) -> None:
+    assert logs["divided vocabulary"].figures == logs["unclipped stock"].figures

@@ -104,6 +104,12 @@ def one_more_point(_rank: int) -> list[object]:
         cpu.install(more=[more])
         seen.append(torch.cuda.device_count())
         cpu.revert()
+        counted = torch.cuda.device_count
+        for points in ((), (more,), (more,)):  # the platform first, then a job in the same process
+            cpu.install(points)
+        seen.append(torch.cuda.device_count())
+        cpu.revert()
+        seen.append(torch.cuda.device_count is counted)
         original = torch.cuda.current_device
         missing = cpu.Point("torch.cuda", "no_such_name", lambda original: None, "nobody")
         try:
@@ -116,8 +122,8 @@ def one_more_point(_rank: int) -> list[object]:
 
 
 def test_job_can_add_points_and_missing_names_are_rejected(ranks: RankPool) -> None:
-    [(count, message, put_back)] = ranks.run(1, one_more_point)
-    assert count == 8
+    [(count, after_platform, restored, message, put_back)] = ranks.run(1, one_more_point)
+    assert (count, after_platform, restored) == (8, 8, True)
     assert put_back, "a failed installation must change nothing"
     assert "needs torch.cuda.no_such_name (nobody)" in message
 

@@ -80,11 +80,12 @@ def _train(run: dict[str, Any]) -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
     from megatron.bridge.training.utils.checkpoint_utils import read_train_state
+    from megatron.core.utils import unwrap_model
 
     class Digests(Callback):
         def on_train_end(self, context: Any) -> None:
             for chunk in context.model:
-                _print_digests(chunk.module)
+                _print_digests(unwrap_model(chunk))
 
     config = vanilla_gpt_pretrain_config()
     config.model.transformer_layer_spec = local_layer_spec
@@ -119,13 +120,15 @@ def _as_model_config(provider: Any) -> Any:
 
 
 def _print_digests(model: Any) -> None:
+    import torch
+
     layers = model.decoder.layers
 
     def in_whole_model(match: re.Match[str]) -> str:
         return f"layers.{layers[int(match[1])].layer_number}."
 
     for name, weight in model.named_parameters():
-        digest = hashlib.sha256(weight.detach().contiguous().numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(weight.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         print(f"weights after {re.sub(r'layers[.]([0-9]+)[.]', in_whole_model, name)} {digest}", flush=True)
 
 
