@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.adapter.test_foreign_loop import MICROBATCHES, SEQUENCE, build_model, samples
+from tests.adapter.test_foreign_loop import SEQUENCE, build_chunks, named, samples
 from tests.helpers.ranks import RankPool
 
-LENGTHS = (8, 5, 6)
+LENGTHS, MICROBATCHES = (8, 5, 6), 6
 
 
 def forward_step(length: int, text: torch.Tensor, model: Any) -> tuple[torch.Tensor, Any]:
@@ -29,8 +29,8 @@ def forward_step(length: int, text: torch.Tensor, model: Any) -> tuple[torch.Ten
     return losses, reported
 
 
-def train() -> tuple[list[Any], list[str]]:
-    """Train, evaluate and collect non-loss data for each length; return all results and the sums of the weights."""
+def train(num_chunks: int) -> tuple[list[Any], dict[str, str]]:
+    """Train, evaluate and collect non-loss data for each length; return all results, and the weights' sums by name."""
     from megatron.core import tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -38,17 +38,16 @@ def train() -> tuple[list[Any], list[str]]:
     from megatron.core.utils import get_model_config
 
     tensor_parallel.model_parallel_cuda_manual_seed(7)
-    torch.manual_seed(7)
-    model = build_model()
-    config, groups = get_model_config(model), ProcessGroupCollection.use_mpu_process_groups()
+    model = build_chunks(virtual_size(num_chunks))
+    config, groups = get_model_config(model[0]), ProcessGroupCollection.use_mpu_process_groups()
     config.calculate_per_token_loss = True
-    data, results = samples(), []
+    data, results = [samples() for _ in model], []
     for length in LENGTHS:
         run = functools.partial(
-            get_forward_backward_func(pp_size=groups.pp.size(), vp_size=None),
+            get_forward_backward_func(pp_size=groups.pp.size(), vp_size=virtual_size(num_chunks)),
             forward_step_func=lambda batches, chunk, length=length: forward_step(length, next(batches), chunk),
-            data_iterator=data,
-            model=[model],
+            data_iterator=data if len(data) > 1 else data[0],
+            model=model,
             num_microbatches=MICROBATCHES,
             seq_length=length,
             decoder_seq_length=length,
@@ -57,43 +56,57 @@ def train() -> tuple[list[Any], list[str]]:
             p2p_communicator=P2PCommunicator(pp_group=groups.pp, config=config),
             pg_collection=groups,
         )
-        model.zero_grad_buffer()
+        for chunk in model:
+            chunk.zero_grad_buffer()
         results.append(run(forward_only=False))
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
                 parameter -= 0.5 * parameter.main_grad
             results.append(run(forward_only=True, first_val_step=True))
             results.append(run(forward_only=True, collect_non_loss_data=True))
-    return results, [parameter.detach().double().sum().item().hex() for parameter in model.parameters()]
+    weights = (weight for chunk in model for weight in named(chunk.module))
+    return results, {name: weight.detach().double().sum().item().hex() for name, weight in weights}
 
 
-def initialize() -> None:
+def virtual_size(num_chunks: int) -> int | None:
+    return num_chunks if num_chunks > 1 else None
+
+
+def initialize(num_chunks: int = 1) -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=virtual_size(num_chunks),
+        create_gloo_process_groups=False,
+    )
 
 
-def both(rank: int, schedule: str) -> Any:
+def both(rank: int, schedule: str, num_chunks: int) -> tuple[Any, Any]:
     import megatron.zero_bubble
 
     initialize()
-    stock = train()
+    stock = train(1)
     megatron.zero_bubble.apply(megatron.zero_bubble.ZeroBubbleConfig(schedule=schedule, fuse_wgrad=False))
     try:
-        ours = train()
+        initialize(num_chunks)
+        return stock, train(num_chunks)
     finally:
         megatron.zero_bubble.revert()
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)])
+def test_a_loop_like_bridges_keeps_its_results(ranks: RankPool, schedule: str, num_chunks: int) -> None:
+    """With two stages per rank, they equal those of stock 1F1B with one, from the same weights."""
+    first, last = ranks.run(2, both, schedule, num_chunks)
+    for which in (0, 1):
+        assert first[which][0] == [[]] * 3 * len(LENGTHS)
+        assert [len(each) for each in last[which][0]] == [MICROBATCHES] * 3 * len(LENGTHS)
+    stock, ours = ((last[which][0], {**first[which][1], **last[which][1]}) for which in (0, 1))
     assert ours == stock
-    return stock[0]
-
-
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
-def test_a_loop_like_bridges_keeps_its_results(ranks: RankPool, schedule: str) -> None:
-    first, last = ranks.run(2, both, schedule)
-    assert first == [[]] * 3 * len(LENGTHS)
-    assert [len(each) for each in last] == [MICROBATCHES] * 3 * len(LENGTHS)
-    assert len(set(map(str, last))) == len(last)
+    assert len(set(map(str, stock[0]))) == len(stock[0])
+    assert len(stock[1]) == 4 * 12 + 4
 
 
 def refused(rank: int) -> None:
