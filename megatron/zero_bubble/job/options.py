@@ -172,7 +172,7 @@ def check_options(
     Raises:
         UserError: the rule, the value and the remedy.
     """
-    # Reinforcement learning has graphs for rollouts, and turns them off for training unless it is told otherwise.
+    # Reinforcement learning has graphs for rollouts, and turns them off for training unless configured otherwise.
     only_rollouts = getattr(values, "perform_rl_step", False) and not getattr(values, "rl_training_cuda_graphs", False)
     choices = {
         "schedule": True,
