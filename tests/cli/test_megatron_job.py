@@ -32,7 +32,8 @@ SHAPES = (
 BATCH = ["--global-batch-size", "6"]
 LOOPED = "--zero-bubble-schedule interleaved-1f1b"
 OTHERS = (
-    f"{H1} --hybrid-layer-pattern M-|M*|ME",
+    f"{H1} --hybrid-layer-pattern M||",
+    f"{H1} --hybrid-layer-pattern M|||",
     f"{H1} --hybrid-layer-pattern M-Mt",
     f"{V} --hybrid-layer-pattern M-M* --num-virtual-stages-per-pipeline-rank 2",
     f"{V} --hybrid-layer-pattern M|M",

@@ -62,15 +62,17 @@ def test_other_flags_that_divide_the_layers_are_refused() -> None:
             check_pattern(job("M-|M*", **{name: value}))
 
 
+def chunks(text: str) -> int | None:
+    args = job(text, pipeline_model_parallel_size=2, vocab_size=None)
+    pattern = pattern_of(args)
+    assert pattern is not None
+    return chunks_of_pattern(args, pattern)
+
+
 def test_stages_per_rank_of_a_pattern() -> None:
-    counts = {"M-M*": None, "M-|M*": 1, "M|-|M|*": 2, "||M*|": 2}
-    for text, chunks in counts.items():
-        pattern = pattern_of(job(text))
-        assert pattern is not None and chunks_of_pattern(pattern, 2) == chunks
-    uneven = pattern_of(job("M|-|M*"))
-    assert uneven is not None
-    with pytest.raises(UserError, match="equally many stages on every pipeline rank, got 3 stages and 2 ranks in 'M"):
-        chunks_of_pattern(uneven, 2)
+    assert [chunks(text) for text in ("M-M*", "M-|M*", "M|-|M|*", "||M*|")] == [None, 1, 2, 2]
+    with pytest.raises(UserError, match=r"every pipeline rank, got 3 stages and 2 ranks in .*; give --h.* 'M-\|M\*'"):
+        chunks("M|-|M*")
 
 
 def test_megatron_divides_where_it_can() -> None:
@@ -91,10 +93,18 @@ def test_several_stages_need_the_bars_of_the_pattern() -> None:
     message = r"got --decoder-last-pipeline-num-layers 2; drop the flag, and give --hybrid-layer-pattern '\|M\|M\|'"
     with pytest.raises(UserError, match=message):
         divided("MM", VEE, decoder_last_pipeline_num_layers=2)
-    with pytest.raises(UserError, match="the schedule has 4 stages, and --hybrid-layer-pattern 2 in 'M.M'; give --hyb"):
-        check_stages_of_pattern(job("M|M", vocab_size=None), VEE)
-    check_stages_of_pattern(job("MM"), VEE)
-    check_stages_of_pattern(job("|M|M|"), VEE)
+
+
+def test_patterns_with_other_stages_are_refused_with_one_that_fits() -> None:
+    looped = Placement.interleaved(2, 2)
+    for text, placement in {"M|M": VEE, "M|M|M|M|M|M": VEE, "M|M|M|M": LINE, "MM|": looped}.items():
+        message = rf"the schedule has {placement.num_stages} stages, and .*; give --hybrid-layer-pattern '[M|]+'$"
+        with pytest.raises(UserError, match=message):
+            check_stages_of_pattern(job(text, vocab_size=None), placement, takes_chunks=True)
+    for text, placement in {"MM": VEE, "|M|M|": VEE, "M|M": LINE, "M|M|M|M|M|M": looped}.items():
+        check_stages_of_pattern(job(text, vocab_size=None), placement, takes_chunks=True)
+    with pytest.raises(UserError, match="the schedule has 4 stages, and --hybrid-layer-pattern 6"):
+        check_stages_of_pattern(job("M|M|M|M|M|M", vocab_size=None), looped, takes_chunks=False)
 
 
 def test_older_megatrons_have_one_stage_per_rank() -> None:

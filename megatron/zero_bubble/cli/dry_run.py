@@ -247,8 +247,8 @@ def _check_memory(text: str, memory: _Memory, costs: Figures) -> None:
         raise UserError(f"--gpu-memory needs a size in bytes, such as 80GiB; got {text}; give a size in bytes")
     if costs.weight_bytes is None:
         raise UserError(
-            "--gpu-memory needs the size of the weights, which is not estimated for experts and hybrid layers; got "
-            f"{text} for such a job; leave --gpu-memory out"
+            "--gpu-memory needs the size of the weights, which is not estimated for experts and some hybrid layers; "
+            f"got {text} for such a job; leave --gpu-memory out"
         )
     if not costs.in_bytes:
         raise UserError(

@@ -14,6 +14,7 @@ from megatron.zero_bubble.formats.plan import PlanFile
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.model import stated_vocabulary, work_of_kinds
 from megatron.zero_bubble.job.pattern import FLAG, Pattern, name_of, pattern_of
+from megatron.zero_bubble.job.runnable import is_megatrons_own
 from megatron.zero_bubble.search.cut import cut
 
 _OTHER_DIVISIONS = (
@@ -47,20 +48,24 @@ def check_pattern(args: Any) -> None:
         args.mtp_num_layers = len(pattern.predictions)
 
 
-def chunks_of_pattern(pattern: Pattern, ranks: int) -> int | None:
-    """Return the stages per rank of a pattern; None if it leaves the division to Megatron.
+def chunks_of_pattern(args: Any, pattern: Pattern) -> int | None:
+    """Return the stages per rank of a job's pattern; None if it leaves the division to Megatron.
 
     Raises:
-        UserError: a number of stages that the ranks do not divide.
+        UserError: a number of stages that the ranks do not divide; has a pattern.
     """
+    ranks = args.pipeline_model_parallel_size
     if len(pattern.stages) == 1:
         return None
-    if len(pattern.stages) % ranks:
+    chunks, rest = divmod(len(pattern.stages), ranks)
+    if rest:
+        placement = Placement.interleaved(ranks, max(1, chunks))
+        instead = divided(args, pattern, placement, stated_vocabulary(args))
         raise UserError(
             f"{pattern.flag} must have equally many stages on every pipeline rank, got {len(pattern.stages)} stages "
-            f"and {ranks} ranks in {pattern.text!r}; move its | or change --pipeline-model-parallel-size"
+            f"and {ranks} ranks in {pattern.text!r}; give {pattern.flag} '{instead}'"
         )
-    return len(pattern.stages) // ranks
+    return chunks
 
 
 def is_hybrid(args: Any) -> bool:
@@ -134,19 +139,27 @@ def take_pattern(args: Any, pattern: Pattern, plan: PlanFile, layers: tuple[int,
     setattr(args, name_of(pattern.flag), pattern.cut(layers))
 
 
-def check_stages_of_pattern(args: Any, placement: Placement) -> None:
-    """Reject a pattern with ``|`` for other stages than those of ``placement``.
+def check_stages_of_pattern(args: Any, placement: Placement, takes_chunks: bool) -> None:
+    """Reject a pattern whose ``|`` give ranks another number of stages than the schedule.
+
+    Args:
+        placement: the schedule's, without a number of stages per rank from the job.
+        takes_chunks: whether the schedule is selected by name; an interleaved one then takes any number above 1.
 
     Raises:
         UserError: has a pattern for ``placement``.
     """
     pattern = pattern_of(args)
-    if pattern is not None and len(pattern.stages) not in (1, placement.num_stages):
-        instead = divided(args, pattern, placement, stated_vocabulary(args))
-        raise UserError(
-            f"the schedule has {placement.num_stages} stages, and {pattern.flag} {len(pattern.stages)} in "
-            f"{pattern.text!r}; give {pattern.flag} '{instead}'"
-        )
+    if pattern is None or len(pattern.stages) in (1, placement.num_stages):
+        return
+    is_looped = takes_chunks and placement.num_stages > placement.num_ranks and is_megatrons_own(placement)
+    if is_looped and len(pattern.stages) > placement.num_ranks:
+        return
+    instead = divided(args, pattern, placement, stated_vocabulary(args))
+    raise UserError(
+        f"the schedule has {placement.num_stages} stages, and {pattern.flag} {len(pattern.stages)} in "
+        f"{pattern.text!r}; give {pattern.flag} '{instead}'"
+    )
 
 
 def divided(args: Any, pattern: Pattern, placement: Placement, vocabulary: int | None) -> str:

@@ -29,7 +29,7 @@ _DROP_LAYERS = "drop --cpu-offloading-num-layers"
 _DROP_FLUSH = "drop --overlap-p2p-communication-warmup-flush"
 _SCAN = "a slice would need the state of the scan after the slice before it"
 _OTHER_MODEL = "it divides the vocabulary layers of GPTModel"
-_NO_SLICES, _NO_VOCABULARY = "train without slices", "give --zero-bubble-vocabulary-parallel off"
+_NO_VOCABULARY = "give --zero-bubble-vocabulary-parallel off"
 _EXPERTS = "experts are sharded over other groups, which this version does not support"
 OPTIONS = (
     Rule(GRAPHS, "enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
@@ -70,10 +70,8 @@ OPTIONS = (
     Rule(SLICES, "experimental_attention_variant", None, "its layers do not keep keys and values"),
     Rule(SLICES, "sft", False, "samples are packed, and slices attend to all before them"),
     Rule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
-    Rule(SLICES, "hybrid_layer_pattern", None, _SCAN, _NO_SLICES),
-    Rule(SLICES, "hybrid_override_pattern", None, _SCAN, _NO_SLICES),
+    Rule(SLICES, "hybrid_layer_pattern", None, _SCAN, "train without slices"),
     Rule(VOCABULARY, "hybrid_layer_pattern", None, _OTHER_MODEL, _NO_VOCABULARY),
-    Rule(VOCABULARY, "hybrid_override_pattern", None, _OTHER_MODEL, _NO_VOCABULARY),
     Rule(VOCABULARY, "context_parallel_size", 1, "every rank has rows for whole sequences"),
     Rule(VOCABULARY, "mtp_num_layers", None, "multi-token prediction has an output layer of its own"),
     Rule(VOCABULARY, "label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss"),

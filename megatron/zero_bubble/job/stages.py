@@ -44,13 +44,13 @@ def place_stages(
     layout = getattr(job, "pipeline_model_parallel_layout", None)
     if layout is not None:
         _check_layout(layout, source.placement, config.takes_chunks)
+    check_stages_of_pattern(job, source.placement, config.takes_chunks)
     if config.takes_chunks and num_chunks is not None:
         config = replace(config, num_chunks=num_chunks)
         source = config.sources()(ranks)
     placement = source.placement
     check_placement(placement, ranks)
     chunks = placement.num_stages // ranks
-    check_stages_of_pattern(job, placement)
     if num_chunks not in (None, chunks):
         raise UserError(
             f"the schedule has {chunks} stage{'s' * (chunks > 1)} per rank, the job {num_chunks}; drop "

@@ -126,11 +126,11 @@ def chunks_of_job(args: Any) -> int | None:
     Raises:
         UserError: layers per stage that the layers do not divide into.
     """
-    ranks = args.pipeline_model_parallel_size
     if (pattern := pattern_of(args)) is not None:
-        return chunks_of_pattern(pattern, ranks)
+        return chunks_of_pattern(args, pattern)
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return int(args.num_virtual_stages_per_pipeline_rank)
+    ranks = args.pipeline_model_parallel_size
     if getattr(args, "pipeline_model_parallel_layout", None) is not None:
         stages = len(read_layout(args.pipeline_model_parallel_layout))
         if stages % ranks:
