@@ -51,7 +51,6 @@ class Row(NamedTuple):
     expected: frozenset[str] = frozenset({"ahead", "repeated"})
     ranks_per_stage: int = 1
     samples: int = 1
-    moves: bool = True
 
 
 _SPIKES = "4:-1:1e6,12:0:1e6,13:-1:1e6,15:-1:1e6"
@@ -69,7 +68,8 @@ ROWS = {
         f"{_UNTIED} {_OVERLAPS} {_FP16} --timing-log-level 1", _OVERFLOWS, ranks_per_stage=2, samples=2
     ),
     "experts": Row(f"{_UNTIED} {_LOOSE} {_MOE} --log-interval 2", _SPIKES),
-    "prediction": Row(f"{_UNTIED} {_LOOSE} --mtp-num-layers 1", _SPIKES, moves=False),
+    "prediction": Row(f"{_UNTIED} {_LOOSE} --mtp-num-layers 1", _SPIKES),
+    "fp16, prediction": Row(f"{_UNTIED} {_FP16} --mtp-num-layers 1", _OVERFLOWS),
     "ramp-up, reruns": Row(
         f"{_UNTIED} {_LOOSE} --rampup-batch-size 2 2 36 --train-samples 96 --lr-decay-samples 90 "
         "--rerun-mode validate_results",
@@ -118,7 +118,7 @@ def test_job_equals_synchronous_stock(checkout: Checkout, pipeline: int, name: s
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
-@pytest.mark.parametrize("name", ["fp16, overflows, evaluation", "experts"])
+@pytest.mark.parametrize("name", ["fp16, overflows, evaluation", "experts", "fp16, prediction"])
 def test_job_on_a_v_equals_synchronous_stock(checkout: Checkout, pipeline: int, name: str, tmp_path: Path) -> None:
     """With another placement a seed yields other initial weights, so both jobs continue from a stock checkpoint, and no
     step is clipped, because the norm is summed in another order.
