@@ -7,9 +7,9 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -136,18 +136,39 @@ def reloadable() -> Iterator[None]:
         Reloadable.every.clear()
 
 
-def in_use() -> tuple[int, int, int]:
-    """Threads, open files and resident memory in bytes of this process, when nothing ends by itself any more."""
+class InUse(NamedTuple):
+    """What a process has: threads, open files but for sockets, sockets, and resident memory in bytes."""
+
+    threads: int
+    files: int
+    sockets: int
+    memory: int
+
+
+def in_use() -> InUse:
+    """What this process has when all ranks have dropped what they no longer need, and nothing ends by itself."""
     gc.collect()
-    last, quiet = (-1, -1), 0
+    dist.barrier()
+    last, quiet = None, 0
     for _ in range(100):
-        now = len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
-        quiet = quiet + 1 if now == last else 0
+        now = _in_use()
+        quiet = quiet + 1 if now[:3] == last else 0
         if quiet == 3:
             break
-        last = now
+        last = now[:3]
         time.sleep(0.02)
-    return *last, int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return now
+
+
+def _in_use() -> InUse:
+    kinds = []
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the folder itself
+            kinds.append(str(file.readlink()).partition(":")[0])
+    sockets = kinds.count("socket")
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    return InUse(threads, len(kinds) - sockets, sockets, pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def plain_steps(chunks: list[Any], data: list[Any]) -> list[Any]:

@@ -10,12 +10,12 @@ import pytest
 from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
 from tests.loops.compare import exact
-from tests.loops.groups import WAYS, in_use, initialize, plain_steps, reloadable
+from tests.loops.groups import WAYS, InUse, in_use, initialize, plain_steps, reloadable
 from tests.loops.loops import batches
 from tests.loops.models import build, digests
 
-TIMES = 10
-Outcome = tuple[list[Any], dict[str, str], list[tuple[int, int, int]]]
+TIMES, FIRST_MEASURED = 10, 2
+Outcome = tuple[list[Any], dict[str, str], list[InUse]]
 
 
 def trained(virtual_size: int | None, way: str | None, store: str) -> Outcome:
@@ -34,7 +34,7 @@ def trained(virtual_size: int | None, way: str | None, store: str) -> Outcome:
                 if way is not None and step:
                     WAYS[way](virtual_size, f"{store}-{step}")
                 seen += plain_steps(chunks, batches(3, step))
-                if step in (2, TIMES):  # the first groups of the model end with the second rebuild
+                if step in (FIRST_MEASURED, TIMES):  # the first groups of the model end with the second rebuild
                     used.append(in_use())
             return exact(seen), digests(chunks), used
         finally:
@@ -54,7 +54,7 @@ def both(rank: int, schedule: str, way: str, store: str) -> tuple[Outcome, Outco
 
 
 ROWS = [(schedule, way) for schedule in ("zb-h1", "zb-v") for way in WAYS]
-DEFAULT = (("zb-v", "groups rebuilt"), ("zb-h1", "groups reloaded in wrappers"))
+DEFAULT = (("zb-v", "groups rebuilt"),)
 
 
 @pytest.mark.parametrize(("schedule", "way"), some(ROWS, *DEFAULT))
@@ -66,10 +66,12 @@ def test_groups_can_be_rebuilt(ranks: RankPool, schedule: str, way: str, tmp_pat
     stock, ours = ({**first[which][1], **last[which][1]} for which in (0, 1))
     assert ours == stock
     for _, (_, _, used) in (first, last):
-        threads, files, memory = zip(*used, strict=True)
-        assert threads[1] <= threads[0], used
-        assert files[1] <= files[0], used
-        assert memory[1] - memory[0] < 8 * 2**20, used
+        before, after = used
+        assert after.threads <= before.threads, used
+        assert after.files <= before.files, used
+        # gloo closes connections in its own time; a group that is left over has several, once per rebuild.
+        assert after.sockets - before.sockets < 2 * (TIMES - FIRST_MEASURED), used
+        assert after.memory - before.memory < 8 * 2**20, used
 
 
 def first_after_reload(rank: int) -> list[Any]:
