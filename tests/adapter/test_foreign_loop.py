@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -25,11 +25,9 @@ def samples() -> Iterator[torch.Tensor]:
         yield torch.randint(VOCABULARY, (2, SEQUENCE + 1), generator=generator)
 
 
-def build_model(virtual_size: int | None = None, kind: str = "plain") -> list[Any]:
-    """The model chunks of this rank; every layer has the same weights wherever it is.
-
-    They are ``plain``, with ``latent`` attention, or with layers that a backend of torch compiles.
-    """
+def build_model(kind: str = "plain") -> Any:
+    """The model of a loop: ``plain``, with ``latent`` attention, or with layers that a backend of torch compiles."""
+    from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -40,45 +38,25 @@ def build_model(virtual_size: int | None = None, kind: str = "plain") -> list[An
         hidden_size=16,
         num_attention_heads=4,
         pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=virtual_size,
         pipeline_dtype=torch.float32,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         **(LATENT if kind == "latent" else {}),
     )
     config.finalize_model_grads_func = finalize_model_grads
-
-    def make_chunk(**stage: Any) -> Any:
-        chunk = GPTModel(
-            config,
-            get_gpt_layer_local_spec(multi_latent_attention=kind == "latent"),
-            VOCABULARY,
-            SEQUENCE,
-            share_embeddings_and_output_weights=True,
-            position_embedding_type="rope" if kind == "latent" else "learned_absolute",
-            **stage,
-        )
-        for name, parameter in named(chunk):
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            if parameter.dim() > 1:
-                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        if kind in COMPILED:
-            for index, layer in enumerate(chunk.decoder.layers):
-                chunk.decoder.layers[index] = torch.compile(layer, backend=kind)
-        return chunk
-
-    chunks = megatron.zero_bubble.build_stages(make_chunk)
-    return [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
-
-
-def named(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of a chunk by their names in the whole model; both weights of a tied embedding have one name."""
-    for name, parameter in chunk.named_parameters():
-        of_layer = name.split("decoder.layers.")[-1].split(".", 1)
-        if of_layer[0].isdecimal():
-            yield f"{chunk.decoder.layers[int(of_layer[0])].layer_number}.{of_layer[1]}", parameter
-        else:
-            yield name.replace("output_layer", "embedding.word_embeddings"), parameter
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(multi_latent_attention=kind == "latent"),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope" if kind == "latent" else "learned_absolute",
+    )
+    if kind in COMPILED:
+        for index, layer in enumerate(model.decoder.layers):
+            model.decoder.layers[index] = torch.compile(layer, backend=kind)
+    return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
 
 
 def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
@@ -88,21 +66,28 @@ def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor
     return losses, lambda output: (output.mean(), {"loss": output.mean().item().hex()})
 
 
-def train(virtual_size: int | None = None, kind: str = "plain") -> tuple[list[Any], dict[str, str]]:
+def train(kind: str = "plain") -> tuple[list[Any], list[str]]:
     """Take three steps of plain SGD; return the losses (on the last rank) and the exact sum of each weight."""
     from megatron.core import tensor_parallel
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     tensor_parallel.model_parallel_cuda_manual_seed(7)
-    model = build_model(virtual_size, kind)
+    torch.manual_seed(7)
+    model = build_model(kind)
+    return steps([model]), [parameter.detach().double().sum().item().hex() for parameter in model.parameters()]
+
+
+def steps(model: Sequence[Any]) -> list[Any]:
+    """Take three steps of plain SGD on the chunks of a model; return the losses."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     data, losses = [samples() for _ in model], []
     for _ in range(STEPS):
         for chunk in model:
             chunk.zero_grad_buffer()
         losses += get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=data if virtual_size else data[0],
-            model=model,
+            data_iterator=data if len(data) > 1 else data[0],
+            model=list(model),
             num_microbatches=MICROBATCHES,
             seq_length=SEQUENCE,
             micro_batch_size=2,
@@ -110,8 +95,7 @@ def train(virtual_size: int | None = None, kind: str = "plain") -> tuple[list[An
         with torch.no_grad():
             for parameter in (parameter for chunk in model for parameter in chunk.parameters()):
                 parameter -= 0.5 * parameter.main_grad
-    weights = (weight for chunk in model for weight in named(chunk.module))
-    return losses, {name: weight.detach().double().sum().item().hex() for name, weight in weights}
+    return losses
 
 
 def both(rank: int, schedule: str, kind: str) -> tuple[Any, Any]:
@@ -119,16 +103,16 @@ def both(rank: int, schedule: str, kind: str) -> tuple[Any, Any]:
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
-    stock = train(kind=kind)
+    stock = train(kind)
     megatron.zero_bubble.apply(megatron.zero_bubble.ZeroBubbleConfig(schedule=schedule, fuse_wgrad=False))
     try:
         assert len(megatron.zero_bubble.report()) == 3
-        exact = train(kind=kind)
+        exact = train(kind)
     finally:
         megatron.zero_bubble.revert()
     megatron.zero_bubble.apply(schedule)
     try:
-        fused = train(kind=kind)
+        fused = train(kind)
     finally:
         megatron.zero_bubble.revert()
     assert exact == stock
@@ -172,13 +156,72 @@ def test_apply_in_a_foreign_loop_keeps_the_results(ranks: RankPool, schedule: st
     assert fused == pytest.approx(stock, rel=1e-5)
 
 
+def build_chunks(virtual_size: int | None) -> list[Any]:
+    """The model chunks of this rank; every layer has the same weights wherever it is."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=16,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=virtual_size,
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+
+    def make_chunk(**stage: Any) -> Any:
+        chunk = GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            VOCABULARY,
+            SEQUENCE,
+            share_embeddings_and_output_weights=True,
+            **stage,
+        )
+        for name, parameter in named(chunk):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            if parameter.dim() > 1:
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        return chunk
+
+    chunks = megatron.zero_bubble.build_stages(make_chunk)
+    return [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
+
+
+def named(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a chunk by their names in the whole model; both weights of a tied embedding have one name."""
+    for name, parameter in chunk.named_parameters():
+        of_layer = name.split("decoder.layers.")[-1].split(".", 1)
+        if of_layer[0].isdecimal():
+            yield f"{chunk.decoder.layers[int(of_layer[0])].layer_number}.{of_layer[1]}", parameter
+        else:
+            yield name.replace("output_layer", "embedding.word_embeddings"), parameter
+
+
+def train_chunks(virtual_size: int | None) -> tuple[list[Any], dict[str, str]]:
+    """The losses, and the exact sum of each weight by its name in the whole model."""
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    model = build_chunks(virtual_size)
+    losses = steps(model)
+    weights = (weight for chunk in model for weight in named(chunk.module))
+    return losses, {name: weight.detach().double().sum().item().hex() for name, weight in weights}
+
+
 def on_a_v(rank: int, groups_first: bool) -> tuple[Any, Any]:
     """Stock 1F1B, and ``zb-v``; the loop makes its process groups before or after it chooses the schedule."""
     from megatron.core import parallel_state
 
     of_stock: dict[str, Any] = {"pipeline_model_parallel_size": 2, "create_gloo_process_groups": False}
     parallel_state.initialize_model_parallel(**of_stock)
-    stock = train()
+    stock = train_chunks(None)
     parallel_state.destroy_model_parallel()
     of_v, ends = {**of_stock, "virtual_pipeline_model_parallel_size": 2}, {}
     if groups_first:
@@ -188,7 +231,7 @@ def on_a_v(rank: int, groups_first: bool) -> tuple[Any, Any]:
     try:
         if not groups_first:
             parallel_state.initialize_model_parallel(**of_v)
-        return stock, train(virtual_size=2)
+        return stock, train_chunks(2)
     finally:
         megatron.zero_bubble.revert()
 
@@ -214,7 +257,7 @@ def wrong_sizes(rank: int) -> list[str]:
         parallel_state.initialize_model_parallel(**of_groups, virtual_pipeline_model_parallel_size=virtual_size)
         tensor_parallel.model_parallel_cuda_manual_seed(7)
         with pytest.raises(UserError) as caught:
-            build_model(of_config)
+            build_chunks(of_config)
         return str(caught.value)
 
     parallel_state.initialize_model_parallel(
@@ -224,7 +267,7 @@ def wrong_sizes(rank: int) -> list[str]:
     megatron.zero_bubble.apply("zb-v")
     try:
         with pytest.raises(UserError) as wrong_ends:
-            build_model(2)
+            build_chunks(2)
         return [str(wrong_ends.value), refusal(None, 2), refusal(2, None)]
     finally:
         megatron.zero_bubble.revert()

@@ -63,8 +63,8 @@ def test_the_configuration_gets_the_stages_of_the_schedule(schedule: str, fields
         ("zb-h1", {"virtual_pipeline_model_parallel_size": 2}, "has one stage per rank; got 2; leave the number out"),
         (
             "zb-v",
-            {"pipeline_model_parallel_layout": "Ett|t|ttL|ttt|t|t"},
-            "has 2 stages per rank; got 3; leave the number out",
+            {"pipeline_model_parallel_layout": "Ett|t|tt|ttt|t|tL"},
+            "has 2 stages per rank, the layout of the job 3; give a layout of 4 stages",
         ),
         (
             "zb-v",

@@ -179,7 +179,7 @@ def build_stages(make_chunk: Callable[..., torch.nn.Module]) -> list[torch.nn.Mo
         UserError: the schedule is for another number of pipeline ranks or of stages per rank than the model-parallel
             groups or the model's configuration; or the embedding group has other ranks than the first and last stage.
     """
-    num_ranks = parallel_state.get_pipeline_model_parallel_world_size()
+    num_ranks = parallel_state.get_pipeline_model_parallel_group().size()
     if _active.sources is None:
         num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         return build_chunks(Placement.interleaved(num_ranks, num_chunks), False, make_chunk)

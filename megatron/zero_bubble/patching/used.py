@@ -66,7 +66,8 @@ USED: tuple[Used, ...] = (
         _PARALLEL_STATE,
         "_MPU_PIPELINE_MODEL_PARALLEL_RANK set_pipeline_model_parallel_rank get_pipeline_model_parallel_rank "
         "get_pipeline_model_parallel_group get_tensor_model_parallel_group get_tensor_model_parallel_rank "
-        "get_context_parallel_group get_data_parallel_rank get_expert_model_parallel_group",
+        "get_context_parallel_group get_data_parallel_rank get_expert_model_parallel_group "
+        "get_virtual_pipeline_model_parallel_world_size",
     ),
     _function(_PARALLEL_STATE, "get_embedding_group", "check_initialized"),
     _function(_PARALLEL_STATE, "get_position_embedding_group", "check_initialized"),
