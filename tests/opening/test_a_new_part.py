@@ -124,4 +124,4 @@ def test_part_runs_its_ops_beside_those_of_other_parts(ranks: RankPool, schedule
     chunks = 2 if schedule == "zb-v" else 1
     for _, passes, calls in ran:
         assert passes == dict.fromkeys(("F", "B", "W"), STEPS * MICROBATCHES * chunks)
-        assert calls == {"connect": 2, "training": STEPS, "evaluation": EVALUATIONS, "close": 2}
+        assert calls == {"connect": 2, "training": STEPS, "evaluation": EVALUATIONS, "close": 1}
