@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron/zero_bubble"
-UNIT = re.compile(r"\b(ms|milliseconds|seconds|bytes|microbatch(es)?|shares?|factor|unit|[TG]B/s)\b", re.IGNORECASE)
+UNIT = re.compile(
+    r"\b(ms|milliseconds|seconds|bytes|microbatch(es)?|shares?|factor|unit|operations|[TG]B/s)\b", re.IGNORECASE
+)
 OF_ALL = re.compile(r"\b(in (the |one |any )?(ms|bytes|unit)|milliseconds|bytes)\b", re.IGNORECASE)
 IN_NAME = re.compile(r"_(ms|s|bytes|bytes_per_ms|share|microbatches|rate)$")
 

@@ -181,6 +181,17 @@ def test_limit_below_one_microbatch_names_the_least_limit() -> None:
         lower_bound(costs, memory, placement, 3, (5.0, 5.0, 5.0))
 
 
+def test_memory_may_be_too_small_to_count() -> None:
+    """More microbatches fit into the limit than a float can count."""
+    on = Placement.linear(2)
+    costs, none = PassCosts.uniform(on, 1, 1, 1), PassMemory((1.0, 1.0), (0.0, 0.0))
+    found, expected = (
+        lower_bound(costs, memory, on, 3, 2.0, "span", effort=0)
+        for memory in (replace(none, wgrad=(5e-324,) * 2), none)
+    )
+    assert found == expected
+
+
 def test_least_memory_counts_a_wgrad_larger_than_the_activation() -> None:
     memory = PassMemory((3.0, 1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 4.0))
     assert least_memory(memory, Placement.vee(2)) == (7.0, 2.0)

@@ -8,11 +8,13 @@ Three assumptions, none of which excludes a schedule:
   earlier. With ``fused`` the opposite is assumed: B takes as long as BW, and W takes neither time nor memory. So it is
   for the stages whose backwards no schedule can split (``must_fuse``).
 * W needs at most the memory that F added (``wgrad`` is cut to ``activation``), which only leaves more room; so it does
-  for a BW, which keeps what F added until its end.
+  for a BW, which keeps what F added until its end. Memory of which more microbatches fit into the limit than a float
+  can count is none, which leaves more room too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +24,9 @@ from operator import add
 from megatron.zero_bubble.analysis.score import ROUNDING
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement
+
+_UNCOUNTED = 1e100
+"""This many microbatches are more than any limit has to count."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,11 @@ class Setting:
         into_forward, into_backward = costs.hops(placement)
         messages = tuple(map(sum, costs.messages_on(placement)))
         f, b = (tuple(map(add, ms, messages)) for ms in (costs.forward_ms, costs.backward_ms))
-        w, g = costs.wgrad_ms, tuple(map(min, memory.wgrad, memory.activation))
+        a, g = memory.activation, tuple(map(min, memory.wgrad, memory.activation))
+        if math.isfinite(most := max(limit)):
+            a, g = (tuple(0.0 if kept * _UNCOUNTED < most else kept for kept in each) for each in (a, g))
         hops = into_forward[1:], into_backward[:-1]
-        split = cls(placement, m, f, b, w, memory.activation, g, *hops, limit)
+        split = cls(placement, m, f, b, costs.wgrad_ms, a, g, *hops, limit)
         return split.with_fused(range(len(b))) if fused else split
 
     def with_fused(self, stages: Collection[int]) -> Setting:
