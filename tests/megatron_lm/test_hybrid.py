@@ -92,11 +92,12 @@ def test_features_equal_stock(checkout: Checkout, features: str) -> None:
 
 
 @pytest.mark.parametrize("checkout", DIVIDES, ids=str)
-@pytest.mark.parametrize("name", ROWS)
-def test_a_v_equals_stock(checkout: Checkout, name: str, tmp_path: Path) -> None:
-    """The V continues from a stock checkpoint of two stages, and its own is continued by stock as stock's own is."""
+@pytest.mark.parametrize(("name", "predicted"), [*((name, "") for name in ROWS), ("mamba", "/*-")])
+def test_a_v_equals_stock(checkout: Checkout, name: str, predicted: str, tmp_path: Path) -> None:
+    """The V continues from a stock checkpoint of two stages, as stock does."""
     pattern, flags = _row(checkout, name)
-    job, on_a_v = ((checkout, 2, each, f"{flags} {MOVING}") for each in (pattern, pattern.replace("|", "")))
+    patterns = f"{pattern}{predicted}", f"{pattern.replace('|', '')}{predicted}"
+    job, on_a_v = ((checkout, 2, each, f"{flags} {MOVING}") for each in patterns)
     begun = tmp_path / "begun"
     assert "exiting program at iteration 2" in stock_hybrid(*job, _until(2, begun)).text
     load = ("--load", str(begun))

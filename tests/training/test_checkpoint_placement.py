@@ -19,7 +19,7 @@ DISTRIBUTED = "--use-distributed-optimizer --bf16"
 @pytest.mark.parametrize(
     ("first", "second", "options"),
     [
-        ((4, LINEAR), (2, VEE), ""),
+        pytest.param((4, LINEAR), (2, VEE), "", marks=pytest.mark.full),
         pytest.param((2, VEE), (4, LINEAR), "", marks=pytest.mark.full),
         ((4, LINEAR), (4, VEE), DISTRIBUTED),
         pytest.param(
