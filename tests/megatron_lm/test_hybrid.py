@@ -9,6 +9,7 @@ import pytest
 from tests.helpers.hybrid_jobs import pretrain_hybrid, stock_hybrid
 from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts
 from tests.megatron_lm.test_parity import same
+from tests.megatron_lm.test_shards import UNITS
 
 CHECKOUTS = [checkout for checkout in checkouts() if int(checkout.minor.partition(".")[2]) >= 16]
 DIVIDES = [checkout for checkout in CHECKOUTS if (checkout.path / "pretrain_hybrid.py").is_file()]
@@ -72,6 +73,15 @@ def test_layers_that_do_not_divide_evenly_equal_stock_with_the_same_pattern(chec
 def test_interleaved_stages_equal_stock(checkout: Checkout, name: str) -> None:
     job = checkout, 2, LOOPED[name], _row(checkout, name)[1]
     same(pretrain_hybrid(*job, "interleaved-1f1b"), stock_hybrid(*job))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+def test_sharded_units_equal_stock(checkout: Checkout) -> None:
+    """One unit of all microbatches, so that gradients are reduced once, as in stock."""
+    flags = f"{_row(checkout, 'mamba')[1]} --use-distributed-optimizer --global-batch-size 12"
+    job = checkout, 4, LOOPED["mamba"], flags
+    same(pretrain_hybrid(*job, "zero-pp", UNITS), stock_hybrid(*job))
 
 
 # With another placement a seed yields other initial weights, and the order of the sum in the gradient norm differs.
