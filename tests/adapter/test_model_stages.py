@@ -79,3 +79,21 @@ def test_cpu_ranks_are_chosen_before_megatron_is_imported(monkeypatch: pytest.Mo
     monkeypatch.setattr("megatron.zero_bubble.platforms.cpu.installed", lambda: False)
     with pytest.raises(UserError, match=r"CPU ranks must be chosen before megatron\.core is imported; .* call"):
         megatron.zero_bubble.use_cpu_ranks()
+
+
+def test_embedding_group_is_that_of_the_placement_whatever_a_script_gives() -> None:
+    """Megatron-LM's scripts give Megatron's own ranks, with which the ranks of a V would wait for each other."""
+    from megatron.zero_bubble.adapter.placement import embedding_ranks, grouping_ends
+    from megatron.zero_bubble.ir import Placement
+
+    given: list[Any] = []
+
+    def initialize(get_embedding_ranks: Any = None) -> None:
+        given.append(get_embedding_ranks)
+
+    vee = Placement.vee(2)
+    grouped = grouping_ends(initialize, lambda _: vee)
+    grouped()
+    grouped(get_embedding_ranks=lambda ranks, *_: ranks)
+    grouped(get_embedding_ranks=embedding_ranks(vee, (0, 2)))
+    assert [ranks([4, 5], None) for ranks in given] == [[4], [4], [4, 5]]

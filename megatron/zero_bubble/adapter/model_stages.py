@@ -68,8 +68,7 @@ class ModelStages:
         chunks = self._placement.num_stages // num_ranks
         self.virtual_size = _virtual(chunks)
         self._with_embedding = () if layout is None else stages_with_embedding(predictions_of(layout), tied)
-        of_pipeline = embedding_ranks(self._placement, self._with_embedding)
-        self.embedding_ranks: Callable[..., list[int]] = lambda ranks, *_: of_pipeline(ranks)
+        self.embedding_ranks: Callable[..., list[int]] = embedding_ranks(self._placement, self._with_embedding)
 
     def build(self, make: Callable[..., torch.nn.Module]) -> list[torch.nn.Module]:
         """Build the model chunks of this rank, in the order in which ``forward_backward_func(model=...)`` takes them.

@@ -13,6 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -98,20 +99,29 @@ def segment_of_stage(original: Callable[..., Any]) -> Callable[..., Any]:
     return select_pipeline_segment
 
 
-def embedding_ranks(placement: Placement, stages: Collection[int] = ()) -> Any:
+@dataclass(frozen=True)
+class EmbeddingRanks:
     """A function for ``initialize_model_parallel(get_embedding_ranks=...)``.
 
     It returns the ranks of the stages with a copy of the embedding, or one rank if it has all of them.
 
-    Args:
+    Attributes:
+        placement_on: the placement for a number of ranks.
         stages: the stages; default: the first and the last, as with a tied embedding.
     """
-    on = {placement.stage_to_rank[stage] for stage in stages or (0, placement.num_stages - 1)}
 
-    def of_pipeline(ranks: list[int]) -> list[int]:
+    placement_on: Callable[[int], Placement]
+    stages: Collection[int] = ()
+
+    def __call__(self, ranks: list[int], *_: Any) -> list[int]:
+        placement = self.placement_on(len(ranks))
+        on = {placement.stage_to_rank[stage] for stage in self.stages or (0, placement.num_stages - 1)}
         return [ranks[rank] for rank in sorted(on)]
 
-    return of_pipeline
+
+def embedding_ranks(placement: Placement, stages: Collection[int] = ()) -> EmbeddingRanks:
+    """The same for one placement."""
+    return EmbeddingRanks(lambda _: placement, stages)
 
 
 def grouping_ends(
@@ -119,19 +129,16 @@ def grouping_ends(
 ) -> Callable[..., None]:
     """``parallel_state.initialize_model_parallel`` with the embedding group of the placement of a number of ranks.
 
-    The caller's own group stays.
+    That of a caller stays if it is for a placement too; Megatron-LM's scripts give one for Megatron's own.
 
     Args:
         with_embedding: the stages that have a copy of the embedding; default: the first and the last.
     """
 
-    def of_pipeline(ranks: list[int], *_: Any) -> Any:
-        return embedding_ranks(placement_on(len(ranks)), with_embedding)(ranks)
-
     @functools.wraps(initialize)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-        if kwargs.get("get_embedding_ranks") is None:
-            kwargs["get_embedding_ranks"] = of_pipeline
+        if not isinstance(kwargs.get("get_embedding_ranks"), EmbeddingRanks):
+            kwargs["get_embedding_ranks"] = EmbeddingRanks(placement_on, with_embedding)
         initialize(*args, **kwargs)
 
     return initialize_model_parallel
