@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.formats.layout import stage_layers
 from megatron.zero_bubble.formats.plan import PlanFile
 from megatron.zero_bubble.ir import Placement
@@ -37,7 +37,7 @@ def check_pattern(args: Any) -> None:
         return
     for name in _OTHER_DIVISIONS:
         if (value := getattr(args, name, None)) not in (None, False):
-            flag = f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}"
+            flag = f"{as_flag(name)}{'' if value is True else f' {value}'}"
             raise UserError(
                 f"the stages of a hybrid model are the parts of {FLAG} between its |; got {flag} besides "
                 f"{pattern.text!r}; drop the flag"
