@@ -41,6 +41,21 @@ class Placement:
         check_size(num_ranks, num_chunks=2)
         return cls((*range(num_ranks), *reversed(range(num_ranks))))
 
+    @classmethod
+    def wave(cls, num_ranks: int, num_chunks: int) -> Placement:
+        """``num_chunks`` stages per rank that run to the last rank and back: two are a V, four a W (Hanayo, SC '23).
+
+        Raises:
+            UserError: for an odd number of chunks, with which the last stage would not be on the first rank.
+        """
+        check_size(num_ranks, num_chunks=num_chunks)
+        if num_chunks % 2:
+            raise UserError(
+                f"a wave goes to the last rank and back, so the stages per rank must be even; got {num_chunks}; "
+                f"give {num_chunks + 1}, or use a loop"
+            )
+        return cls((*range(num_ranks), *reversed(range(num_ranks))) * (num_chunks // 2))
+
     @cached_property
     def num_ranks(self) -> int:
         return max(self.stage_to_rank) + 1
