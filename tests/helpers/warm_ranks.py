@@ -228,10 +228,11 @@ def _print_digests(chunks: Sequence[Any], optimizer: Any) -> None:
 
     for chunk in chunks:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        numbers = [layer.layer_number for layer in model.decoder.layers]
+        stack = "decoder" if hasattr(model, "decoder") else "encoder"
+        numbers = [layer.layer_number for layer in getattr(model, stack).layers]
         for name, parameter in model.named_parameters():
             parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
+            if parts[:2] == [stack, "layers"]:
                 parts[2] = f"number-{numbers[int(parts[2])]}"
             print(f"weights after training: {'.'.join(parts)} {_digest(parameter)}", flush=True)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,22 +17,26 @@ SCHEDULES = {"zb-h1": LINE, "zb-v": V, "interleaved-1f1b": INTERLEAVED}
 Outcome = tuple[list[Any], dict[str, str]]
 
 
-def outcomes(rank: int, loop: str, schedules: Sequence[str]) -> list[list[Outcome]]:
+def outcomes(
+    rank: int, loop: str, schedules: Sequence[str], options: Mapping[str, Any] = MappingProxyType({})
+) -> list[list[Outcome]]:
     """What the loop reads and its weights, for each schedule: under stock Megatron, and under the schedule.
 
-    Stock runs 1F1B, with as many layers in all, in place of a V.
+    Stock runs 1F1B, with as many layers in all, in place of a V. ``options`` are those of :class:`Pipeline`.
     """
     stock: dict[bool, Outcome] = {}
     found = []
     for schedule in schedules:
-        pipeline = SCHEDULES[schedule]
+        pipeline = SCHEDULES[schedule]._replace(options=options)
         if pipeline.is_interleaved not in stock:
-            stock[pipeline.is_interleaved] = _run(loop, None, INTERLEAVED if pipeline.is_interleaved else LINE)
-        found.append([stock[pipeline.is_interleaved], _run(loop, schedule, pipeline)])
+            of_stock = INTERLEAVED if pipeline.is_interleaved else LINE
+            stock[pipeline.is_interleaved] = run(loop, None, of_stock._replace(options=options))
+        found.append([stock[pipeline.is_interleaved], run(loop, schedule, pipeline)])
     return found
 
 
-def _run(loop: str, schedule: str | None, pipeline: Pipeline) -> Outcome:
+def run(loop: str, schedule: str | None, pipeline: Pipeline) -> Outcome:
+    """Run the loop once: what it reads, and its weights."""
     from megatron.core import parallel_state, tensor_parallel
 
     import megatron.zero_bubble

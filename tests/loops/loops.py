@@ -5,8 +5,9 @@ Each returns everything that the loop reads on the last pipeline rank, and the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +33,16 @@ class Pipeline(NamedTuple):
     Attributes:
         virtual_size: Megatron's virtual pipeline size.
         is_interleaved: whether Megatron needs a multiple of the ranks as the number of microbatches.
+        options: fields of the configurations of all models.
     """
 
     virtual_size: int | None
     is_interleaved: bool
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def build(self, salt: str, edit: Callable[[Any], None] = lambda _chunk: None, **more: Any) -> list[Any]:
+        """The chunks of a model on this rank, as ``models.build``."""
+        return build(self.virtual_size, salt, edit, **{**self.options, **more})
 
 
 Loop = Callable[[Pipeline], tuple[list[Any], dict[str, Any]]]
@@ -108,8 +115,8 @@ def step(optimizer: Any, chunks: Sequence[Any], run: Callable[[], list[Any]]) ->
 
 def verl(pipeline: Pipeline) -> tuple[list[Any], dict[str, Any]]:
     """Actor, reference and critic; memory freed between calls, 4, 6 and 3 microbatches, two rollouts."""
-    actor, critic = build(pipeline.virtual_size, "actor"), build(pipeline.virtual_size, "critic", with_head)
-    reference = build(pipeline.virtual_size, "reference", is_trained=False)
+    actor, critic = pipeline.build("actor"), pipeline.build("critic", with_head)
+    reference = pipeline.build("reference", is_trained=False)
     optimizers, seen = {"actor": optimizer_of(actor), "critic": optimizer_of(critic)}, []
 
     def scores(batch: Batch, logits: torch.Tensor) -> Any:
@@ -157,7 +164,7 @@ def verl(pipeline: Pipeline) -> tuple[list[Any], dict[str, Any]]:
 
 def slime(pipeline: Pipeline, per_token: bool = True) -> tuple[list[Any], dict[str, Any]]:
     """Log-probabilities per sample, steps of different numbers of microbatches, and the norm between grads and step."""
-    model = build(pipeline.virtual_size, "slime", overlaps=per_token, calculate_per_token_loss=per_token)
+    model = pipeline.build("slime", overlaps=per_token, calculate_per_token_loss=per_token)
     optimizer, seen = optimizer_of(model), []
 
     def scores(batch: Batch, logits: torch.Tensor) -> Any:
@@ -188,8 +195,8 @@ def slime(pipeline: Pipeline, per_token: bool = True) -> tuple[list[Any], dict[s
 
 def nemo_rl(pipeline: Pipeline) -> tuple[list[Any], dict[str, Any]]:
     """Sequences padded to another length in every call, evaluation, and a reward model in the same process."""
-    policy = build(pipeline.virtual_size, "policy", frozen_up_to(LAYERS_OF_FIRST_STAGES))
-    reward = build(pipeline.virtual_size, "reward", with_head, is_trained=False)
+    policy = pipeline.build("policy", frozen_up_to(LAYERS_OF_FIRST_STAGES))
+    reward = pipeline.build("reward", with_head, is_trained=False)
     optimizer, seen = optimizer_of(policy), []
 
     def scores(batch: Batch, logits: torch.Tensor) -> Any:
@@ -220,8 +227,8 @@ LAYERS_OF_FIRST_STAGES = 2
 
 def ms_swift(pipeline: Pipeline) -> tuple[list[Any], dict[str, Any]]:
     """Adapters on a frozen model, which is its own reference without them; then a reward model is trained."""
-    model = build(pipeline.virtual_size, "swift", with_adapters)
-    reward = build(pipeline.virtual_size, "swift reward", with_head)
+    model = pipeline.build("swift", with_adapters)
+    reward = pipeline.build("swift reward", with_head)
     optimizers, seen = (optimizer_of(model), optimizer_of(reward)), []
 
     def scores(batch: Batch, logits: torch.Tensor) -> Any:

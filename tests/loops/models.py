@@ -24,11 +24,12 @@ def build(
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     import megatron.zero_bubble
 
-    config = TransformerConfig(
+    kind = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
+    config = kind(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         num_attention_heads=4,
@@ -43,8 +44,15 @@ def build(
     )
     config.finalize_model_grads_func = finalize_model_grads
 
+    of_layers = {
+        "num_experts": config.num_moe_experts,
+        "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
+        "normalization": config.normalization,
+    }
+
     def make_chunk(**stage: Any) -> Any:
-        chunk = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, 2 * SEQUENCE, **stage)
+        chunk = GPTModel(config, get_gpt_layer_local_spec(**of_layers), VOCABULARY, 2 * SEQUENCE, **stage)
         edit(chunk)
         for name, parameter in named(chunk):
             if parameter.dim() > 1:
@@ -116,11 +124,12 @@ class Adapter(torch.nn.Module):
 
 
 def with_adapters(chunk: Any) -> None:
-    """Freeze a chunk, and add trainable adapters to its attention and MLP."""
+    """Freeze a chunk, and add trainable adapters to its attention, and to its MLP unless it has experts."""
     chunk.requires_grad_(False)
     for layer in chunk.decoder.layers:
         layer.self_attention.linear_qkv = Adapter(layer.self_attention.linear_qkv)
-        layer.mlp.linear_fc2 = Adapter(layer.mlp.linear_fc2)
+        if hasattr(layer.mlp, "linear_fc2"):
+            layer.mlp.linear_fc2 = Adapter(layer.mlp.linear_fc2)
 
 
 def frozen_up_to(last: int) -> Callable[[Any], None]:

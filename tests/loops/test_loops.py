@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.zero_bubble.errors import UserError
-from tests.helpers.megatron_lm import ROOT, Checkout, checkouts
+from tests.helpers.megatron_lm import Checkout, checkouts
 from tests.helpers.ranks import RankPool
+from tests.loops.checkouts import check_on
 from tests.loops.compare import SCHEDULES, differences, outcomes
 from tests.loops.groups import initialize, plain_steps
 from tests.loops.loops import LOOPS, batches, passes
@@ -38,22 +36,7 @@ def test_a_loop_equals_stock(ranks: RankPool, loop: str, schedules: tuple[str, .
 @pytest.mark.full
 @pytest.mark.parametrize("checkout", checkouts(), ids=str)
 def test_all_loops_equal_stock_on_other_versions(checkout: Checkout, tmp_path: Path) -> None:
-    path = os.pathsep.join(map(str, (checkout.path, ROOT, ROOT / "tests/helpers/other_versions")))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    running = []
-    for rank in range(2):
-        command = [sys.executable, "-W", "ignore", "-m", "tests.loops.run", str(rank), str(tmp_path / "store")]
-        own = {**environment, "RANK": str(rank), "WORLD_SIZE": "2", "TORCHDYNAMO_DISABLE": "1"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        running.append(subprocess.Popen(command, env=own, cwd=ROOT, **pipes))  # type: ignore[call-overload]
-    try:
-        texts = [process.communicate(timeout=300)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    lines = [line for line in texts[0].splitlines() if line.startswith((*LOOPS, "compared "))]
-    assert [process.returncode for process in running] == [0, 0], texts
-    assert [line.rpartition(" on ")[0] for line in lines] == [f"compared {loop}" for loop in LOOPS], lines
+    check_on(checkout, {loop: (loop, {}) for loop in LOOPS}, tmp_path)
 
 
 def second_model(rank: int) -> list[str]:

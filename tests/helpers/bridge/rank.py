@@ -7,13 +7,16 @@ at toy size, and prints digests of its weights by their names in the whole model
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megatron.zero_bubble.errors import UserError
 from tests.helpers.bridge.absent import stand_in
 
 TOY: dict[str, Any] = {
@@ -69,7 +72,10 @@ def main() -> None:
         print(f"run {run['name']}", flush=True)
         for name in [name for name in os.environ if name.startswith("ZERO_BUBBLE_")]:
             del os.environ[name]  # which the configuration of the run before has set
-        _train(run)
+        try:
+            _train(run)
+        except UserError as error:  # before the run has begun
+            print(f"zero-bubble: {error}", flush=True)
 
 
 def _train(run: dict[str, Any]) -> None:
@@ -90,6 +96,8 @@ def _train(run: dict[str, Any]) -> None:
     config = vanilla_gpt_pretrain_config()
     config.model.transformer_layer_spec = local_layer_spec
     config.model.pipeline_dtype = config.optimizer.params_dtype = torch.float32
+    if run["provider"]:
+        config.model = PROVIDERS[run["provider"]](config.model)
     for name, value in {**TOY, **run["settings"]}.items():
         _set(config, name, value)
     if run["from_builder"]:
@@ -106,17 +114,47 @@ def _set(config: Any, name: str, value: Any) -> None:
     setattr(config, last, value)
 
 
+def _fields_of(provider: Any, kind: Any) -> dict[str, Any]:
+    """The fields of a provider that the dataclass ``kind`` has too, unless None."""
+    found = {f.name: getattr(provider, f.name, None) for f in fields(kind) if f.init}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _latent(provider: Any) -> Any:
+    """The provider of latent attention, with local layers."""
+    from megatron.bridge.models.mla_provider import MLAModelProvider
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    def layers(config: Any) -> Any:
+        return get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, multi_latent_attention=True, normalization=config.normalization
+        )
+
+    found = MLAModelProvider(**_fields_of(provider, MLAModelProvider))
+    found.transformer_layer_spec = layers
+    return found
+
+
+def _hybrid(provider: Any) -> Any:
+    """The provider of hybrid layers, with local ones and the slow scan."""
+    from megatron.bridge.models.hybrid.hybrid_provider import HybridModelProvider
+
+    stack = importlib.import_module("hybrid_layers").stack
+    of_mamba = {"mamba_state_dim": 16, "mamba_head_dim": 16, "mamba_num_groups": 2}
+    common = _fields_of(provider, HybridModelProvider)
+    return HybridModelProvider(**{**common, **of_mamba, "hybrid_stack_spec": stack})
+
+
+PROVIDERS = {"latent": _latent, "hybrid": _hybrid}
+
+
 def _as_model_config(provider: Any) -> Any:
     """The ``ModelConfig``, which takes the place of the providers, for the same model."""
-    from dataclasses import fields
-
     from megatron.bridge.models.gpt.gpt_builder import GPTModelConfig
     from megatron.bridge.models.transformer_config import TransformerConfig
 
-    def of(kind: Any) -> dict[str, Any]:
-        return {f.name: getattr(provider, f.name) for f in fields(kind) if f.init and hasattr(provider, f.name)}
-
-    return GPTModelConfig(transformer=TransformerConfig(**of(TransformerConfig)), **of(GPTModelConfig))
+    transformer = TransformerConfig(**_fields_of(provider, TransformerConfig))
+    return GPTModelConfig(transformer=transformer, **_fields_of(provider, GPTModelConfig))
 
 
 def _print_digests(model: Any) -> None:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.hybrid_models import STAND_INS
 from tests.helpers.megatron_lm import Checkout, Log, checkouts, environment
 
 VARIABLE = "ZB_BRIDGE"
@@ -26,12 +27,14 @@ class BridgeRun:
         variables: of the configuration's ``env_vars``.
         settings: fields of the configuration that differ from the toy's, by their dotted names.
         from_builder: whether the model is a ``ModelConfig`` instead of a provider.
+        provider: of the model: the recipe's of a GPT, that of ``latent`` attention, or that of ``hybrid`` layers.
     """
 
     name: str
     variables: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     from_builder: bool = False
+    provider: str = ""
 
 
 def bridge() -> Path | None:
@@ -57,7 +60,7 @@ def run_bridge(runs: Sequence[BridgeRun], folder: Path, timeout: float = 700) ->
     cache = {"dataset.path_to_cache": str(folder / "cache")}
     described = [asdict(run) | {"settings": {**cache, **run.settings}} for run in runs]
     (folder / "runs.json").write_text(json.dumps(described))
-    path = [*environment()["PYTHONPATH"].split(os.pathsep), str(megatron.path), str(checkout / "src")]
+    path = [*environment()["PYTHONPATH"].split(os.pathsep), str(megatron.path), str(checkout / "src"), str(STAND_INS)]
     common = environment() | {
         "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "ZERO_BUBBLE_DEVICE": "cpu",
