@@ -49,7 +49,8 @@ def _can_run(checkout: Checkout, job: ScriptJob, what: str) -> bool:
     minor = int(checkout.minor.partition(".")[2])
     if job.script == "bert":
         return minor == 16
-    return minor >= job.since and (job.script != "hybrid" or minor >= 20 or what in (*job.refused, "zb-h1"))
+    divides = job.script != "hybrid" or (checkout.path / "pretrain_hybrid.py").is_file()
+    return minor >= job.since and (divides or what in (*job.refused, "zb-h1"))
 
 
 def run_script(
