@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.memory import most_kept
@@ -18,17 +18,18 @@ from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.search.extend import Extension, enough, is_roomy
+from megatron.zero_bubble.search.placements import PLACEMENTS, NumChunks, PlacementChoice, placements
 from megatron.zero_bubble.search.portfolio import Draft, draft
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.published import one_is_shorter
 from megatron.zero_bubble.search.steep import effort_besides, steep_draft
 from megatron.zero_bubble.search.timed import timed
 
+__all__ = ["PLACEMENTS", "NumChunks", "PlacementChoice", "fit", "placements", "zb_auto"]
+
 _CLOSE = 1.01
 """Of two placements whose drafts differ by less than this factor, both are polished."""
-PlacementChoice = Literal["linear", "vee", "auto"]
-PLACEMENTS: dict[PlacementChoice, Callable[[int], Placement]] = {"linear": Placement.linear, "vee": Placement.vee}
-"""The placement for a number of ranks, for each choice except ``auto``."""
+Figures = tuple[PassCosts, PassMemory]
 
 
 @without_gc()
@@ -40,27 +41,34 @@ def zb_auto(
     memory_limit: float | Sequence[float],
     *,
     placement: PlacementChoice = "auto",
+    num_chunks: NumChunks = None,
     objective: Metric = "span",
     effort: float = 1.0,
     start: Schedule | None = None,
-    linear: tuple[PassCosts, PassMemory] | None = None,
+    linear: Figures | None = None,
+    figures: Callable[[Placement], Figures] | None = None,
 ) -> Schedule:
     """Search for the schedule with the smallest ``objective`` within ``memory_limit``; equal on every machine.
 
     Args:
-        costs: figures for ``num_ranks`` stages, or for twice as many; ``costs.fit(schedule.placement)`` converts them
-            to the stages of the result.
-        memory: memory figures, for either number of stages as ``costs``.
+        costs: figures for any multiple of ``num_ranks`` stages; ``costs.fit(schedule.placement)`` converts them to the
+            stages of the result. A placement whose stages they cannot be converted to is left out of several.
+        memory: memory figures, for any such number of stages.
         num_ranks: number of pipeline ranks.
         num_microbatches: microbatches per iteration, 1 or more.
         memory_limit: memory limit in the unit of ``memory``; one figure, or one figure per rank.
-        placement: one stage per rank (``linear``), two in a V (``vee``), or the better of both (``auto``).
+        placement: one stage per rank (``linear``), two in a V (``vee``), several in a loop (``loop``, Megatron's
+            virtual pipeline) or in a wave (``wave``), or the best of several (``auto``).
+        num_chunks: stages per rank of a loop or a wave, or ``auto`` for the best of a few numbers. ``auto`` placements
+            are one stage per rank and a V, unless this is given: then also loops and waves (see ``placements``).
         objective: ``span`` if the optimizer does not wait for other ranks, ``makespan`` if it does.
         effort: the budget of the search in placed passes, relative to the default; it is not a time, so that the result
             does not depend on the machine.
         start: a known schedule to start from; the result is not longer, if this schedule is within the limit.
         linear: figures with one stage per rank, if layers are divided in such a way that neighbouring stages of
             ``costs`` and ``memory`` together are not those of a rank.
+        figures: the figures for each placement, instead of all others; where it raises ``UserError``, the placement is
+            left out of several.
 
     Raises:
         UserError: for counts below 1, figures for another number of stages, or a limit that admits no schedule; the
@@ -70,25 +78,45 @@ def zb_auto(
         if count < 1:
             raise UserError(f"{name} must be 1 or more; got {count}")
     limit = _limits(memory_limit, num_ranks)
-    names = tuple(PLACEMENTS) if placement == "auto" else (placement,)
-    figures = {name: linear if linear is not None and name == "linear" else (costs, memory) for name in names}
-    problems = [
-        Problem.of(PLACEMENTS[name](num_ranks), num_microbatches, *own, limit, objective)
-        for name, own in figures.items()
-    ]
+    find = figures or partial(_fitted, costs=costs, memory=memory, linear=linear)
+    of = _figures_of(placements(placement, num_ranks, num_chunks), find)
+    problems = [Problem.of(on, num_microbatches, *own, limit, objective) for on, own in of.items()]
     feasible = [problem for problem in problems if problem.is_feasible]
     if not feasible:
         raise UserError(_too_tight(problems, limit, memory_limit))
     known = [
         _Known(problem.rows(start), problem) for problem in feasible if start and start.placement == problem.placement
     ]
-    of = {problem.placement: own for problem, own in zip(problems, figures.values(), strict=True)}
     bound = partial(_least, figures=of, limit=limit, objective=objective)
     best, is_shortest = _planned_as_few(feasible, bound, effort, known)
     if best is None or not is_shortest:
         known += [best] if best is not None else []
         best = _Known(*_search(feasible, bound, effort, known)[0][1:])
     return best.problem.schedule("zb-auto", best.rows)
+
+
+def _fitted(on: Placement, costs: PassCosts, memory: PassMemory, linear: Figures | None) -> Figures:
+    """Convert the figures to the stages of a placement."""
+    own = linear if linear is not None and on.num_stages == on.num_ranks else (costs, memory)
+    return own[0].fit(on), own[1].fit(on)
+
+
+def _figures_of(choices: Sequence[Placement], find: Callable[[Placement], Figures]) -> dict[Placement, Figures]:
+    """Return the figures of every placement that has any.
+
+    Raises:
+        UserError: if none has.
+    """
+    found: dict[Placement, Figures] = {}
+    errors: list[UserError] = []
+    for on in choices:
+        try:
+            found[on] = find(on)
+        except UserError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
 
 
 class _Known(NamedTuple):

@@ -258,7 +258,7 @@ def _screened(workbench: Workbench, floor: float) -> Iterator[PricedRows]:
 def _varied(workbench: Workbench, floor: float, pool: list[PricedRows]) -> Iterator[PricedRows]:
     """Yield the pool, and more rows derived from its best seeds."""
     yield from pool
-    shares = _SHARES[: 1 if workbench.problem.num_stages == workbench.problem.num_ranks else None]
+    shares = _SHARES[: None if workbench.problem.is_vee else 1]
     for seed in dict.fromkeys(found.derivation.seed for found in sorted(pool, key=merit) if found.derivation):
         for haste in _HASTES:
             for share in shares:

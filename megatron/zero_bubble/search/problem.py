@@ -140,6 +140,17 @@ class Problem:
         return len(self.forward)
 
     @cached_property
+    def is_vee(self) -> bool:
+        """Whether every rank has two stages in a V; also a part of the ranks of a V is one."""
+        return self.placement == Placement.vee(self.num_ranks)
+
+    @cached_property
+    def is_loop(self) -> bool:
+        """Whether every rank has several stages in a loop."""
+        chunks, rest = divmod(self.num_stages, self.num_ranks)
+        return chunks > 1 and not rest and self.placement == Placement.interleaved(self.num_ranks, chunks)
+
+    @cached_property
     def tables(self) -> Tables:
         rank_of = self.placement.stage_to_rank
         durations = zip(self.forward, self.backward, self.wgrad, strict=True)

@@ -18,6 +18,7 @@ from megatron.zero_bubble.search.extend import Extension, repeated
 from megatron.zero_bubble.search.loops import loops
 from megatron.zero_bubble.search.problem import B, F, Problem, Rows, W
 from megatron.zero_bubble.search.seeds import zb_v
+from megatron.zero_bubble.search.units import breadth_first, grouped, interleaved, zero_pp
 
 Pattern = Callable[[Problem], Rows]
 
@@ -58,10 +59,16 @@ def published(problem: Problem) -> Iterator[Rows]:
     if problem.num_stages == p:
         for factor, lag in ((1, 0), (1, 1), (2, 2)):
             yield repeated(partial(zb_h, factor=factor, lag=lag), problem)
-    elif problem.placement == Placement.vee(p):
+    elif problem.is_vee:
         for pattern in (zb_v, v_half, v_min):
             rows, dense = repeated(pattern, problem), equal_passes(p, m, pattern)
             yield from (rows, dense) if rows != dense else (rows,)
+    elif problem.is_loop:
+        for loop in (interleaved, partial(interleaved, factor=1, lag=1), partial(interleaved, factor=2, lag=2)):
+            yield repeated(loop, problem)
+        for group in sorted({(p + 1) // 2, p}):
+            yield repeated(partial(grouped, group=group), problem)
+        yield from (zero_pp(problem), breadth_first(problem))
 
 
 def one_is_shorter(than: float, extension: Extension) -> bool:

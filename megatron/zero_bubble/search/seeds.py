@@ -11,6 +11,7 @@ from itertools import product
 
 from megatron.zero_bubble.search.blocks import Bent, Thinned, linear_block, vee_block
 from megatron.zero_bubble.search.problem import B, F, Problem, Rows, W
+from megatron.zero_bubble.search.units import breadth_first, grouped, interleaved, zero_pp
 
 _MORE_ROOM = 1.01
 """From this memory on, in units of 1F1B's, steep seeds are tried."""
@@ -26,6 +27,8 @@ def seeds(problem: Problem) -> Iterator[Seed]:
             yield partial(leading, slope=slope)
         for period, top, down, up in product((3, 4, 5), (0, 1), (1, 2, 3, 4), (1, 2, 3, 4)):
             yield partial(linear_block, period=period, down=down, up=up, top=top)
+    elif not problem.is_vee:
+        yield from units(problem)
     else:
         yield zb_v
         for period, down, up in (*product((6,), (1, 2, 3, 4), (1, 2, 3)), *product((7, 8, 10, 12), (1,), (1,))):
@@ -46,11 +49,22 @@ def classics(problem: Problem) -> Iterator[Seed]:
         yield partial(linear_block, period=3, down=2, up=2, top=0)
 
 
+def units(problem: Problem) -> Iterator[Seed]:
+    """Yield patterns of units of microbatches, for any number of stages per rank."""
+    p = problem.num_ranks
+    for factor, lag in ((1, 0), (1, 1), (2, 0), (2, 2)):
+        yield partial(interleaved, factor=factor, lag=lag)
+        for group in sorted({(p + 1) // 2, (3 * p + 3) // 4, p}):
+            yield partial(grouped, group=group, factor=factor, lag=lag)
+    yield breadth_first
+    yield zero_pp
+
+
 def steep(problem: Problem) -> Iterator[Seed]:
     """Yield seeds for a V with more memory than 1F1B needs: ZB-V, stretched, and blocks, first those that use just this
     memory. ``vee_block`` takes (down + up) / 6 of 1F1B's memory.
     """
-    if problem.num_stages > problem.num_ranks and problem.room > _MORE_ROOM:
+    if problem.is_vee and problem.room > _MORE_ROOM:
         for stretch in (1.0, 1.1, 1.2, 1.3):
             yield partial(zb_v, stretch=stretch)
         for slope in sorted(range(7, 13), key=lambda slope: abs(slope - 6 * problem.room)):
