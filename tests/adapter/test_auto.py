@@ -19,6 +19,7 @@ from megatron.zero_bubble.ir import Kind, Slices
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.observer import IterationStart, observed
 from megatron.zero_bubble.schedules import build
+from tests.adapter.test_placements import TWO
 from tests.adapter.test_slices_training import values
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
@@ -80,6 +81,31 @@ def test_switching_schedules_changes_no_bit(ranks: RankPool, options: str) -> No
         "switched to the planned schedule: zb-auto, 1 slices"
     }  # printed twice if the times have drifted
     assert all(said == [] for _, said in results[1:]), "only rank 0 plans"
+
+
+LOOPS = {
+    "v of the job": (f"{TWO}", "loop", 4),
+    "v of the flag": ("", "loop --zero-bubble-num-chunks 4", 8),
+    "v=4 of the job": ("--num-virtual-stages-per-pipeline-rank 4", "loop", 8),
+    "layers per stage": ("--num-layers-per-virtual-pipeline-stage 1", "loop", 8),
+    "W": ("", "wave", 8),
+    "six in a wave": ("", "wave --zero-bubble-num-chunks 6", 12),
+}
+
+
+@pytest.mark.parametrize("name", some(LOOPS, "v of the job", "W"))
+def test_plans_on_loops_and_waves_change_no_bit(ranks: RankPool, name: str) -> None:
+    """A loop has the placement of stock's virtual pipeline, so that everything is equal; a job without it has 1F1B."""
+    job, placement, num_layers = LOOPS[name]
+    layout, schedules = Layout(2, num_layers=num_layers), [None, f"zb-auto --zero-bubble-placement {placement}"]
+    flags = layout.flags(4, f"--train-iters {STEPS} {job}")
+    results = ranks.run(2, train_and_wait_for_the_plan, flags, schedules, timeout=120)
+    outcomes = [outcomes for outcomes, _ in results]
+    if job:
+        assert_same_bits(outcomes, schedules, STEPS)
+    else:
+        assert_same_model(outcomes, schedules, layout, STEPS)
+    assert set(results[0][1]) == {"switched to the planned schedule: zb-auto, 1 slices"}
 
 
 @pytest.mark.parametrize("options", ["", pytest.param(ON_A_V, marks=pytest.mark.full)])

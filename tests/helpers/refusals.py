@@ -28,11 +28,13 @@ VALUES = {
     "post-receives": "late", "nccl-ctas": "1", "offload": "all", "host-memory": "1GiB", "shard-transport": "on-demand",
     "unit-microbatches": "2", "whole-stages": "1", "num-slices": "2", "slice-ends": "16,32", "attention-share": "0.1",
     "vocabulary-parallel": "2", "placement": "vee", "memory-limit": "1p", "costs": "x", "rollback": "inverse",
-    "trace": "x", "record-costs": "x", "trace-iterations": "50-60", "nccl-collective-ctas": "4",
+    "num-chunks": "2", "trace": "x", "record-costs": "x", "trace-iterations": "50-60", "nccl-collective-ctas": "4",
 }  # fmt: skip
 """Values of our own flags that are not switches."""
+_JOBS = {"num-chunks": "--zero-bubble-schedule zb-auto"}
+"""The job of options that have an effect with every other schedule."""
 _SUBJECTS = {
-    "stages on a V": V,
+    "stages on a V or in a wave": V,
     "post-validation": f"{H1} --zero-bubble-post-validation",
     "sequence slices": SEQ,
     "vocabulary parallelism": f"{H1} --zero-bubble-vocabulary-parallel 2",
@@ -80,7 +82,7 @@ def jobs_of_effects(under_launcher: bool) -> list[tuple[Rule, str]]:
         if option is None or (only_here if under_launcher else only_there):
             continue
         job = "" if "got none" in rule.why or only_here else H1
-        job = f"{H1} --zero-bubble-trace x" if "{last}" in rule.why else job
+        job = f"{H1} --zero-bubble-trace x" if "{last}" in rule.why else _JOBS.get(option.flag, job)
         found.append((rule, f"{job} --zero-bubble-{option.flag} {VALUES.get(option.flag, '')}".strip()))
     return found
 

@@ -34,6 +34,7 @@ FROZEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     ("zb-auto --zero-bubble-placement vee", {"placement": "vee"}),
     ("zb-auto --zero-bubble-placement linear", {}),
+    ("zb-auto --zero-bubble-placement wave --zero-bubble-num-chunks 6", {"placement": "wave", "num_chunks": 6}),
     ("zb-auto --zero-bubble-memory-limit 0.5p", {"memory_limit": "0.5p"}),
     ("zb-h1 --zero-bubble-post-validation", {"post_validation": True}),
     (

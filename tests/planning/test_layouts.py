@@ -17,8 +17,8 @@ from megatron.zero_bubble.planning.layouts import EVEN, MOVED, lay_out, shifted_
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search
 from megatron.zero_bubble.schedules import recipe
 from megatron.zero_bubble.search import portfolio
-from megatron.zero_bubble.search.auto import PlacementChoice
 from megatron.zero_bubble.search.cut import even, least_layers
+from megatron.zero_bubble.search.placements import PlacementChoice
 from tests.helpers.layouts import all_layouts, random_layers
 from tests.helpers.rows import some
 

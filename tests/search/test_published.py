@@ -10,7 +10,7 @@ from megatron.zero_bubble import SCHEDULES, PassCosts, PassMemory, Placement, Sc
 from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.search import fit, zb_auto
-from megatron.zero_bubble.search.auto import PlacementChoice
+from megatron.zero_bubble.search.placements import PlacementChoice
 from megatron.zero_bubble.search.problem import Problem
 from megatron.zero_bubble.search.published import published
 from tests.helpers.rows import some

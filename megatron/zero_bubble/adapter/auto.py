@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.observer import IterationStart
+from megatron.zero_bubble.search.placements import PlacementName
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class AutoOptions:
     Attributes:
         memory_limit: activation-memory limit as in ``zero-bubble plan --memory-limit``; ``1p`` is the peak of 1F1B.
         placement: stage placement; it does not change during the run.
+        num_chunks: stages per rank, if the placement has a choice and they are given.
         post_validation: whether optimizer steps are validated in the next iteration, so that the plan minimizes the
             span instead of the makespan.
         slices: the cuts of sequences; they do not change during the run.
@@ -50,10 +52,11 @@ class AutoOptions:
     """
 
     memory_limit: str = "1p"
-    placement: Literal["linear", "vee"] = "linear"
+    placement: PlacementName = "linear"
     post_validation: bool = False
     slices: Slices = WHOLE
     vocabulary: Algorithm | None = None
+    num_chunks: int | None = None
     warm_up: int = 2
     measured: int = 4
     check_every: int = 100
@@ -91,7 +94,8 @@ class AutoSchedule(Replanner):
         if (first := (*size, self._recomputes)) not in self._first:
             options = self._options
             of_job = options.placement, num_ranks, options.slices, options.vocabulary
-            self._first[first] = ScheduleSource.automatic(*of_job, self._recomputes).make(num_microbatches)
+            source = ScheduleSource.automatic(*of_job, self._recomputes, options.num_chunks)
+            self._first[first] = source.make(num_microbatches)
         return self._first[first]
 
     def begin(self, start: IterationStart) -> bool:
@@ -145,6 +149,7 @@ class AutoSchedule(Replanner):
                         "span" if options.post_validation else "makespan",
                         options.slices,
                         options.vocabulary,
+                        options.num_chunks,
                     )
                 )
         self._waiting = bool(_from_first_rank(int(replan)))

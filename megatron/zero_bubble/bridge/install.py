@@ -117,9 +117,9 @@ def _batches(cfg: Any) -> Any:
 def _check_groups(dist: Any) -> None:
     if getattr(dist, "use_decentralized_pg", False):
         raise UserError(
-            "a schedule on a V needs the embedding group on the rank of its first and last stage, which only "
-            "Megatron's global groups get; got dist.use_decentralized_pg=True; set it to False, or choose a schedule "
-            "with one stage per rank"
+            "a schedule on a V or in a wave needs the embedding group on the rank of its first and last stage, which "
+            "only Megatron's global groups get; got dist.use_decentralized_pg=True; set it to False, or choose a "
+            "schedule with one stage per rank"
         )
 
 

@@ -22,21 +22,22 @@ from megatron.zero_bubble.cli.offload import add_offload, offloading, offloads
 from megatron.zero_bubble.cli.plan import add_search
 from megatron.zero_bubble.cli.plan_text import picture
 from megatron.zero_bubble.cli.progress import progress, working
-from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shards
+from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shards, number_or_auto
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, most_chunks
-from megatron.zero_bubble.planning.choosers import search_limits
+from megatron.zero_bubble.planning.choosers import search_limits, with_costs
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.offer import Offer
 from megatron.zero_bubble.planning.plans import bound, peak_memory, rank_memory
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.shards import Replicas
+from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import Variant
-from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
+from megatron.zero_bubble.search.placements import label_of, name_of, placements
 
 
 def add_compare(verb: argparse.ArgumentParser) -> None:
@@ -50,7 +51,15 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
     add_search(
         verb,
         limit="schedules over it are listed last (default: 1p)",
-        placement="one stage per rank (linear), two in a V (vee), or a row for each (auto)",
+        placement="one stage per rank (linear), two in a V (vee), several in a loop (loop) or in a wave to the last "
+        "rank and back (wave), or a row for each of the first two, and with --num-chunks for all (auto)",
+    )
+    verb.add_argument(
+        "--num-chunks",
+        type=number_or_auto,
+        metavar="N|auto",
+        help=f"stages per rank of {ZB_AUTO} on a loop or in a wave, auto for a row for each of a few numbers (default: "
+        "none of these rows, or auto with --placement loop or wave)",
     )
     verb.add_argument(
         "--max-chunks",
@@ -86,9 +95,7 @@ def compare(options: argparse.Namespace) -> str:
     by_cost = options.layout == BY_COST
     costs = costs.evenly() if by_cost else costs
     limit = costs.limit(options.memory_limit or "1p")
-    placements: Sequence[PlacementChoice] = [options.placement]
-    if options.placement in (None, "auto"):
-        placements = tuple(PLACEMENTS)
+    searched, without = with_costs(costs, placements(options.placement or "auto", costs.num_ranks, options.num_chunks))
     chunks = most_chunks(options.max_chunks, costs)
     cuts = cuts_of(options)
     slices = () if cuts is None else cuts.candidates(costs)
@@ -99,8 +106,8 @@ def compare(options: argparse.Namespace) -> str:
         # Without --memory-limit, offloading saves as much as it can; the table marks what is above the default.
         moving = offloading(options, costs, limits, limit if options.memory_limit else None)
         variants = tuple(replace(variant, costs=moving.on(variant.costs)) for variant in variants)
-    comparison = Comparison(chunks, limit, placements, options.objective, not options.equal_passes, moving)
-    listed: list[Candidate | DroppedVariant] = []
+    comparison = Comparison(chunks, limit, searched, options.objective, not options.equal_passes, moving)
+    listed: list[Candidate | DroppedVariant] = [*without]
     for variant in variants:
         if variant.algorithm is None:
             listed += chain(comparison.whole(costs), comparison.sliced(costs, slices))
@@ -111,7 +118,7 @@ def compare(options: argparse.Namespace) -> str:
         listed += comparison.sharded(costs, replicas)
         listed += comparison.tensor(costs, replicas, rate) if rate is not None else ()
     rows, absent, best, break_even = _simulated(listed, limit, options.objective, replicas)
-    bounds_of = partial(_bounds, options.objective, placements, limit, moves)
+    bounds_of = partial(_bounds, options.objective, searched, limit, moves)
     with working("computing lower bounds"):
         bounds = _least(bounds_of(variant) for variant in variants)
         sliced_bounds = bounds_of(variants[0], *slices) if len(slices) == 1 and len(slices[0]) > 1 else {}
@@ -185,9 +192,9 @@ def _titled(made: Answer, candidate: Candidate) -> Timeline:
     return replace(made.timeline, schedule=replace(schedule, name=candidate.title.format(schedule.num_slices)))
 
 
-def _least(bounds: Iterable[dict[PlacementChoice, float]]) -> dict[PlacementChoice, float]:
+def _least(bounds: Iterable[dict[str, float]]) -> dict[str, float]:
     """Return the lowest bound per placement, which holds for the schedules of all variants."""
-    least: dict[PlacementChoice, float] = {}
+    least: dict[str, float] = {}
     for each in bounds:
         for name, ms in each.items():
             least[name] = min(ms, least.get(name, ms))
@@ -196,19 +203,20 @@ def _least(bounds: Iterable[dict[PlacementChoice, float]]) -> dict[PlacementChoi
 
 def _bounds(
     objective: Metric,
-    placements: Sequence[PlacementChoice],
+    searched: Sequence[Placement],
     limit: float,
     offload: bool,
     variant: Variant,
     slices: Slices = WHOLE,
-) -> dict[PlacementChoice, float]:
+) -> dict[str, float]:
     """Return the lower bound for each placement on which some schedule fits the limit."""
-    bounds: dict[PlacementChoice, float] = {}
+    bounds: dict[str, float] = {}
     costs = variant.costs
-    for name in placements:
-        placement = PLACEMENTS[name](costs.num_ranks)
+    for placement in searched:
         if within(max(least_memory(costs.on(placement)[1], placement, fused=True)), limit):
-            bounds[name] = bound(costs, placement, limit, objective, slices, variant.algorithm, offload).value_ms
+            bounds[label_of(placement)] = bound(
+                costs, placement, limit, objective, slices, variant.algorithm, offload
+            ).value_ms
     return bounds
 
 
@@ -284,5 +292,6 @@ def _ratio(baseline: float | None, ms: float) -> float | None:
 
 
 def _name(placement: Placement) -> str:
-    named = ((name, make(placement.num_ranks)) for name, make in PLACEMENTS.items())
-    return next((name for name, own in named if own == placement), "interleaved")
+    """The name of a placement in the table, where a loop has the name of the schedules that have always been on one."""
+    name = name_of(placement)
+    return "interleaved" if name == "loop" else name or "another one"

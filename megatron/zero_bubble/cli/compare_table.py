@@ -13,7 +13,6 @@ from megatron.zero_bubble.cli.divisions import division_lines, mark
 from megatron.zero_bubble.cli.layouts import compared
 from megatron.zero_bubble.cli.plan_text import SLOW
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.search.auto import PlacementChoice
 from megatron.zero_bubble.search.loops import compiled
 
 
@@ -86,8 +85,8 @@ class Table:
     num_ranks: int
     num_microbatches: int
     memory_limit: float
-    lower_bound_ms: dict[PlacementChoice, float]
-    sliced_lower_bound_ms: dict[PlacementChoice, float]
+    lower_bound_ms: dict[str, float]
+    sliced_lower_bound_ms: dict[str, float]
     rows: tuple[Row, ...]
     absent: tuple[str, ...]
     gain_of_vocabulary: float | None

@@ -167,7 +167,7 @@ def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -
     if args.zero_bubble_schedule == ZB_AUTO:
         config: ZeroBubbleConfig = args.zero_bubble
         objective: Metric = "span" if config.post_validation else "makespan"
-        wanted = config.placement, objective, config.cuts() or WHOLE, config.vocabulary
+        wanted = config.placement, objective, config.cuts() or WHOLE, config.vocabulary, config.num_chunks
         return answer(of_run(costs, config.memory_limit or DEFAULT_LIMIT, *wanted)).schedule
     if args.source is not None:
         source: ScheduleSource = args.source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megatron.zero_bubble.cli.choices import choices_of, choices_of_files
@@ -20,8 +20,11 @@ from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import PlanFile, read_plan_file
+from megatron.zero_bubble.formats.torch_csv import plan_to_csv, schedule_to_csv
+from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.runnable import check_trainable
+from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.candidates import MOST_CHUNKS
 from megatron.zero_bubble.planning.choosers import search_limits
@@ -35,6 +38,12 @@ from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
 from megatron.zero_bubble.render.svg import render_svg, zoomable
 from megatron.zero_bubble.schedules import SCHEDULES, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
+from megatron.zero_bubble.search.placements import PLACEMENTS, placements
+
+_OF_TORCH: dict[str, Callable[[Schedule], str]] = {
+    "csv": schedule_to_csv,
+    "lowered-csv": lambda schedule: plan_to_csv(lower_training(schedule)),
+}
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
@@ -50,19 +59,25 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"{ZB_AUTO} to search for a schedule, or one of {', '.join(SCHEDULES)}; `zero-bubble list` describes them",
     )
-    source.add_argument("--schedule-file", metavar="FILE", help="JSON file with a schedule, as --format json prints it")
+    source.add_argument(
+        "--schedule-file",
+        metavar="FILE",
+        help="file with a schedule, as --format json prints it, or in torch's form if it ends in .csv",
+    )
     add_figures(verb, or_file="--schedule-file")
     add_search(
         verb,
         limit=f"{ZB_AUTO} plans within it (default: 1p); other schedules are only checked against it, if given",
-        placement="one stage per rank (linear), two in a V (vee), or the better of both (auto)",
+        placement="one stage per rank (linear), two in a V (vee), several in a loop (loop) or in a wave to the last "
+        "rank and back (wave), or the best of the first two, and with --num-chunks of all (auto)",
     )
     verb.add_argument(
         "--num-chunks",
         type=number_or_auto,
         metavar="N|auto",
-        help="stages per rank for interleaved schedules, called chunks of the model in Megatron; with --shard-weights, "
-        f"auto is the best of 2 to {MOST_CHUNKS}, or fewer if --config has fewer layers per rank (default: 2)",
+        help="stages per rank, called chunks of the model in Megatron, for interleaved schedules and for "
+        f"{ZB_AUTO} on a loop or in a wave, where auto is the best of a few numbers; with --shard-weights, auto is the "
+        f"best of 2 to {MOST_CHUNKS}, or fewer if --config has fewer layers per rank (default: 2, for {ZB_AUTO} auto)",
     )
     add_layout(verb)
     add_slices(verb, f"default: {len(DEFAULT_SLICES)} for schedules whose name begins with seq-, else 1")
@@ -80,9 +95,10 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--format",
-        choices=("text", "json", "svg"),
+        choices=("text", "json", "svg", "csv", "lowered-csv"),
         default="text",
-        help="output format (default: text); an SVG can be zoomed in a browser",
+        help="output format (default: text); an SVG can be zoomed in a browser; csv is the form of "
+        "torch.distributed.pipelining, lowered-csv the same with sends and receives",
     )
     verb.set_defaults(command=plan)
 
@@ -96,7 +112,7 @@ def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> Non
     )
     verb.add_argument(
         "--placement",
-        choices=("linear", "vee", "auto"),
+        choices=(*PLACEMENTS, "auto"),
         help=f"stage placement for {ZB_AUTO}: {placement} (default: auto)",
     )
     verb.add_argument(
@@ -115,6 +131,8 @@ def plan(options: argparse.Namespace) -> str:
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
     if options.format == "svg":
         return zoomable(render_svg(timeline))
+    if options.format in _OF_TORCH:
+        return _OF_TORCH[options.format](timeline.schedule)
     layouts, offload_plan, units, over = made.layouts, made.offloaded, made.shards, made.question.shards
     if options.format == "json":
         return written(made)
@@ -163,7 +181,7 @@ def question_of(options: argparse.Namespace) -> Question:
         limit,
         options.objective,
         file,
-        options.placement or "auto",
+        placements(options.placement or "auto", costs.num_ranks, options.num_chunks),
         _num_chunks(options, costs),
         options.unit_microbatches or None,
         cuts,
@@ -180,12 +198,12 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse flags that apply only to other schedules."""
     if options.schedule != ZB_AUTO and options.placement is not None:
         raise UserError(f"--placement applies only to {ZB_AUTO}; other schedules have a fixed placement; leave it out")
-    if options.num_chunks is not None and options.schedule in (ZB_AUTO, None):
-        raise UserError("--num-chunks applies only to interleaved schedules selected by name; leave it out")
-    if options.num_chunks == AUTO and not options.shard_weights:
+    if options.num_chunks is not None and options.schedule is None:
+        raise UserError("--num-chunks does not apply to a schedule file, which has its own; leave it out")
+    if options.num_chunks == AUTO and options.schedule != ZB_AUTO and not options.shard_weights:
         raise UserError(
-            "--num-chunks auto applies only to --shard-weights, whose stages per rank are chosen together with units; "
-            "give a number, or use zero-bubble compare, which lists several"
+            f"--num-chunks auto applies only to {ZB_AUTO}, and to --shard-weights, whose stages per rank are chosen "
+            "together with units; give a number, or use zero-bubble compare, which lists several"
         )
     if options.equal_passes and options.schedule not in ADAPTING:
         raise UserError(f"--equal-passes applies only to {', '.join(ADAPTING)}; leave it out")
@@ -197,6 +215,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _num_chunks(options: argparse.Namespace, costs: Figures) -> tuple[int | None, ...]:
+    if options.schedule == ZB_AUTO:
+        return (None,)
     if options.num_chunks != AUTO:
         return (options.num_chunks,)
     most = max(2, min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS))

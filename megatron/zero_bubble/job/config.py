@@ -25,6 +25,7 @@ from megatron.zero_bubble.planning.rule import check
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource, SourceOnRanks, UnitChoice
 from megatron.zero_bubble.schedules import has_units, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
+from megatron.zero_bubble.search.placements import HAS_CHUNKS, PlacementName
 
 DEFAULT_NCCL_CTAS = 2
 DEFAULT_NCCL_COLLECTIVE_CTAS = 8
@@ -47,7 +48,8 @@ class ZeroBubbleConfig:
         schedule: a name from ``zero-bubble list``, or ``zb-auto``, which measures the run and plans a schedule for it;
             or a file, as ``schedule_file``, which ends in ``.json`` or has a folder in its path. Exactly one of
             ``schedule`` and ``schedule_file`` must be given.
-        num_chunks: stages per rank of an interleaved schedule; None selects the schedule's default.
+        num_chunks: stages per rank of an interleaved schedule, or of ``zb-auto`` on a loop or in a wave; None selects
+            the default of the schedule or placement.
         num_slices: slices into which a schedule of slices or ``zb-auto`` cuts every sequence; None selects the
             schedule's default, for ``zb-auto`` whole sequences.
         slice_ends: the ends of the slices in tokens, instead of ``num_slices``; the last one is the sequence length.
@@ -110,7 +112,7 @@ class ZeroBubbleConfig:
     attention_share: float | None = None
     vocabulary: Algorithm | None = None
     recompute_logits: bool = False
-    placement: Literal["linear", "vee"] = "linear"
+    placement: PlacementName = "linear"
     schedule_file: str | None = None
     plan: PlanFile | None = field(default=None, repr=False)
     memory_limit: str | None = None
@@ -219,8 +221,8 @@ class ZeroBubbleConfig:
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether ``num_chunks`` can be given: only for schedules selected by name."""
-        return self.schedule not in (None, ZB_AUTO)
+        """Whether ``num_chunks`` can be given: only for schedules selected by name, and a search with that choice."""
+        return self.schedule is not None and (self.schedule != ZB_AUTO or self.placement in HAS_CHUNKS)
 
     def placement_on(self, num_ranks: int) -> Placement:
         """The placement of the stages on ``num_ranks`` ranks; a schedule file ignores ``num_ranks`` and has its own.
@@ -241,7 +243,8 @@ class ZeroBubbleConfig:
             return lambda _: source
         cuts, vocabulary = self.cuts(), self.vocabulary
         if self.schedule == ZB_AUTO:
-            return functools.partial(ScheduleSource.automatic, self.placement, slices=cuts, vocabulary=vocabulary)
+            make = functools.partial(ScheduleSource.automatic, self.placement, num_chunks=self.num_chunks)
+            return functools.partial(make, slices=cuts, vocabulary=vocabulary)
         assert self.schedule is not None, "either schedule or schedule_file is given"
         name, chunks = recipe(self.schedule).name, self.num_chunks
         units = self.unit_microbatches if has_units(name) else None

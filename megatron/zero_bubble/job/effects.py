@@ -20,6 +20,7 @@ from megatron.zero_bubble.planning.exclusions import (
 )
 from megatron.zero_bubble.planning.rule import Choice, Choices, Rule, chosen
 from megatron.zero_bubble.schedules import ZB_AUTO, has_units, sliced
+from megatron.zero_bubble.search.placements import HAS_CHUNKS
 
 
 def _if(words: str, field: str, holds: Callable[[Choices], bool]) -> Choice:
@@ -37,6 +38,11 @@ def _in_the_run(own: Choices) -> bool:
 
 SCHEDULE = Choice("a zero-bubble schedule", chosen("schedule", "schedule_file"), "zero-bubble schedules")
 _BY_NAME = _if("interleaved schedules by name", "schedule", lambda own: own.get("schedule") not in (None, ZB_AUTO))
+_HAS_CHUNKS = _if(
+    f"{ZB_AUTO} on a loop or in a wave",
+    "placement",
+    lambda own: own.get("schedule") == ZB_AUTO and own.get("placement") in HAS_CHUNKS,
+)
 _CUT = _if(f"a schedule of slices or {ZB_AUTO}", "schedule", lambda own: own.get("schedule") in (*sliced(), ZB_AUTO))
 _HAS_UNITS = _if("zero-pp", "schedule", lambda own: has_units(own.get("schedule")))
 _CHOSEN_UNITS = _if(
@@ -95,7 +101,12 @@ EFFECTS = (
     *_rules("whole_stages", SHARDS, ", of whose stages so many are whole at most", "give shard_weights"),
     *_rules("num_slices slice_ends", _either(_CUT.words, _CUT, SCHEDULE_FILE), "; got {schedule}", _SEQ_ZB_H1),
     *_rules("attention_share", _either(_CUT.words, _CUT, BALANCE), "; got {schedule}", _SEQ_ZB_H1),
-    *_rules("num_chunks", _BY_NAME, "; got {schedule}", "name a schedule"),
+    *_rules(
+        "num_chunks",
+        _either(f"{_BY_NAME.words}, or {_HAS_CHUNKS.words}", _BY_NAME, _HAS_CHUNKS, SCHEDULE_FILE),
+        "; got {schedule}",
+        "name a schedule or placement",
+    ),
     *_rules("vocabulary", SCHEDULE, ", into which its passes are inserted; got none", _ZB_H1),
     *_rules(
         "recompute_logits",

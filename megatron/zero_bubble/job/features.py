@@ -12,6 +12,7 @@ from megatron.zero_bubble.job.option import NEGATABLE, SWITCH, Option, iteration
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
 from megatron.zero_bubble.schedules import SCHEDULES, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
+from megatron.zero_bubble.search.placements import PLACEMENTS
 
 _OF_SLICES = ", ".join(sliced())
 
@@ -99,7 +100,7 @@ OPTIONS = (
         "FILE",
         "plan to run, from a file written by `zero-bubble plan --format json`: all that it decides, such as its "
         "layout, sharded units, vocabulary parallelism and what moves to host memory; a flag that contradicts it is "
-        "refused",
+        "refused; or a schedule in the form of torch.distributed.pipelining, if the file ends in .csv",
     ),
     Option(
         "num-slices",
@@ -137,10 +138,19 @@ OPTIONS = (
     Option(
         "placement",
         "advanced",
-        ("linear", "vee"),
-        f"stage placement for {ZB_AUTO}: one stage per rank (linear) or two per rank in a V (vee); `zero-bubble plan "
-        "--placement auto` shows which of the two is better",
+        tuple(PLACEMENTS),
+        f"stage placement for {ZB_AUTO}: one stage per rank (linear), two per rank in a V (vee), several in a loop as "
+        "in Megatron's virtual pipeline (loop), or an even number in a wave to the last rank and back (wave); "
+        "`zero-bubble plan --placement auto --num-chunks auto` shows which is best",
         "linear",
+    ),
+    Option(
+        "num-chunks",
+        "advanced",
+        "N",
+        f"stages per rank of an interleaved schedule, or of {ZB_AUTO} on a loop or in a wave",
+        "what the job has as virtual stages, else 2, and 4 for a wave",
+        int,
     ),
     Option(
         "fuse-wgrad",

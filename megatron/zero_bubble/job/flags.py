@@ -88,10 +88,11 @@ def config_of(
         fields["fuse_wgrad"] = False
     if options.zero_bubble_balance_microbatches:  # then the share is for the cost of samples
         fields.pop("attention_share", None)
+    if num_chunks is not None:
+        fields["num_chunks"] = num_chunks
     return ZeroBubbleConfig(
         **fields,
         plan=options.zero_bubble_plan,
-        num_chunks=num_chunks,
         measure_memory=measure_memory,
         peer_timeout_s=peer_timeout_s,
     )

@@ -13,7 +13,7 @@ from megatron.zero_bubble.job.effects import SCHEDULE
 from megatron.zero_bubble.planning.exclusions import BALANCE, POST_VALIDATION, SHARDS, SLICES, VOCABULARY
 from megatron.zero_bubble.planning.rule import Choice, Rule, check, chosen
 
-ON_A_V = Choice("stages on a V", chosen("on_a_v"))
+ON_A_V = Choice("stages on a V or in a wave", chosen("on_a_v"))
 GRAPHS = Choice(SCHEDULE.words, chosen("training_graphs"), SCHEDULE.plural)
 """A schedule, in a job whose training may capture CUDA graphs."""
 _GRAPHS = "Megatron captures CUDA graphs in the order of its own 1F1B"

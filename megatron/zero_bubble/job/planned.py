@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import PlanFile, read_plan_file
-from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.formats.plan import CSV, PlanFile, read_plan_file
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.rule import shown
+from megatron.zero_bubble.search.placements import name_of
 
 _UNDIVIDED = "off"
 
@@ -40,9 +40,11 @@ class _Decision(NamedTuple):
 
 
 def _placement_of(plan: PlanFile, _: Any) -> str:
-    on = plan.schedule.placement
-    known = {Placement.linear(on.num_ranks): "linear", Placement.vee(on.num_ranks): "vee"}
-    return known.get(on, "another one")
+    return name_of(plan.schedule.placement) or "another one"
+
+
+def _chunks_of(plan: PlanFile, _: Any) -> int:
+    return plan.schedule.num_stages // plan.schedule.num_ranks
 
 
 def _slice_ends(plan: PlanFile, ends: Any) -> tuple[int, ...] | None:
@@ -58,13 +60,14 @@ _DECISIONS = (
     _Decision("num_slices", lambda plan, _: len(plan.schedule.slices), in_plan=True),
     _Decision("slice_ends", _slice_ends, in_plan=True),
     _Decision("placement", _placement_of, in_plan=True),
+    _Decision("num_chunks", _chunks_of, in_plan=True),
     _Decision("offload", lambda plan, _: plan.offload or ("its moves" if plan.moves else None), in_plan=True),
 )
 
 
 def is_file(schedule: str) -> bool:
     """Whether a schedule is given as a plan file, and not by its name."""
-    return schedule.endswith(".json") or os.sep in schedule or "/" in schedule
+    return schedule.endswith((".json", CSV)) or os.sep in schedule or "/" in schedule
 
 
 def decisions(plan: PlanFile, file: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megatron.zero_bubble.job.flags import config_of, records
 from megatron.zero_bubble.job.hybrid import check_stages_of_pattern
 from megatron.zero_bubble.job.layout import take_layout
 from megatron.zero_bubble.job.runnable import check_placement, is_megatrons_own
-from megatron.zero_bubble.planning.source import ScheduleSource
+from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 
 
 def place_stages(
@@ -46,6 +46,11 @@ def place_stages(
         _check_layout(layout, source.placement, config.takes_chunks)
     check_stages_of_pattern(job, source.placement, config.takes_chunks)
     if config.takes_chunks and num_chunks is not None:
+        if config.num_chunks not in (None, num_chunks):
+            raise UserError(
+                f"--zero-bubble-num-chunks must be the stages per rank of the job, {num_chunks}; got "
+                f"{config.num_chunks}; leave it out"
+            )
         config = replace(config, num_chunks=num_chunks)
         source = config.sources()(ranks)
     placement = source.placement
@@ -55,6 +60,7 @@ def place_stages(
         raise UserError(
             f"the schedule has {chunks} stage{'s' * (chunks > 1)} per rank, the job {num_chunks}; drop "
             "--num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank"
+            + (", or give --zero-bubble-placement loop" if config.schedule == ZB_AUTO else "")
         )
     if chunks > 1 and not getattr(job, "overlap_p2p_comm", True):  # else Megatron ignores it
         raise UserError(

@@ -253,7 +253,8 @@ def _pipeline(
         parts.append(Offloading(moves, limit, said))
     if config.schedule == ZB_AUTO:
         of_job = config.memory_limit or DEFAULT_LIMIT, config.placement, config.post_validation
-        auto = AutoSchedule(AutoOptions(*of_job, config.cuts() or WHOLE, config.vocabulary), memory, say)
+        own = config.cuts() or WHOLE, config.vocabulary, config.num_chunks
+        auto = AutoSchedule(AutoOptions(*of_job, *own), memory, say)
         make = auto.make
         planners.append(auto)
     if config.shard_weights:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Slices
+from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.ir.sizes import check_size
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.question import Offloading, Question
@@ -18,7 +18,7 @@ from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.schedules import SCHEDULES
 from megatron.zero_bubble.schedules.recipe import Recipe
-from megatron.zero_bubble.search.auto import PlacementChoice
+from megatron.zero_bubble.search.placements import HAS_CHUNKS, label_of, name_of
 
 FITTED = "fitted"
 """Suffix for the name of a schedule for equal passes that was refitted to the costs."""
@@ -92,7 +92,7 @@ class Comparison:
 
     max_chunks: int
     limit: float
-    placements: Sequence[PlacementChoice]
+    placements: Sequence[Placement]
     objective: Metric
     refit: bool
     offload: Offloading | None = None
@@ -156,8 +156,9 @@ class Comparison:
             yield _Way(name, name, replace(self._question(costs, recipe.name), num_chunks=(chunks,), unit=unit))
 
     def _searches(self, costs: Figures) -> Iterator[_Way]:
-        for choice in self.placements:
-            yield _Way(f"{ZB_AUTO} {choice}", ZB_AUTO, replace(self._question(costs, ZB_AUTO), placement=choice))
+        for on in self.placements:
+            title = f"{ZB_AUTO} x{on.num_stages // on.num_ranks}" if name_of(on) in HAS_CHUNKS else ZB_AUTO
+            yield _Way(f"{ZB_AUTO} {label_of(on)}", title, replace(self._question(costs, ZB_AUTO), placement=(on,)))
 
     def _question(self, costs: Figures, schedule: str, fits: bool = False) -> Question:
         return Question(costs, schedule, self.limit, self.objective, fits=fits, offload=self.offload)

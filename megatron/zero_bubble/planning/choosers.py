@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 
 from megatron.zero_bubble.analysis.score import ROUNDING, is_less, length_ms
 from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.planning.cuts import Cuts
 from megatron.zero_bubble.planning.figures import Figures
@@ -24,7 +25,7 @@ from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import Variant, inserted, known_schedules, searched
 from megatron.zero_bubble.schedules import build, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
-from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
+from megatron.zero_bubble.search.placements import label_of, placements
 
 Offers = Iterator[Offer | DroppedVariant]
 
@@ -98,19 +99,17 @@ def layout(question: Question, ask: Ask) -> Offers:
         yield from ask(question)
         return
     costs, limit, objective = question.costs, question.limit, question.objective
-    names: dict[Placement, PlacementChoice] = {}
     if question.file is not None:
-        placements = [question.file.placement]
+        choices: tuple[Placement, ...] = (question.file.placement,)
     elif question.schedule == ZB_AUTO:
-        names = {place(costs.num_ranks): name for name, place in PLACEMENTS.items()}
-        placements = [on for on, name in names.items() if question.placement in ("auto", name)]
+        choices = placements(question.placement, costs.num_ranks)
     else:
         known = recipe(str(question.schedule))
-        placements = [known.placement(costs.num_ranks, known.num_chunks(question.num_chunks[0]))]
+        choices = (known.placement(costs.num_ranks, known.num_chunks(question.num_chunks[0])),)
     own = replace(_cut(question), by_cost=False, known=False)
 
     def make(figures: Figures, placement: Placement) -> Schedule:
-        asked = replace(own, costs=figures, variants=(), placement=names.get(placement, "auto"))
+        asked = replace(own, costs=figures, variants=(), placement=(placement,))
         return _best(asked, ask(asked)).offer.schedule
 
     search = None
@@ -119,7 +118,7 @@ def layout(question: Question, ask: Ask) -> Offers:
         search = auto_search(limit, objective)
     elif own.slices is None and question.adapts:
         search = fitting_search(str(question.schedule), objective)
-    plan = lay_out(costs, placements, make, limit, objective, search)
+    plan = lay_out(costs, choices, make, limit, objective, search)
     yield from plan.dropped
     yield Offer(plan.best.schedule, plan.best.costs, plan)
 
@@ -146,8 +145,32 @@ def slices(question: Question, ask: Ask) -> Offers:
 def schedules(question: Question, _ask: Ask) -> Offers:
     """Make the schedules; nothing is left to choose but what a search finds."""
     (variant,) = question.variants
+    if question.file is None and question.schedule == ZB_AUTO:
+        own, dropped = with_costs(question.costs, placements(question.placement, question.costs.num_ranks))
+        yield from dropped
+        question = replace(question, placement=own)
     for schedule in _made(question, variant):
         yield Offer(inserted(schedule, variant, question.limit, question.objective), question.costs)
+
+
+def with_costs(
+    costs: Figures, choices: Sequence[Placement]
+) -> tuple[tuple[Placement, ...], tuple[DroppedVariant, ...]]:
+    """The placements for whose stages there are costs, and why there are none for the others.
+
+    Raises:
+        UserError: there are none for any.
+    """
+    found = [each for on in choices for each in attempt(label_of(on), partial(_if_costed, costs, on))]
+    dropped = tuple(each for each in found if isinstance(each, DroppedVariant))
+    if len(dropped) == len(found):
+        raise UserError(dropped[0].reason)
+    return tuple(each for each in found if not isinstance(each, DroppedVariant)), dropped
+
+
+def _if_costed(costs: Figures, placement: Placement) -> tuple[Placement]:
+    costs.on(placement)
+    return (placement,)
 
 
 def _made(question: Question, variant: Variant) -> Iterator[Schedule]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron.zero_bubble.analysis.bounds import Bound, lower_bound, lower_bound_with_offload
 from megatron.zero_bubble.analysis.memory import message_peaks, most_kept
 from megatron.zero_bubble.analysis.score import length_ms, within
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.sizes import check_size
@@ -20,7 +19,8 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import Search
 from megatron.zero_bubble.planning.unit_sizes import best_within
 from megatron.zero_bubble.schedules import SCHEDULES, build
-from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice, fit, zb_auto
+from megatron.zero_bubble.search.auto import fit, zb_auto
+from megatron.zero_bubble.search.placements import Placements, placements
 from megatron.zero_bubble.search.sliced import sliced_auto
 
 _LITTLE = 0.03
@@ -31,42 +31,36 @@ ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
 def auto(
     costs: Figures,
     limit: float,
-    placement: PlacementChoice,
+    placement: Placements,
     objective: Metric,
     slices: Slices = WHOLE,
     effort: float = 1.0,
 ) -> Schedule:
-    """Search with ``zb_auto``; for a V, or for the better of both placements, it gets one figure per half rank.
+    """Search with ``zb_auto`` on a placement, or on the best of several, each with its own figures.
 
     Schedules of several slices have a search of their own, without ``effort``.
     """
-    check_size(costs.num_ranks, costs.num_microbatches, 1 if placement == "linear" else 2, len(slices))
-    finest = Placement.linear(costs.num_ranks) if placement == "linear" else Placement.vee(costs.num_ranks)
-    if len(slices) > 1:
-        return _sliced_auto(costs, limit, placement, objective, finest, slices)
+    choices = placements(placement, costs.num_ranks)
+    finest = max(choices, key=lambda on: on.num_stages)
     sizes = costs.num_ranks, costs.num_microbatches
-    on, linear = costs.on(finest), _of_ranks(costs, placement)
-    return zb_auto(*on, *sizes, limit, placement=placement, objective=objective, effort=effort, linear=linear)
-
-
-def _of_ranks(costs: Figures, placement: PlacementChoice) -> tuple[PassCosts, PassMemory] | None:
-    """The figures with one stage per rank, where both placements are searched and layers are not divided alike."""
-    return None if costs.layers is None or placement != "auto" else costs.on(Placement.linear(costs.num_ranks))
+    check_size(*sizes, finest.num_stages // finest.num_ranks, len(slices))
+    if len(slices) > 1:
+        return _sliced_auto(costs, limit, choices, objective, slices)
+    on = costs.on(finest)
+    return zb_auto(*on, *sizes, limit, placement=choices, objective=objective, effort=effort, figures=costs.on)
 
 
 def _sliced_auto(
-    costs: Figures, limit: float, placement: PlacementChoice, objective: Metric, finest: Placement, slices: Slices
+    costs: Figures, limit: float, choices: Sequence[Placement], objective: Metric, slices: Slices
 ) -> Schedule:
-    names = tuple(PLACEMENTS) if placement == "auto" else (placement,)
     size = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     known = [
         build(name, **size, num_slices=slices)
         for name, recipe in SCHEDULES.items()
         if recipe.sliced and recipe.shape == "linear"
     ]
-    placements = [PLACEMENTS[name](costs.num_ranks) for name in names]
-    on, linear = costs.on(finest), _of_ranks(costs, placement)
-    return sliced_auto(*on, placements, costs.num_microbatches, limit, slices, objective, known, linear)
+    on, sizes = costs.on(choices[0]), (costs.num_microbatches, limit)
+    return sliced_auto(*on, choices, *sizes, slices, objective, known, figures=costs.on)
 
 
 def bound(
@@ -90,7 +84,7 @@ def auto_search(limit: float, objective: Metric) -> Search:
     """Return how layouts are compared before schedules are searched for with ``auto``."""
 
     def draft(costs: Figures, placement: Placement) -> Schedule:
-        return auto(costs, limit, placement_name(placement), objective, effort=_LITTLE)
+        return auto(costs, limit, (placement,), objective, effort=_LITTLE)
 
     return Search(draft, partial(quick_bound, objective=objective))
 
@@ -102,11 +96,6 @@ def fitting_search(name: str, objective: Metric) -> Search:
         return build(name, num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
 
     return Search(draft, partial(quick_bound, objective=objective))
-
-
-def placement_name(placement: Placement) -> PlacementChoice:
-    """Return the name of a placement that searches know."""
-    return next(name for name, place in PLACEMENTS.items() if place(placement.num_ranks) == placement)
 
 
 def quick_bound(costs: Figures, placement: Placement, limit: float | None, objective: Metric) -> float:

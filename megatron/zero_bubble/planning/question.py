@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from operator import gt
-from typing import Literal
 
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
@@ -18,7 +17,7 @@ from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource
 from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.schedules import recipe
-from megatron.zero_bubble.search.auto import PlacementChoice
+from megatron.zero_bubble.search.placements import PlacementName, Placements
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Question:
         costs: costs, pipeline ranks and microbatches; where the layout is chosen, ``Figures.evenly``.
         schedule: ``zb-auto`` to search, the name of a schedule, or None for that of ``file``.
         limit: memory limit per rank, in the unit of the costs; None for no limit. A search needs one.
-        placement: that of a search.
+        placement: that of a search, or those to choose from.
         num_chunks: stages per rank of an interleaved schedule; None for its default.
         unit: microbatches of a unit of a schedule of units; None for the best.
         slices: how to cut sequences, or the cuts to choose from; None for whole sequences, or a schedule's default.
@@ -73,7 +72,7 @@ class Question:
     limit: float | None = None
     objective: Metric = "span"
     file: Schedule | None = None
-    placement: PlacementChoice = "auto"
+    placement: Placements = "auto"
     num_chunks: tuple[int | None, ...] = (None,)
     unit: int | None = None
     slices: Cuts | tuple[Slices, ...] | None = None
@@ -105,10 +104,11 @@ class Question:
 def of_run(
     costs: Figures,
     memory_limit: str,
-    placement: Literal["linear", "vee"],
+    placement: PlacementName,
     objective: Metric,
     slices: Slices = WHOLE,
     vocabulary: Algorithm | None = None,
+    num_chunks: int | None = None,
 ) -> Question:
     """What a run of ``zb-auto`` asks.
 
@@ -117,14 +117,18 @@ def of_run(
 
     Args:
         costs: with ``vocabulary``, with the times of its passes.
+        num_chunks: stages per rank of a placement that has a choice; None for its default.
     """
-    cuts = (slices,) if len(slices) > 1 else None
-    own = Question(costs, ZB_AUTO, costs.limit(memory_limit), objective, placement=placement, slices=cuts)
+    cuts, limit = (slices,) if len(slices) > 1 else None, costs.limit(memory_limit)
+    on = ScheduleSource.automatic(placement, costs.num_ranks, num_chunks=num_chunks).placement
+    own = Question(costs, ZB_AUTO, limit, objective, placement=(on,), slices=cuts)
     if vocabulary is None:
         return own
     memory = costs.on(Placement.linear(costs.num_ranks))[1]
     grows = any(map(gt, memory.wgrad, memory.activation))
-    source = ScheduleSource.automatic(placement, costs.num_ranks, vocabulary=vocabulary, fused=grows)
+    source = ScheduleSource.automatic(
+        placement, costs.num_ranks, vocabulary=vocabulary, fused=grows, num_chunks=num_chunks
+    )
     first = replace(source.make(costs.num_microbatches), name=f"{ZB_AUTO} (vocabulary {vocabulary})")
     if memory_limit == DEFAULT_LIMIT and own.limit is not None:
         needed = peak_memory(timeline_of(first, *costs.on(first.placement)), costs)

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from megatron.zero_bubble import schedules
 from megatron.zero_bubble.analysis.simulate import simulate
@@ -16,7 +15,7 @@ from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.formats.plan import PlanFile
-from megatron.zero_bubble.ir import Kind, Placement, Schedule, Slices
+from megatron.zero_bubble.ir import WHOLE, Kind, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.plan.offload import Move
 from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS
@@ -25,14 +24,21 @@ from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, with_collectives
 from megatron.zero_bubble.planning.unit_sizes import smallest, unit_sizes
 from megatron.zero_bubble.schedules import build, recipe
+from megatron.zero_bubble.search.auto import zb_auto
+from megatron.zero_bubble.search.placements import PlacementName, placements
 from megatron.zero_bubble.search.sliced import sliced_auto
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 
 ZB_AUTO = schedules.ZB_AUTO
 DEFAULT_LIMIT = "1p"
 """Memory limit of ``zb-auto`` where none is given."""
-FIRST_SCHEDULE = {"linear": "zb-h1", "vee": "zb-v"}
-"""The schedule of whole sequences that ``zb-auto`` runs until its plan is ready, by placement."""
+FIRST_SCHEDULE: dict[PlacementName, str] = {"linear": "zb-h1", "vee": "zb-v", "loop": "gis"}
+"""The schedule of whole sequences that ``zb-auto`` runs until its plan is ready, by placement; on others, it runs what
+a short search finds for equal passes."""
+_CHUNKS: dict[PlacementName, int] = {"loop": 2, "wave": 4}
+"""Stages per rank of a run where none are given, for placements that have a choice."""
+_LITTLE = 0.01
+"""Effort of the search for a first schedule, which all ranks of a job do."""
 
 
 @dataclass(frozen=True)
@@ -113,24 +119,34 @@ class ScheduleSource:
     @classmethod
     def automatic(
         cls,
-        placement: Literal["linear", "vee"],
+        placement: PlacementName,
         num_ranks: int,
         slices: Slices | None = None,
         vocabulary: Algorithm | None = None,
         fused: bool = False,
+        num_chunks: int | None = None,
     ) -> ScheduleSource:
         """The placement of ``zb-auto``, and the schedules that run while it measures, before the planned ones.
 
         With ``fused``, these split only the backward of the last microbatch, from which W can be measured: for jobs in
         which W needs much memory, such as those with full recomputation.
+
+        Raises:
+            UserError: a number of stages per rank that the placement cannot have.
         """
-        if slices is None or len(slices) == 1:
-            first = cls.by_name(FIRST_SCHEDULE[placement], num_ranks, vocabulary=vocabulary)
-        elif placement == "linear":
+        (on,) = placements(placement, num_ranks, num_chunks or _CHUNKS.get(placement))
+        is_whole = slices is None or len(slices) == 1
+        if is_whole and placement in FIRST_SCHEDULE:
+            chunks = on.num_stages // num_ranks if placement in _CHUNKS else None
+            first = cls.by_name(FIRST_SCHEDULE[placement], num_ranks, chunks, vocabulary=vocabulary)
+        elif not is_whole and placement == "linear":
             first = cls.by_name("seq-zb-h1", num_ranks, slices=slices)
         else:
-            vee = Placement.vee(num_ranks)
-            first = cls(ZB_AUTO, vee, functools.cache(functools.partial(_on_a_vee, vee, slices)))
+            search = functools.partial(_searched, on, slices or WHOLE)
+            if vocabulary is None:
+                first = cls(ZB_AUTO, on, functools.cache(search))
+            else:
+                first = cls(ZB_AUTO, on, functools.cache(lambda count: _with_vocabulary(search(count), vocabulary)))
         make = functools.cache(lambda count: fused_but_last(first.make(count))) if fused else first.make
         return cls(ZB_AUTO, first.placement, make, vocabulary)
 
@@ -207,11 +223,16 @@ def even_costs(placement: Placement) -> PassCosts:
     return replace(costs, vocabulary=VocabularyCosts.uniform(placement.num_ranks, 0.25, 0.25))
 
 
-def _on_a_vee(vee: Placement, slices: Slices, num_microbatches: int) -> Schedule:
-    """Search for a schedule for equal passes, within the peak of ``seq-zb-h1`` and one more slice."""
-    costs, memory = PassCosts.uniform(vee, 1.0, 1.0, 1.0), PassMemory.uniform(vee)
-    limit = 1 + vee.num_ranks * max(slices.shares)
-    return sliced_auto(costs, memory, [vee], num_microbatches, limit, slices, "makespan")
+def _searched(on: Placement, slices: Slices, num_microbatches: int) -> Schedule:
+    """Search for a schedule for equal passes, within the peak of 1F1B; of slices, within that of ``seq-zb-h1`` and one
+    more slice.
+    """
+    costs, memory, ranks = PassCosts.uniform(on, 1.0, 1.0, 1.0), PassMemory.uniform(on), on.num_ranks
+    if len(slices) > 1:
+        limit = 1 + ranks * max(slices.shares)
+        return sliced_auto(costs, memory, [on], num_microbatches, limit, slices, "makespan")
+    limits = ranks, num_microbatches, float(ranks)
+    return zb_auto(costs, memory, *limits, placement=(on,), objective="makespan", effort=_LITTLE)
 
 
 SourceOnRanks = Callable[[int], ScheduleSource]

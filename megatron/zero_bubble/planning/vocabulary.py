@@ -19,12 +19,17 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, fitted
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.schedules import build
-from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
+from megatron.zero_bubble.search.placements import Placements, name_of, placements
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 
 Choice = Literal["off", "1", "2", "auto"]
 CHOICES: tuple[Choice, ...] = ("off", "1", "2", "auto")
-_KNOWN: dict[str, tuple[str, ...]] = {"linear": ("1f1b", "zb-h1"), "vee": ("zb-v", "v-half")}
+_KNOWN: dict[str | None, tuple[str, ...]] = {
+    "linear": ("1f1b", "zb-h1"),
+    "vee": ("zb-v", "v-half"),
+    "loop": ("interleaved-1f1b", "gis"),
+}
+"""The schedules that a search also tries, by placement."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def inserted(schedule: Schedule, variant: Variant, limit: float | None, objectiv
     return best_with_vocabulary(schedule, *on, variant.algorithm, objective, limit).schedule
 
 
-def searched(variant: Variant, limit: float, placement: PlacementChoice, objective: Metric) -> Iterator[Schedule]:
+def searched(variant: Variant, limit: float, placement: Placements, objective: Metric) -> Iterator[Schedule]:
     """Search for schedules into which the passes of the vocabulary are inserted.
 
     An insertion needs up to one more microbatch of memory per barrier, so there is one search with the limit, one with
@@ -126,23 +131,22 @@ def searched(variant: Variant, limit: float, placement: PlacementChoice, objecti
     yield auto(costs, limit, placement, objective)
     if variant.algorithm is None:
         return
-    names: tuple[PlacementChoice, ...] = ("linear", "vee") if placement == "auto" else (placement,)
     barriers = 2 if variant.algorithm == 1 else 1
-    for name in names:
-        on = PLACEMENTS[name](costs.num_ranks)
+    for on in placements(placement, costs.num_ranks):
         less = limit - barriers * max(costs.on(Placement.linear(costs.num_ranks))[1].activation)
         if within(max(least_memory(costs.on(on)[1], on, fused=True)), less):
-            yield auto(costs, less, name, objective)
-        yield from known_schedules(costs, name, objective)
+            yield auto(costs, less, (on,), objective)
+        yield from known_schedules(costs, (on,), objective)
 
 
-def known_schedules(costs: Figures, placement: PlacementChoice, objective: Metric) -> Iterator[Schedule]:
+def known_schedules(costs: Figures, placement: Placements, objective: Metric) -> Iterator[Schedule]:
     """The schedules that a search also tries where it does not know what follows: passes of the vocabulary that are
     inserted, or activations that move to host memory.
     """
-    for name in ("linear", "vee") if placement == "auto" else (placement,):
-        for known in _KNOWN[name]:
-            schedule = build(known, num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
+    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
+    for on in placements(placement, costs.num_ranks):
+        for known in _KNOWN.get(name_of(on), ()):
+            schedule = build(known, **sizes, num_chunks=on.num_stages // on.num_ranks)
             yield replace(fitted(schedule, costs, objective), name=ZB_AUTO)
 
 

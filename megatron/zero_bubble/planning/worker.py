@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.errors import UserError
@@ -25,15 +25,17 @@ from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.figures import beyond_floats, measured
 from megatron.zero_bubble.planning.question import of_run
+from megatron.zero_bubble.search.placements import PLACEMENTS, PlacementName
 
 _LOWEST_PRIORITY = 19
+_CHUNKS = "num_chunks"
 
 _KEYS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "costs": ("the text of a costs file", is_text),
     "num_ranks": ("a whole number above 0", is_positive),
     "num_microbatches": ("a whole number above 0", is_positive),
     "memory_limit": ("a limit such as 1p or 60GiB", is_text),
-    "placement": ("linear or vee", ("linear", "vee").__contains__),
+    "placement": (f"one of {', '.join(PLACEMENTS)}", PLACEMENTS.__contains__),
     "objective": ("span or makespan", ("span", "makespan").__contains__),
 }
 
@@ -46,21 +48,24 @@ class Request:
         costs: the text of a costs file.
         slices: the cuts of every sequence.
         vocabulary: the algorithm of vocabulary parallelism; None without it.
+        num_chunks: stages per rank of a placement that has a choice; None for its default.
     """
 
     costs: str
     num_ranks: int
     num_microbatches: int
     memory_limit: str
-    placement: Literal["linear", "vee"]
+    placement: PlacementName
     objective: Metric
     slices: Slices = WHOLE
     vocabulary: Algorithm | None = None
+    num_chunks: int | None = None
 
     def to_json(self) -> str:
         """Write the request as JSON; ``from_json`` reads it back unchanged."""
         content = {key: getattr(self, key) for key in _KEYS} | slices_content(self.slices)
-        return json.dumps(content | ({KEY_VOCABULARY: self.vocabulary} if self.vocabulary else {}))
+        others = {KEY_VOCABULARY: self.vocabulary, _CHUNKS: self.num_chunks}
+        return json.dumps(content | {key: value for key, value in others.items() if value is not None})
 
     @classmethod
     def from_json(cls, text: str) -> Request:
@@ -71,7 +76,9 @@ class Request:
         """
         content = json_object(text)
         values = {key: read_key(content, key, form, fits) for key, (form, fits) in _KEYS.items()}
-        return cls(**values, slices=slices_from(content) or WHOLE, vocabulary=algorithm_from(content))
+        chunks = read_key(content, _CHUNKS, *_KEYS["num_ranks"]) if _CHUNKS in content else None
+        others: dict[str, Any] = {"vocabulary": algorithm_from(content), _CHUNKS: chunks}
+        return cls(**values, slices=slices_from(content) or WHOLE, **others)
 
 
 def plan(request: Request) -> Timeline:
@@ -82,7 +89,7 @@ def plan(request: Request) -> Timeline:
     """
     figures = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
     wanted = request.memory_limit, request.placement, request.objective, request.slices, request.vocabulary
-    return answer(of_run(figures, *wanted)).timeline
+    return answer(of_run(figures, *wanted, request.num_chunks)).timeline
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.search.extend import Extension, enough, is_roomy
-from megatron.zero_bubble.search.placements import PLACEMENTS, NumChunks, PlacementChoice, placements
+from megatron.zero_bubble.search.placements import PLACEMENTS, NumChunks, PlacementChoice, Placements, placements
 from megatron.zero_bubble.search.portfolio import Draft, draft
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.published import one_is_shorter
@@ -40,7 +40,7 @@ def zb_auto(
     num_microbatches: int,
     memory_limit: float | Sequence[float],
     *,
-    placement: PlacementChoice = "auto",
+    placement: Placements = "auto",
     num_chunks: NumChunks = None,
     objective: Metric = "span",
     effort: float = 1.0,
@@ -58,7 +58,7 @@ def zb_auto(
         num_microbatches: microbatches per iteration, 1 or more.
         memory_limit: memory limit in the unit of ``memory``; one figure, or one figure per rank.
         placement: one stage per rank (``linear``), two in a V (``vee``), several in a loop (``loop``, Megatron's
-            virtual pipeline) or in a wave (``wave``), or the best of several (``auto``).
+            virtual pipeline) or in a wave (``wave``), or the best of several (``auto``); or the placements themselves.
         num_chunks: stages per rank of a loop or a wave, or ``auto`` for the best of a few numbers. ``auto`` placements
             are one stage per rank and a V, unless this is given: then also loops and waves (see ``placements``).
         objective: ``span`` if the optimizer does not wait for other ranks, ``makespan`` if it does.

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.ir.sizes import check_size
 
-PlacementChoice = Literal["linear", "vee", "loop", "wave", "auto"]
+PlacementName = Literal["linear", "vee", "loop", "wave"]
+PlacementChoice = PlacementName | Literal["auto"]
+Placements = PlacementChoice | Sequence[Placement]
+"""A choice by name, or the placements that it stands for."""
 NumChunks = int | Literal["auto"] | None
 """The stages per rank: a number, ``auto`` for the best of a few, or None for what a placement has without a choice."""
 
-PLACEMENTS: dict[PlacementChoice, Callable[[int], Placement]] = {"linear": Placement.linear, "vee": Placement.vee}
-"""The placement for a number of ranks, for each choice that says how many stages a rank has."""
-_FIXED = {"linear": 1, "vee": 2}
+PLACEMENTS: dict[PlacementName, Callable[[int, int], Placement]] = {
+    "linear": lambda num_ranks, _: Placement.linear(num_ranks),
+    "vee": lambda num_ranks, _: Placement.vee(num_ranks),
+    "loop": Placement.interleaved,
+    "wave": Placement.wave,
+}
+"""The placement for a number of ranks and of stages per rank, for each name."""
+_FIXED: dict[PlacementName, int] = {"linear": 1, "vee": 2}
+"""The stages per rank of placements that have no choice."""
+HAS_CHUNKS = tuple(name for name in PLACEMENTS if name not in _FIXED)
+"""The placements whose stages per rank are chosen."""
 _LOOPS, _WAVES = (2, 3, 4), (4, 6)
 """Stages per rank that ``auto`` tries; a wave of two is the V."""
 
 
-def placements(choice: PlacementChoice, num_ranks: int, num_chunks: NumChunks = None) -> tuple[Placement, ...]:
+def placements(choice: Placements, num_ranks: int, num_chunks: NumChunks = None) -> tuple[Placement, ...]:
     """Return the placements that ``choice`` and ``num_chunks`` stand for, each once, from few stages to many.
 
     ``loop`` and ``wave`` have ``num_chunks`` stages per rank, or each of a few numbers with ``auto`` or None. ``auto``
@@ -30,22 +41,42 @@ def placements(choice: PlacementChoice, num_ranks: int, num_chunks: NumChunks = 
     Raises:
         UserError: for a number of stages that the placement cannot have.
     """
-    own = _FIXED.get(choice)
+    if not isinstance(choice, str):
+        return tuple(choice)
+    own = None if choice == "auto" else _FIXED.get(choice)
     if isinstance(num_chunks, int):
+        if num_chunks < 1:
+            raise UserError(f"num_chunks must be 1 or more; got {num_chunks}")
         check_size(num_ranks, num_chunks=num_chunks)
         if num_chunks != (own or num_chunks):
             raise UserError(
                 f"the placement {choice!r} has {own} stage(s) per rank; got {num_chunks}; leave the number out, or use "
                 "a loop or a wave"
             )
-    if own is not None:
-        return (PLACEMENTS[choice](num_ranks),)
+    if choice != "auto" and own is not None:
+        return (PLACEMENTS[choice](num_ranks, own),)
     return tuple(dict.fromkeys(_all(choice, num_ranks, num_chunks)))
+
+
+def name_of(placement: Placement) -> PlacementName | None:
+    """Return the name of a placement; None if it has none."""
+    ranks = placement.num_ranks
+    chunks, rest = divmod(placement.num_stages, ranks)
+    names = (name for name in PLACEMENTS if not rest and (name != "wave" or chunks % 2 == 0))
+    return next((name for name in names if PLACEMENTS[name](ranks, chunks) == placement), None)
+
+
+def label_of(placement: Placement) -> str:
+    """Return the name of a placement with its stages per rank where these are chosen, such as ``loop x4``."""
+    name = name_of(placement)
+    if name is None:
+        return "another one"
+    return f"{name} x{placement.num_stages // placement.num_ranks}" if name in HAS_CHUNKS else name
 
 
 def _all(choice: PlacementChoice, num_ranks: int, num_chunks: NumChunks) -> Iterator[Placement]:
     if choice == "auto":
-        yield from (place(num_ranks) for place in PLACEMENTS.values())
+        yield from (PLACEMENTS[name](num_ranks, own) for name, own in _FIXED.items())
         if num_chunks is None:
             return
     if isinstance(num_chunks, int):

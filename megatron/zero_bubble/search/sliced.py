@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import chain, product
@@ -44,7 +44,7 @@ def sliced_auto(
     slices: Slices,
     objective: Metric,
     known: Sequence[Schedule] = (),
-    linear: tuple[PassCosts, PassMemory] | None = None,
+    figures: Callable[[Placement], tuple[PassCosts, PassMemory]] | None = None,
 ) -> Schedule:
     """Search for the schedule of ``slices`` with the smallest ``objective`` within ``memory_limit``.
 
@@ -54,19 +54,14 @@ def sliced_auto(
         placements: the placements to try.
         memory_limit: limit per rank, in the unit of ``memory``.
         known: schedules of these slices; the result is not longer than one of them that is within the limit.
-        linear: figures with one stage per rank, as in ``zb_auto``.
+        figures: the figures for each placement, instead of ``costs`` and ``memory``.
 
     Raises:
         UserError: when not even one microbatch at a time fits; the message gives the least limit.
     """
     best: tuple[float, Schedule] | None = None
-    figures = [
-        linear
-        if linear is not None and placement.num_stages == placement.num_ranks
-        else (costs.fit(placement), memory.fit(placement))
-        for placement in placements
-    ]
-    for placement, (on, kept) in zip(placements, figures, strict=True):
+    own = [figures(on) if figures else (costs.fit(on), memory.fit(on)) for on in placements]
+    for placement, (on, kept) in zip(placements, own, strict=True):
         found = _candidates(on, kept, placement, num_microbatches, memory_limit, slices)
         for schedule in chain((one for one in known if one.placement == placement), found):
             timeline = simulate(schedule, on, kept)
@@ -75,7 +70,7 @@ def sliced_auto(
             if fits and (best is None or ms < best[0] * (1 - ROUNDING)):
                 best = ms, schedule
     if best is None:
-        least = min(_enough(kept, on, slices) for on, (_, kept) in zip(placements, figures, strict=True))
+        least = min(_enough(kept, on, slices) for on, (_, kept) in zip(placements, own, strict=True))
         raise UserError(
             f"the memory limit admits no schedule of {len(slices)} slices: it is {memory_limit:g} per rank, and one "
             f"whole microbatch at a time needs up to {least:.10g} on the fullest rank; raise the limit to that"
