@@ -23,6 +23,7 @@ from megatron.zero_bubble.formats.moves import moves_from, offload_from
 from megatron.zero_bubble.formats.plan_keys import PLAN_KEYS
 from megatron.zero_bubble.formats.sharding import sharding_from
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
+from megatron.zero_bubble.formats.torch_csv import schedule_from_csv
 from megatron.zero_bubble.ir import Flow, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.schedule import chain_of
 from megatron.zero_bubble.ir.sizes import check_size
@@ -30,6 +31,7 @@ from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, algorithm_of
 from megatron.zero_bubble.plan.offload import Move
 from megatron.zero_bubble.plan.shard import Sharding
 
+CSV = ".csv"
 KEY_VOCABULARY = "vocabulary"
 RECOMPUTE_LOGITS = "recompute_logits"
 _NAMES = frozenset(key.name for key in PLAN_KEYS)
@@ -202,7 +204,9 @@ def _recomputes_logits(content: dict[str, Any]) -> bool:
 
 
 def read_plan_file(path: str | Path) -> PlanFile:
-    """Read a file with ``plan_from_json``; errors name the file."""
+    """Read a file with ``plan_from_json``, or a schedule in torch's form if it ends in ``.csv``; errors name the file."""
+    if (name := Path(path)).suffix == CSV:
+        return read_file(path, "schedule file", lambda text: PlanFile(schedule_from_csv(text, name.stem)))
     return read_file(path, "schedule file", plan_from_json)
 
 
