@@ -204,7 +204,7 @@ def _recomputes_logits(content: dict[str, Any]) -> bool:
 
 
 def read_plan_file(path: str | Path) -> PlanFile:
-    """Read a file with ``plan_from_json``, or a schedule in torch's form if it ends in ``.csv``; errors name the file."""
+    """Read a file with ``plan_from_json``, or, if it ends in ``.csv``, in torch's form; errors name the file."""
     if (name := Path(path)).suffix == CSV:
         return read_file(path, "schedule file", lambda text: PlanFile(schedule_from_csv(text, name.stem)))
     return read_file(path, "schedule file", plan_from_json)

@@ -1,8 +1,8 @@
 """Schedules in the CSV form of torch.distributed.pipelining, so that both can run and check each other's.
 
 A file has one line per rank and one cell per action, ``<stage><action><microbatch>``. torch writes I for our B (the
-gradient of the input) and B for our BW (the whole backward); F and W are the same. An empty cell is a wait. The lowered
-form also has sends and receives, such as ``1SEND_F0``, and what a stage does with sharded weights, such as ``1UNSHARD``.
+gradient of the input) and B for our BW (the whole backward); F and W are the same. An empty cell is a wait. The
+lowered form also has sends and receives, such as ``1SEND_F0``, and actions of sharded weights, such as ``1UNSHARD``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 ZB_AUTO = schedules.ZB_AUTO
 DEFAULT_LIMIT = "1p"
 """Memory limit of ``zb-auto`` where none is given."""
-FIRST_SCHEDULE: dict[PlacementName, str] = {"linear": "zb-h1", "vee": "zb-v", "loop": "gis"}
+FIRST_SCHEDULE: dict[PlacementName, str] = {"linear": "zb-h1", "vee": "zb-v", "loop": "zb-interleaved"}
 """The schedule of whole sequences that ``zb-auto`` runs until its plan is ready, by placement; on others, it runs what
 a short search finds for equal passes."""
 _CHUNKS: dict[PlacementName, int] = {"loop": 2, "wave": 4}

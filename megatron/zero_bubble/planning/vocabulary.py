@@ -27,7 +27,7 @@ CHOICES: tuple[Choice, ...] = ("off", "1", "2", "auto")
 _KNOWN: dict[str | None, tuple[str, ...]] = {
     "linear": ("1f1b", "zb-h1"),
     "vee": ("zb-v", "v-half"),
-    "loop": ("interleaved-1f1b", "gis"),
+    "loop": ("interleaved-1f1b", "zb-interleaved"),
 }
 """The schedules that a search also tries, by placement."""
 

@@ -20,6 +20,7 @@ from megatron.zero_bubble.schedules import (
     v_min,
     zb_h1,
     zb_h2,
+    zb_interleaved,
     zb_v,
     zero_pp,
 )
@@ -34,6 +35,7 @@ _MODULES = (
     zb_v,
     v_half,
     v_min,
+    zb_interleaved,
     dualpipe_v,
     gis,
     gis_h,

@@ -171,7 +171,8 @@ def _planned_as_few(
 
 
 def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: Metric = "span") -> Schedule:
-    """Refit a V schedule that was made for passes of equal length to these costs; the result is never longer.
+    """Refit a schedule on a V or a loop that was made for passes of equal length to these costs; the result is never
+    longer.
 
     Args:
         schedule: the schedule to refit; the result has its name, and no rank exceeds the peak of its fullest rank.
@@ -184,7 +185,7 @@ def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: 
     """
     limit = max(most_kept(timed(schedule, costs, memory), memory))
     sizes = schedule.num_ranks, schedule.num_microbatches
-    found = zb_auto(costs, memory, *sizes, limit, placement="vee", objective=objective, start=schedule)
+    found = zb_auto(costs, memory, *sizes, limit, placement=(schedule.placement,), objective=objective, start=schedule)
     return replace(found, name=schedule.name)
 
 

@@ -53,6 +53,11 @@ def zb_h(problem: Problem, factor: int, lag: int) -> Rows:
     return rows
 
 
+def zb_interleaved(problem: Problem) -> Rows:
+    """ZB-H2 with the stages of a loop: the warm-up and the memory of interleaved 1F1B."""
+    return interleaved(problem, factor=2, lag=2)
+
+
 def published(problem: Problem) -> Iterator[Rows]:
     """The published schedules for the placement of ``problem``, and their patterns; not all fit in its memory."""
     p, m = problem.num_ranks, problem.num_microbatches
@@ -61,11 +66,12 @@ def published(problem: Problem) -> Iterator[Rows]:
             yield repeated(partial(zb_h, factor=factor, lag=lag), problem)
     elif problem.is_vee:
         for pattern in (zb_v, v_half, v_min):
-            rows, dense = repeated(pattern, problem), equal_passes(p, m, pattern)
+            rows, dense = repeated(pattern, problem), equal_passes(problem.placement, m, pattern)
             yield from (rows, dense) if rows != dense else (rows,)
     elif problem.is_loop:
-        for loop in (interleaved, partial(interleaved, factor=1, lag=1), partial(interleaved, factor=2, lag=2)):
+        for loop in (interleaved, partial(interleaved, factor=1, lag=1), zb_interleaved):
             yield repeated(loop, problem)
+        yield equal_passes(problem.placement, m, zb_interleaved)
         for group in sorted({(p + 1) // 2, p}):
             yield repeated(partial(grouped, group=group), problem)
         yield from (zero_pp(problem), breadth_first(problem))
@@ -83,17 +89,17 @@ def one_is_shorter(than: float, extension: Extension) -> bool:
 
 
 @lru_cache(maxsize=8)
-def equal_passes(num_ranks: int, num_microbatches: int, pattern: Pattern) -> Rows:
-    """A pattern on a V for passes that all take the same time, within the memory that it needs anyway.
+def equal_passes(on: Placement, num_microbatches: int, pattern: Pattern) -> Rows:
+    """A pattern for passes that all take the same time, within the memory that it needs anyway.
 
     It is the shortest of the pattern itself, compacted forward, and then backward, by span.
     """
-    return repeated(partial(_dense, pattern=pattern), on_equal_passes(num_ranks, num_microbatches))
+    return repeated(partial(_dense, pattern=pattern), on_equal_passes(on, num_microbatches))
 
 
 def _dense(problem: Problem, pattern: Pattern) -> Rows:
     rows = pattern(problem)
-    problem = on_equal_passes(problem.num_ranks, problem.num_microbatches, max(map(_peak, rows)))
+    problem = on_equal_passes(problem.placement, problem.num_microbatches, max(map(_peak, rows)))
     loop = loops(problem)
     found = [loop.pack(rows)]
     for backwards in (False, True):
@@ -106,12 +112,11 @@ def _dense(problem: Problem, pattern: Pattern) -> Rows:
     return loop.unpack(found[costs.index(min(costs))])
 
 
-def on_equal_passes(num_ranks: int, num_microbatches: int, limit: float = math.inf) -> Problem:
-    """A problem on a V whose passes all take one unit and keep one unit; the limit is in these units."""
-    placement = Placement.vee(num_ranks)
-    ones = (1.0,) * placement.num_stages
+def on_equal_passes(on: Placement, num_microbatches: int, limit: float = math.inf) -> Problem:
+    """A problem whose passes all take one unit and keep one unit; the limit is in these units."""
+    ones = (1.0,) * on.num_stages
     costs, memory = PassCosts(ones, ones, ones), PassMemory(ones, ones)
-    return Problem.of(placement, num_microbatches, costs, memory, (limit,) * num_ranks, "span")
+    return Problem.of(on, num_microbatches, costs, memory, (limit,) * on.num_ranks, "span")
 
 
 def _peak(row: list[int]) -> int:
