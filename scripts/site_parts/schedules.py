@@ -22,10 +22,10 @@ _PUBLISHED = "6.2B", "8", "24"
 _WHEN = {
     "1f1b": "baseline: the order of stock Megatron",
     "interleaved-1f1b": "baseline: Megatron's virtual pipeline, backwards not split",
-    "breadth-first": "comparison only: interleaved 1F1B has the same bubble in less memory",
     "zb-h1": "first step: memory, messages and placement of 1F1B",
     "zb-h2": "memory to spare: about twice 1F1B's activations; add post-validation",
     "zb-v": "no memory to spare, F, B and W of similar length, fast links",
+    "zb-interleaved": "jobs with a virtual pipeline: change nothing else",
     "v-half": "too little memory for 1F1B: about half of its activations with many ranks",
     "v-min": "the least memory: about a third of 1F1B's activations with many ranks",
     "dualpipe-v": "comparison only: ZB-V has the same makespan, a shorter span and less memory",

@@ -26,7 +26,7 @@ from tests.helpers.rows import some
 
 ON_A_V = [None, "zb-v", "v-half", "v-min", "dualpipe-v"]
 FEW = ON_A_V[:3]
-INTERLEAVED = [None, "interleaved-1f1b", "breadth-first"]
+INTERLEAVED = [None, "interleaved-1f1b", "breadth-first", "zb-interleaved"]
 TWO = "--num-virtual-stages-per-pipeline-rank 2"
 
 ROWS = {
@@ -76,6 +76,9 @@ def test_schedules_on_a_v_equal_stock(ranks: RankPool, name: str) -> None:
     [
         (Layout(2, num_layers=4), 4, f"{TWO} --clip-grad 0.1"),
         pytest.param(Layout(4, num_layers=8), 8, f"{TWO} --bf16 {LLAMA}", marks=pytest.mark.full),
+        pytest.param(
+            Layout(2, num_layers=8), 4, f"--num-virtual-stages-per-pipeline-rank 4 {UNTIED}", marks=pytest.mark.full
+        ),
         (Layout(2, data=2, num_layers=4), 2, f"{TWO} --overlap-grad-reduce {BUCKETS} --calculate-per-token-loss"),
     ],
 )

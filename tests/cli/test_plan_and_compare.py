@@ -113,13 +113,14 @@ def test_zb_auto_uses_costs_per_stage(capsys: Capture, tmp_path: Path) -> None:
 def test_compare_lists_every_schedule_and_sorts_fitting_ones_first(capsys: Capture) -> None:
     table = run_json(capsys, "compare", *SIZES, *TIMES, "--max-chunks", "2")
     rows = {(row["schedule"], row["placement"]): row for row in table["rows"]}
-    names = ("interleaved-1f1b", "breadth-first", "gis", "gis-h", "pipe-offload", "zero-pp")
+    names = ("interleaved-1f1b", "breadth-first", "gis", "gis-h", "pipe-offload", "zero-pp", "zb-interleaved")
     looped_names = {f"{name} x2" for name in names}
-    fitted = {f"{name} fitted" for name in ("zb-v", "v-half", "v-min")}
+    fitted = {f"{name} fitted" for name in ("zb-v", "v-half", "v-min", "zb-interleaved x2")}
     by_name = {name for name, recipe in SCHEDULES.items() if recipe.shape != "interleaved" and not recipe.sliced}
     assert {name for name, _ in rows} == {*by_name, "zb-auto", *looped_names, *fitted}
     for name in fitted:
-        own, pattern = rows[name, "vee"], rows[name.removesuffix(" fitted"), "vee"]
+        on = "interleaved" if " x" in name else "vee"
+        own, pattern = rows[name, on], rows[name.removesuffix(" fitted"), on]
         assert own["span_ms"] <= pattern["span_ms"]
         assert own["peak_microbatches"] <= pattern["peak_microbatches"]
     assert rows.keys() >= {("zb-auto", "linear"), ("zb-auto", "vee")}

@@ -143,9 +143,9 @@ class Comparison:
             if recipe.sliced:
                 continue
             yield from self._named(recipe, costs)
-            if recipe.adapts and self.refit:
-                name = f"{recipe.name} {FITTED}"
-                yield _Way(name, name, self._question(costs, recipe.name, fits=True))
+            for way in self._named(recipe, costs) if recipe.adapts and self.refit else ():
+                name = f"{way.name} {FITTED}"
+                yield _Way(name, name, replace(way.question, fits=True))
         yield from self._searches(costs)
 
     def _named(self, recipe: Recipe, costs: Figures) -> Iterator[_Way]:
@@ -160,5 +160,5 @@ class Comparison:
             title = f"{ZB_AUTO} x{on.num_stages // on.num_ranks}" if name_of(on) in HAS_CHUNKS else ZB_AUTO
             yield _Way(f"{ZB_AUTO} {label_of(on)}", title, replace(self._question(costs, ZB_AUTO), placement=(on,)))
 
-    def _question(self, costs: Figures, schedule: str, fits: bool = False) -> Question:
-        return Question(costs, schedule, self.limit, self.objective, fits=fits, offload=self.offload)
+    def _question(self, costs: Figures, schedule: str) -> Question:
+        return Question(costs, schedule, self.limit, self.objective, fits=False, offload=self.offload)

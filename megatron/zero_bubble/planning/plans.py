@@ -92,8 +92,9 @@ def auto_search(limit: float, objective: Metric) -> Search:
 def fitting_search(name: str, objective: Metric) -> Search:
     """Return the same for a schedule that is ``fitted``: its drafts are for equal passes."""
 
-    def draft(costs: Figures, _: Placement) -> Schedule:
-        return build(name, num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
+    def draft(costs: Figures, placement: Placement) -> Schedule:
+        sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
+        return build(name, **sizes, num_chunks=placement.num_stages // placement.num_ranks)
 
     return Search(draft, partial(quick_bound, objective=objective))
 
