@@ -27,10 +27,14 @@ from megatron.zero_bubble.search.seeds import seeds, serial
 milliseconds = st.floats(0.5, 50.0)
 
 
+def finer(num_ranks: int) -> list[Placement]:
+    return [Placement.interleaved(num_ranks, 2), Placement.interleaved(num_ranks, 3), Placement.wave(num_ranks, 4)]
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     num_ranks = draw(st.integers(1, 4))
-    placement = draw(st.sampled_from([Placement.linear, Placement.vee]))(num_ranks)
+    placement = draw(st.sampled_from([Placement.linear(num_ranks), Placement.vee(num_ranks), *finer(num_ranks)]))
     stages = placement.num_stages
     unit = draw(st.sampled_from([1.0, 1e13]))  # with the larger unit, a sum's rounding exceeds the loops' slack
     figures = st.lists(milliseconds.map(lambda ms: ms * unit), min_size=stages, max_size=stages).map(tuple)
@@ -39,8 +43,9 @@ def problems(draw: st.DrawFn) -> Problem:
     if draw(st.booleans()):  # some backwards are fused
         memory = replace(memory, wgrad=draw(st.tuples(*[st.floats(0.1, 8.0)] * stages)))
     limit = (draw(st.floats(2.0, 4.0 * num_ranks)),) * num_ranks
+    most = 9 if stages <= 2 * num_ranks else 4
     return Problem.of(
-        placement, draw(st.integers(1, 9)), costs, memory, limit, draw(st.sampled_from(["span", "makespan"]))
+        placement, draw(st.integers(1, most)), costs, memory, limit, draw(st.sampled_from(["span", "makespan"]))
     )
 
 
@@ -52,7 +57,7 @@ def make() -> Callable[[Problem], Loops[Any]]:
 
 
 @settings(max_examples=60)
-@given(problems(), st.integers(0, 40))
+@given(problems(), st.integers(0, 80))
 def test_compiled_loops_equal_the_reference(make: Callable[[Problem], Loops[Any]], problem: Problem, skip: int) -> None:
     fast, slow = make(problem), Reference(problem)
     rows = next(islice(seeds(problem), skip, None), serial)(problem)

@@ -29,6 +29,10 @@ __all__ = ["PLACEMENTS", "NumChunks", "PlacementChoice", "fit", "placements", "z
 
 _CLOSE = 1.01
 """Of two placements whose drafts differ by less than this factor, both are polished."""
+_SCREENED, _MOST_SEARCHED = 0.2, 2
+"""The effort, relative to a search, with which several loops and waves are compared, and how many of them are then
+searched.
+"""
 Figures = tuple[PassCosts, PassMemory]
 
 
@@ -129,7 +133,38 @@ class _Known(NamedTuple):
 def _search(
     problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, known: Sequence[_Known]
 ) -> list[tuple[float, Rows, Problem]]:
-    """Return good rows for ``problems`` (one problem per placement) with their costs, shortest first."""
+    """Return good rows for ``problems`` (one problem per placement) with their costs, shortest first.
+
+    The first placements are one stage per rank and a V. The others only add to what is found on them, so that more
+    choices never make a result longer.
+    """
+    first = [problem for problem in problems if problem.is_line or problem.is_vee]
+    found = _compared(first, bound, effort, known) if first else []
+    others = [problem for problem in problems if problem not in first]
+    if len(others) > 1:
+        others = _promising(others, bound, effort, found[0][0] if found else INFEASIBLE)
+    for problem in others:
+        if not found or is_less((bound(problem),), (found[0][0],)):
+            found = sorted(found + _compared([problem], bound, effort, known), key=itemgetter(0))
+    return found
+
+
+def _promising(
+    problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, cost: float
+) -> list[Problem]:
+    """Return the problems with the shortest drafts, shortest first, of those whose bound is below ``cost``."""
+    drafts = [
+        (draft(problem, _SCREENED * effort).cost, number, problem)
+        for number, problem in enumerate(problems)
+        if is_less((bound(problem),), (cost,))
+    ]
+    return [problem for *_, problem in sorted(drafts)[:_MOST_SEARCHED]]
+
+
+def _compared(
+    problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, known: Sequence[_Known]
+) -> list[tuple[float, Rows, Problem]]:
+    """Search all of ``problems`` that may be the shortest, as ``_search``."""
     drafts: list[Draft] = []
     for problem in reversed(problems):  # the V first: within 1F1B's memory, it is mostly shorter than the linear bound
         if not drafts or bound(problem) <= drafts[0].cost:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import count, pairwise
 from math import ceil
 
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
@@ -63,6 +63,52 @@ def _vee(
     return rows
 
 
+def chain_block(problem: Problem, down: int, up: int, top: int, run: int | None = None) -> Rows:
+    """A block for any placement: every pass in the first free unit ``down`` or ``up`` units after the one before,
+    towards higher or lower ranks, with a pause of ``top`` units between forward and backward; the next stage of the
+    same rank, or of a rank that is no neighbour, follows at once. After every ``run`` microbatches, one period is left
+    empty.
+
+    As many periods as a microbatch stays are in flight, so gentle slopes take little memory: on a wave about
+    (down + up) / 6 of 1F1B's, and (v+1)/v of that on a loop with v stages per rank.
+    """
+    placement, p = problem.placement, problem.num_ranks
+    rank_of, last = placement.stage_to_rank, problem.num_stages - 1
+    period = 3 * max(len(placement.stages_of(rank)) for rank in range(p))
+    starts: list[dict[int, int]] = [{} for _ in range(p)]
+    taken: list[set[int]] = [set() for _ in range(p)]
+    time, before = 0, 0
+    for code in (*range(F, 3 * last + 3, 3), *range(3 * last + B, 0, -3)):
+        rank = rank_of[code // 3]
+        pause = 1 + top if code == 3 * last + B else 1
+        if rank != before:
+            pause = down if before < rank <= before + 1 else up if before - 1 <= rank < before else 1
+        time = next(x for x in count(time + pause if starts[0] else 0) if x % period not in taken[rank])
+        taken[rank].add(time % period)
+        starts[rank][code] = time
+        before = rank
+    return [_repeated(problem, period, starts[rank], run) for rank in range(p)]
+
+
+@dataclass(frozen=True)
+class ThinnedChain:
+    """``chain_block`` with one period left empty after every run of microbatches: the longest run that fits in memory,
+    or none left empty if the block fits as it is.
+    """
+
+    down: int
+    up: int
+    top: int
+
+    def __call__(self, problem: Problem) -> Rows:
+        return self.rows(problem, _most(self, problem))
+
+    def rows(self, problem: Problem, more: int) -> Rows:
+        """The rows with runs of ``1 + more`` microbatches; from one per rank on, without empty periods."""
+        run = 1 + more if more < problem.num_ranks else None
+        return chain_block(problem, self.down, self.up, self.top, run)
+
+
 @dataclass(frozen=True)
 class Thinned:
     """``vee_block`` with equal passes, and one period left empty after every run of microbatches; the longest run that
@@ -107,7 +153,7 @@ class Bent:
         return _vee(problem, _EQUAL_PASSES, way, self.up, self.top, self.bottom)
 
 
-def _most(block: Thinned | Bent, problem: Problem) -> int:
+def _most(block: Thinned | ThinnedChain | Bent, problem: Problem) -> int:
     """The largest ``more`` for which the rows of ``block`` fit in memory; 0 if none do."""
     held = max(limit / kept for limit, kept in zip(problem.limit, problem.kept, strict=False))
     few = min(problem.num_microbatches, ceil(held) + 2)  # enough for the peak
@@ -115,7 +161,7 @@ def _most(block: Thinned | Bent, problem: Problem) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _most_of_few(block: Thinned | Bent, problem: Problem) -> int:
+def _most_of_few(block: Thinned | ThinnedChain | Bent, problem: Problem) -> int:
     loop = loops(problem)
 
     def fits(more: int) -> bool:
@@ -154,10 +200,10 @@ def _repeated(problem: Problem, period: int, starts: dict[int, int], run: int | 
 
 def _without_every(number: int, row: list[int]) -> list[int]:
     """Drop the passes of every ``number``-th slot."""
-    count = dict.fromkeys(row, 0)
+    seen = dict.fromkeys(row, 0)
     kept = []
     for code in row:
-        count[code] += 1
-        if count[code] % number:
+        seen[code] += 1
+        if seen[code] % number:
             kept.append(code)
     return kept

@@ -139,6 +139,11 @@ class Problem:
     def num_stages(self) -> int:
         return len(self.forward)
 
+    @property
+    def is_line(self) -> bool:
+        """Whether every rank has one stage."""
+        return self.num_stages == self.num_ranks
+
     @cached_property
     def is_vee(self) -> bool:
         """Whether every rank has two stages in a V; also a part of the ranks of a V is one."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 
-from megatron.zero_bubble.search.blocks import Bent, Thinned, linear_block, vee_block
+from megatron.zero_bubble.search.blocks import Bent, Thinned, ThinnedChain, chain_block, linear_block, vee_block
 from megatron.zero_bubble.search.problem import B, F, Problem, Rows, W
 from megatron.zero_bubble.search.units import breadth_first, grouped, interleaved, zero_pp
 
@@ -29,6 +29,10 @@ def seeds(problem: Problem) -> Iterator[Seed]:
             yield partial(linear_block, period=period, down=down, up=up, top=top)
     elif not problem.is_vee:
         yield from units(problem)
+        for top, down, up in product((0, 1, 2), (1, 2, 3, 4), (1, 2, 3, 4)):
+            yield partial(chain_block, down=down, up=up, top=top)
+        for top, down, up in product((0, 2), (1, 2), (1, 2)):
+            yield ThinnedChain(down, up, top)
     else:
         yield zb_v
         for period, down, up in (*product((6,), (1, 2, 3, 4), (1, 2, 3)), *product((7, 8, 10, 12), (1,), (1,))):
@@ -61,14 +65,24 @@ def units(problem: Problem) -> Iterator[Seed]:
 
 
 def steep(problem: Problem) -> Iterator[Seed]:
-    """Yield seeds for a V with more memory than 1F1B needs: ZB-V, stretched, and blocks, first those that use just this
-    memory. ``vee_block`` takes (down + up) / 6 of 1F1B's memory.
+    """Yield seeds for more memory than 1F1B needs, with several stages per rank: ZB-V, stretched, or ZB-Interleaved,
+    and blocks, first those that use just this memory. ``vee_block`` takes (down + up) / 6 of 1F1B's memory.
     """
-    if problem.is_vee and problem.room > _MORE_ROOM:
+    if problem.num_stages == problem.num_ranks or problem.room <= _MORE_ROOM:
+        return
+    of_room = 6 * problem.room
+    if problem.is_vee:
         for stretch in (1.0, 1.1, 1.2, 1.3):
             yield partial(zb_v, stretch=stretch)
-        for slope in sorted(range(7, 13), key=lambda slope: abs(slope - 6 * problem.room)):
+    elif problem.is_loop:
+        for factor, lag in ((2, 2), (2, 1), (1, 1)):
+            yield partial(interleaved, factor=factor, lag=lag)
+        of_room /= 1 + problem.num_ranks / problem.num_stages
+    for slope in sorted(range(7, 13) if problem.is_vee else range(3, 13), key=lambda slope: abs(slope - of_room)):
+        if problem.is_vee:
             yield partial(vee_block, period=6, down=slope - slope // 2, up=slope // 2, top=0, bottom=1)
+        else:
+            yield partial(chain_block, down=slope - slope // 2, up=slope // 2, top=0)
 
 
 def serial(problem: Problem) -> Rows:
