@@ -97,3 +97,14 @@ def test_embedding_group_is_that_of_the_placement_whatever_a_script_gives() -> N
     grouped(get_embedding_ranks=lambda ranks, *_: ranks)
     grouped(get_embedding_ranks=embedding_ranks(vee, (0, 2)))
     assert [ranks([4, 5], None) for ranks in given] == [[4], [4], [4, 5]]
+
+
+def test_one_chunk_of_a_rank_may_be_any_model() -> None:
+    """There is no second copy of an embedding, so a model need not say where its embedding is, as GPTModel does."""
+    from torch import nn
+
+    from megatron.zero_bubble.adapter.placement import copy_embedding
+
+    chunk = nn.Linear(1, 1)
+    chunk.pre_process, chunk.post_process = True, False  # type: ignore[assignment]
+    copy_embedding([chunk])

@@ -204,6 +204,8 @@ def _copies_of_embedding(model: Sequence[torch.nn.Module]) -> list[Any]:
 
     The embedding and the output layer of one chunk have one weight if they are tied.
     """
+    if len(model) == 1:  # of any class, which need not have a method that returns the weight
+        return []
     chunks = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in model]
     copies = [chunk.shared_embedding_or_output_weight() for chunk in chunks if _has_embedding(chunk)]
     return copies if chunks[0].pre_process and len(copies) > 1 else []
