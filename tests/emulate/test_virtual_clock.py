@@ -69,6 +69,20 @@ def test_chunks_and_slices_run_as_planned(ranks: RankPool, placement: Placement,
     assert_executed_as_planned(ranks, [(schedule, costs)])
 
 
+@pytest.mark.parametrize("v", [3, 4])
+def test_searched_loops_and_waves_run_as_planned(ranks: RankPool, v: int) -> None:
+    """With fewer microbatches than ranks, one more, and twice as many; passes and stages of different lengths."""
+    cases, p = [], 3
+    for placement in (Placement.interleaved(p, v), *([Placement.wave(p, v)] if v % 2 == 0 else [])):
+        stages = range(placement.num_stages)
+        times = (3.0 + s / 4 for s in stages), (5.0 - s / 8 for s in stages), (2.0 for _ in stages)
+        costs = PassCosts(*map(tuple, times), 0.5)
+        for m in (1, p - 1, p + 1, 2 * p):
+            limit, sizes = PassMemory.uniform(placement), (p, m, float(p))
+            cases.append((zb_auto(costs, limit, *sizes, placement=(placement,), effort=0.02), costs))
+    assert_executed_as_planned(ranks, cases)
+
+
 def worst_of_two_pipelines(rank: int) -> float:
     groups = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
     group = groups[rank // 2]

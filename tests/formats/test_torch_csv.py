@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.schedules import build
 from tests.helpers.ranks import RankPool
+from tests.helpers.torch_orders import csv_of_torch
 
 NAMES = ("1f1b", "zb-h2", "zb-v", "dualpipe-v", "interleaved-1f1b", "gis", "zero-pp")
 
@@ -33,25 +33,10 @@ def test_both_forms_are_read_as_they_were_written(name: str) -> None:
 @pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
 def test_schedules_that_torch_writes_are_read(name: str, tmp_path: Path) -> None:
     """DualPipeV has overlapped pairs of passes in one cell."""
-    theirs = orders_of_torch(name, 4, 8)
     file = tmp_path / f"{name}.csv"
-    file.write_text("\n".join(",".join("" if each is None else str(each) for each in row) for row in theirs) + "\n")
+    file.write_text(csv_of_torch(name, 4, 8))
     schedule = read_plan_file(file).schedule
     assert (schedule.name, schedule.num_ranks, schedule.num_stages, schedule.num_microbatches) == (name, 4, 8, 8)
-
-
-def orders_of_torch(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> list[list[Any]]:
-    """The actions of every rank of a schedule of torch, which one process can make."""
-    from types import SimpleNamespace
-
-    from torch.distributed.pipelining import schedules
-
-    def stage(chunk: int) -> Any:
-        sizes = {"group_size": num_ranks, "num_stages": num_ranks * num_chunks, "stage_index": chunk * num_ranks}
-        return SimpleNamespace(**sizes, group=None, group_rank=0, submod=torch.nn.Identity(), is_last=False)
-
-    made = getattr(schedules, name)([stage(chunk) for chunk in range(num_chunks)], num_microbatches)
-    return [made.pipeline_order[rank] for rank in range(num_ranks)]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ MODEL = "--mock-data --num-layers 8 --attention-dropout 0 --hidden-dropout 0"
 LINEAR = f"{MODEL} --pipeline-model-parallel-size 4"
 VEE = f"{MODEL} --pipeline-model-parallel-size 2 --zero-bubble-schedule zb-v"
 LOOPED = f"{MODEL} --pipeline-model-parallel-size 2 --zero-bubble-schedule interleaved-1f1b"
+INTERLEAVED = f"{MODEL} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 4"
+AUTO = f"{MODEL} --pipeline-model-parallel-size 2 --zero-bubble-schedule zb-auto --zero-bubble-num-chunks 4"
+LOOP, WAVE = (f"{AUTO} --zero-bubble-placement {name}" for name in ("loop", "wave"))
 DISTRIBUTED = "--use-distributed-optimizer --bf16"
 
 
@@ -25,8 +28,21 @@ DISTRIBUTED = "--use-distributed-optimizer --bf16"
         pytest.param(
             (2, VEE), (2, LOOPED), f"{DISTRIBUTED} --untie-embeddings-and-output-weights", marks=pytest.mark.full
         ),
+        pytest.param((4, LINEAR), (2, WAVE), "", marks=pytest.mark.full),
+        ((2, WAVE), (2, INTERLEAVED), DISTRIBUTED),
+        pytest.param((2, INTERLEAVED), (2, LOOP), "", marks=pytest.mark.full),
+        pytest.param((2, LOOP), (4, LINEAR), DISTRIBUTED, marks=pytest.mark.full),
     ],
-    ids=["1f1b p=4 to zb-v p=2", "zb-v p=2 to 1f1b p=4", "distributed optimizer, d=1 to d=2", "zb-v to interleaved"],
+    ids=[
+        "1f1b p=4 to zb-v p=2",
+        "zb-v p=2 to 1f1b p=4",
+        "distributed optimizer, d=1 to d=2",
+        "zb-v to interleaved",
+        "1f1b p=4 to a wave",
+        "a wave to stock interleaved",
+        "stock interleaved to a loop",
+        "a loop to 1f1b p=4",
+    ],
 )
 def test_training_continues_with_another_schedule_and_size(
     ranks: RankPool, tmp_path: Path, first: tuple[int, str], second: tuple[int, str], options: str
