@@ -389,3 +389,43 @@ def test_checkpoint_of_a_v_continues_in_stock(checkout: Checkout, tmp_path: Path
     stock(*job, _until(2, begun))
     load = ("--load", str(begun))
     assert _continued(job, "zb-v", 6, tmp_path, load) == _continued(job, None, 6, tmp_path, load)
+
+
+_ON_A_LOOP = {"zb-interleaved": (), "zb-auto": ("--zero-bubble-placement", "loop")}
+_VIRTUAL = {
+    2: "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
+    4: "--num-layers 8 --num-layers-per-virtual-pipeline-stage 1",
+}
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+@pytest.mark.parametrize("num_chunks", [2, 4])
+@pytest.mark.parametrize("schedule", _ON_A_LOOP)
+def test_jobs_that_interleave_change_nothing_else(checkout: Checkout, num_chunks: int, schedule: str) -> None:
+    """Stages, initial weights and the order of gradients are those of Megatron's virtual pipeline."""
+    flags = f"--pipeline-model-parallel-size 2 --global-batch-size 6 {_UNTIED} {_VIRTUAL[num_chunks]}"
+    job = checkout, 2, f"{flags} --train-iters 60" if schedule == "zb-auto" else flags
+    own = pretrain_gpt(*job, schedule, _ON_A_LOOP[schedule])
+    same(own, stock(*job))
+    if schedule == "zb-auto":
+        _switched(own)
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+def test_logs_equal_stock_in_a_wave(checkout: Checkout, tmp_path: Path) -> None:
+    """Four stages per rank, after a checkpoint of stock, which has one."""
+    flags = f"--pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 6 {_UNTIED} {_MOVING}"
+    stock(checkout, 2, flags, tuple(_until(2, tmp_path)))
+    load = ("--load", str(tmp_path))
+    own = pretrain_gpt(checkout, 2, flags, "zb-auto", (*load, "--zero-bubble-placement", "wave"))
+    same(own, stock(checkout, 2, flags, load))
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+def test_checkpoint_of_a_wave_continues_in_stock(checkout: Checkout, tmp_path: Path) -> None:
+    job = checkout, 2, f"--pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 6 {_UNTIED} {_MOVING}"
+    begun = tmp_path / "begun"
+    stock(*job, _until(2, begun))
+    load = ("--load", str(begun))
+    wave = (*load, "--zero-bubble-placement", "wave")
+    assert _continued(job, "zb-auto", 6, tmp_path, wave) == _continued(job, None, 6, tmp_path, load)
