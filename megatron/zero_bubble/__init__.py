@@ -15,8 +15,10 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.lengths import LengthCost
 from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule, Slices
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.planning.balance import balance
 from megatron.zero_bubble.schedules import SCHEDULES, build
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SCHEDULES",
     "Kind",
+    "LengthCost",
     "ModelStages",
     "Pass",
     "PassCosts",
@@ -40,6 +43,7 @@ __all__ = [
     "Timeline",
     "ZeroBubbleConfig",
     "apply",
+    "balance",
     "build",
     "build_stages",
     "disconnect",

@@ -14,12 +14,12 @@ LENGTHS = (48, 11, 20, 21, 22, 23, 24, 5)
 Assignment = tuple[list[list[int]], list[list[int]]]
 ASSIGNMENTS: tuple[Assignment, ...] = (
     ([[1], [0]], [[2], [3], [4], [5], [7, 6]]),
-    ([[7, 1], [2], [3], [4], [5]], [[0], [6]]),
+    ([[7, 1, 2], [3, 4], [5]], [[0], [6]]),
     ([[0]], [[7], [1], [2], [3], [4], [5], [6]]),
     ([[1], [0]], [[2], [3], [4], [5], [7, 6]]),
 )
-"""The microbatches of both replicas in four iterations, some with padding. Reductions during the passes begin with the
-second iteration.
+"""The microbatches of both replicas in four iterations, some with several packed samples. Reductions during the passes
+begin with the second iteration.
 """
 
 
@@ -38,7 +38,7 @@ def sample(index: int, vocab_size: int) -> dict[str, torch.Tensor]:
 
 def worst_differences(rank: int, flags: str, schedule: str) -> list[tuple[float, float]]:
     """Train four iterations on two replicas, without optimizer steps, and compare with stock, which trains all samples
-    on each replica, padded to the same length.
+    on each replica, one per microbatch, padded to the same length.
 
     Returns:
         for each iteration, the largest difference of a gradient, relative to the largest of its weight, and the
@@ -48,7 +48,8 @@ def worst_differences(rank: int, flags: str, schedule: str) -> list[tuple[float,
 
     start: Any = None
     found: list[list[tuple[dict[str, torch.Tensor], float]]] = []
-    for args, pipeline in _under_each(flags, [None, schedule]):
+    packs = "--calculate-per-token-loss --zero-bubble-balance-microbatches --mock-data"
+    for args, pipeline in _under_each(flags, [None, f"--zero-bubble-schedule {schedule} {packs}"]):
         chunks, start = _build(args, start)
         trainer = _trainer(args, chunks)
         results = []
@@ -87,12 +88,12 @@ def _iteration(
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.costs.lengths import Shape
-    from megatron.zero_bubble.training.data.documents import padded
+    from megatron.zero_bubble.training.data.documents import packed
     from megatron.zero_bubble.training.data.shares import Share
     from megatron.zero_bubble.training.loop import _mean_loss
 
     multiple = args.seq_length if whole else args.tensor_model_parallel_size
-    batches = [padded([sample(index, args.vocab_size) for index in microbatch], multiple) for microbatch in own]
+    batches = [packed([sample(index, args.vocab_size) for index in microbatch], multiple) for microbatch in own]
     shapes = None if whole else tuple(Shape(*batch["tokens"].shape) for batch in batches)
     trainer._zero_gradients()
     chunks = trainer.trained.model

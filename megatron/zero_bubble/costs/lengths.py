@@ -1,20 +1,36 @@
-"""Costs of samples of different lengths, and of the microbatches that they are padded to."""
+"""Costs of samples of different lengths, and of the microbatches that they are packed into."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
 from megatron.zero_bubble.costs.passes import PassCosts
 from megatron.zero_bubble.costs.units import checked_figure, checked_share
+from megatron.zero_bubble.ir import WHOLE, Pass, Placement, Slices
+from megatron.zero_bubble.ir.passes import BW, B, F, Kind, W
 
 
 class Shape(NamedTuple):
-    """The samples of a microbatch, all padded to ``tokens``, the length of the longest."""
+    """The sequences of a microbatch, all padded to ``tokens``; samples that are packed are one sequence."""
 
     sequences: int
     tokens: int
+
+
+class Load(NamedTuple):
+    """What the time of a microbatch depends on: its tokens, and the sum of the squares of its samples' lengths."""
+
+    tokens: int
+    squares: int
+
+    @classmethod
+    def of(cls, lengths: Iterable[int]) -> Load:
+        """That of packed samples: none attends to another."""
+        own = tuple(lengths)
+        return cls(sum(own), sum(tokens * tokens for tokens in own))
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,12 @@ class LengthCost:
     def __post_init__(self) -> None:
         for name in ("linear", "quadratic", "fixed"):
             checked_figure(name, getattr(self, name))
+
+    @classmethod
+    def of_hidden_size(cls, hidden_size: int, fixed_tokens: float = 0.0) -> LengthCost:
+        """``12 h s + s^2``, from the products of a layer and of its causal attention; ``fixed_tokens`` as below."""
+        linear = 12.0 * hidden_size
+        return cls(linear, 1.0, fixed_tokens * linear)
 
     @classmethod
     def of_share(cls, attention: float, sequence: int, fixed_tokens: float = 0.0) -> LengthCost:
@@ -62,6 +84,58 @@ class LengthCost:
         """The time of a sample, in the unit of these figures."""
         return (self.linear + self.quadratic * tokens) * tokens
 
-    def microbatch(self, shape: Shape) -> float:
-        """The time of a microbatch with its padding, in the unit of these figures."""
-        return self.fixed + shape.sequences * self.sample(shape.tokens)
+    def microbatch(self, load: Load) -> float:
+        """The time of a microbatch, in the unit of these figures."""
+        return self.fixed + self.linear * load.tokens + self.quadratic * load.squares
+
+    def passes(self, placement: Placement, loads: tuple[Load, ...] = ()) -> PackedCosts:
+        """The passes of microbatches on equal stages: F, B and W take equally long, except for attention, which takes
+        twice as long in B as in F, and no time in W.
+
+        One rank takes ``microbatch`` in all, in the unit of these figures.
+        """
+        whole = self.linear + self.quadratic
+        share = self.quadratic / whole if whole else 0.0
+        third = whole / 3
+        costs = PassCosts.uniform(placement, third, third * (1 + share), third * (1 - share), attention=share)
+        fixed = self.fixed / self.linear if self.linear else 0.0
+        return PackedCosts(**vars(costs), sequence=1, loads=loads, fixed_tokens=fixed)
+
+
+@dataclass(frozen=True)
+class PackedCosts(PassCosts):
+    """Costs of the passes of microbatches of packed samples; all other figures are those of one whole sequence.
+
+    Attributes:
+        sequence: tokens of the sequence that the figures are for.
+        loads: that of every microbatch.
+        fixed_tokens: see ``LengthCost.of_share``.
+    """
+
+    sequence: int = 1
+    loads: tuple[Load, ...] = ()
+    fixed_tokens: float = 0.0
+
+    def duration(self, p: Pass, slices: Slices = WHOLE) -> float:
+        """See ``PassCosts``; for whole sequences only."""
+        per_token, per_square = self.rates(p.stage, p.kind)
+        load = self.loads[p.microbatch]
+        return per_token * (load.tokens + self.fixed_tokens) + per_square * load.squares
+
+    def rates(self, stage: int, kind: Kind) -> tuple[float, float]:
+        """Milliseconds per token, and per square of a sample's tokens, of one kind of pass."""
+        if kind is BW:
+            of_b, of_w = self.rates(stage, B), self.rates(stage, W)
+            return of_b[0] + of_w[0], of_b[1]
+        if kind is W:
+            return self.wgrad_ms[stage] / self.sequence, 0.0
+        forward = kind is F
+        ms = (self.forward_ms if forward else self.backward_ms)[stage]
+        share = (self.forward_attention if forward else self.backward_attention)[stage]
+        return ms * (1.0 - share) / self.sequence, ms * share / self.sequence**2
+
+    def durations(self, stage: int, kind: Kind, loads: Iterable[Load]) -> list[float]:
+        """``duration`` of one kind of pass for each of ``loads``."""
+        per_token, per_square = self.rates(stage, kind)
+        fixed = per_token * self.fixed_tokens
+        return [fixed + per_token * tokens + per_square * squares for tokens, squares in loads]

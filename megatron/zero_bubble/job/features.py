@@ -201,8 +201,8 @@ OPTIONS = (
         "advanced",
         SWITCH,
         "train on documents of their own lengths, cut only at --seq-length, and give every data-parallel replica equal "
-        "work instead of equally many microbatches; a microbatch has at most --micro-batch-size * --seq-length tokens "
-        "with its padding; --global-batch-size counts documents; needs --calculate-per-token-loss",
+        "work instead of equally many microbatches; samples are packed into microbatches of at most --micro-batch-size "
+        "* --seq-length tokens; --global-batch-size counts documents; needs --calculate-per-token-loss",
         field="",
     ),
     Option(

@@ -105,7 +105,7 @@ OPTIONS = (
         BALANCE,
         "num_moe_experts",
         None,
-        "experts exchange tokens between replicas, and would route padding",
+        "experts exchange tokens between replicas in every microbatch",
         "drop --num-experts",
     ),
     Rule(BALANCE, "mtp_num_layers", None, "the loss of multi-token prediction is a mean over microbatches", "drop it"),

@@ -3,72 +3,111 @@
 A replica of a pipeline meets the others once per iteration, when gradients are reduced. So replicas need equal work,
 not equal numbers of microbatches (LB-Mini of arXiv 2601.19362), and megatron-core's own reduction serves them.
 
-Replicas get their samples by the largest differencing method of Karmarkar and Karp. Inside a replica, the samples of a
-microbatch are padded to the longest of them, so samples of like length belong together: a microbatch is a run of the
-replica's samples in the order of their lengths, and the best runs are found by dynamic programming.
+Replicas get their samples by the largest differencing method of Karmarkar and Karp. The samples of a microbatch are
+packed: one after the other, without padding, and none attends to another. So those of a replica are divided by the same
+method, and the order of its microbatches is found by simulation.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import inf
+from operator import itemgetter
+from typing import Any
 
-from megatron.zero_bubble.costs.lengths import LengthCost, Shape
+from megatron.zero_bubble.analysis.score import ROUNDING
+from megatron.zero_bubble.costs.lengths import LengthCost, Load
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.planning.ordering import Simulator
+from megatron.zero_bubble.schedules import build
 
 Microbatches = tuple[tuple[int, ...], ...]
 """The samples of each microbatch of a replica."""
 
+_SUM = itemgetter(0)
+_HIDDEN_SIZE, _FIXED_PART, _MORE, _MUCH = 4096, 1 / 16, 1.25, 1.05
 
-def shape_of(microbatch: Sequence[int], lengths: Sequence[int]) -> Shape:
-    """The shape of a microbatch of the given samples."""
-    return Shape(len(microbatch), max(lengths[sample] for sample in microbatch))
+
+def load_of(microbatch: Sequence[int], lengths: Sequence[int]) -> Load:
+    """The load of a microbatch of the given samples."""
+    return Load.of(lengths[sample] for sample in microbatch)
 
 
 def balance(
-    lengths: Sequence[int], num_replicas: int, num_ranks: int, cost: LengthCost, most_tokens: int
+    lengths: Sequence[int],
+    replicas: int,
+    ranks: int,
+    most_tokens: int,
+    schedule: str | Callable[[int], Schedule] = "zb-h1",
+    cost: LengthCost | None = None,
 ) -> tuple[Microbatches, ...]:
     """Divide samples over replicas and microbatches, such that the slowest replica takes as little time as possible.
 
-    The result depends on the arguments only. Microbatches of a replica are in the order of their lengths, which leaves
-    the smallest bubbles between passes of different lengths; the longest is last.
+    The result depends on the arguments only, so every rank can compute it, and nothing is exchanged.
 
     Args:
         lengths: the tokens of each sample.
-        num_ranks: pipeline ranks of a replica.
-        most_tokens: the most tokens of a microbatch, with padding.
+        replicas: data-parallel replicas, which may have different numbers of microbatches.
+        ranks: pipeline ranks of a replica.
+        most_tokens: the most tokens of a microbatch.
+        schedule: the name of the schedule, or what makes it for a number of microbatches.
+        cost: that of a sample of s tokens; default: ``12 h s + s^2`` with a hidden size h of 4096, and a microbatch
+            costs 1/16 of ``most_tokens`` short tokens more, so that few short ones are made.
 
     Returns:
-        for each replica, its microbatches of indices into ``lengths``, with every sample exactly once.
+        for each replica, its microbatches of indices into ``lengths`` in the order in which they are to run, with every
+        sample exactly once.
 
     Raises:
-        UserError: fewer samples than replicas, a sample without tokens, or one that is longer than a microbatch may be.
+        UserError: fewer samples than replicas, a sample without tokens, or one that is longer than a microbatch may be;
+            or a schedule that does not exist, or that only supports microbatches of equal length.
     """
-    if len(lengths) < num_replicas:
+    if len(lengths) < replicas:
         raise UserError(
             f"an iteration needs one sample or more per data-parallel replica; got {len(lengths)} samples for "
-            f"{num_replicas} replicas; raise --global-batch-size"
+            f"{replicas} replicas; raise --global-batch-size"
         )
     if min(lengths) < 1 or max(lengths) > most_tokens:
         raise UserError(
             f"samples must have 1 to {most_tokens} tokens, the most of a microbatch; got {min(lengths)} to "
             f"{max(lengths)}; raise --micro-batch-size or --seq-length, or cut the samples"
         )
+    cost = LengthCost.of_hidden_size(_HIDDEN_SIZE, _FIXED_PART * most_tokens) if cost is None else cost
     costs = [cost.sample(tokens) for tokens in lengths]
     # The longest sample of a replica also fills and drains its pipeline, so it can count once per rank.
-    longest = sorted(range(len(costs)), key=lambda sample: (-costs[sample], sample))[:num_replicas]
-    drained = [own * num_ranks if sample in longest else own for sample, own in enumerate(costs)]
+    longest = sorted(range(len(costs)), key=lambda sample: (-costs[sample], sample))[:replicas]
+    drained = [own * ranks if sample in longest else own for sample, own in enumerate(costs)]
     candidates = [
-        tuple(microbatches(part, lengths, num_ranks, cost, most_tokens) for part in karmarkar_karp(work, num_replicas))
+        tuple(microbatches(part, lengths, ranks, cost, most_tokens) for part in karmarkar_karp(work, replicas))
         for work in (costs, drained)
     ]
-    return min(candidates, key=lambda replicas: max(duration(own, lengths, num_ranks, cost) for own in replicas))
+    found = min(candidates, key=lambda parts: max(duration(own, lengths, ranks, cost) for own in parts))
+    return tuple(_ordered(own, lengths, simulator_of(schedule, ranks, cost)) for own in found)
 
 
-def duration(own: Microbatches, lengths: Sequence[int], num_ranks: int, cost: LengthCost) -> float:
-    """The time of a replica: its microbatches one after the other, and the longest once more for every other rank."""
-    times = [cost.microbatch(shape_of(microbatch, lengths)) for microbatch in own]
-    return sum(times) + (num_ranks - 1) * max(times)
+def _ordered(own: Microbatches, lengths: Sequence[int], simulator: Simulator) -> Microbatches:
+    """The microbatches of a replica in the best order, from that of their first samples on."""
+    own = tuple(sorted(own))
+    _, order = simulator.best([load_of(microbatch, lengths) for microbatch in own])
+    return tuple(own[at] for at in order)
+
+
+@lru_cache(maxsize=8)
+def simulator_of(schedule: str | Callable[[int], Schedule], ranks: int, cost: LengthCost) -> Simulator:
+    """What simulates a schedule; repeated calls return the same, which keeps the schedules that it has prepared."""
+    if isinstance(schedule, str):
+        name = schedule
+        return Simulator(lambda count: build(name, num_ranks=ranks, num_microbatches=count), cost)
+    return Simulator(schedule, cost)
+
+
+def duration(own: Microbatches, lengths: Sequence[int], ranks: int, cost: LengthCost) -> float:
+    """Estimate the time of a replica: its microbatches in turn, and the longest once more for every other rank."""
+    times = [cost.microbatch(load_of(microbatch, lengths)) for microbatch in own]
+    return sum(times) + (ranks - 1) * max(times)
 
 
 def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
@@ -77,54 +116,81 @@ def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     Largest differencing: of all partial divisions, the two with the largest differences between their parts are merged,
     the larger parts of one with the smaller parts of the other.
     """
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    # By partial division: minus its difference, its first item, and its parts that are not empty, the largest first.
+    # A part is its sum, and its items as a tree of pairs.
+    heap: list[tuple[float, int, list[tuple[float, Any]]]] = []
     for item, own in enumerate(costs):
-        parts = [(own, [item]), *((0.0, []) for _ in range(num_parts - 1))]
-        heapq.heappush(heap, (-own, item, parts))
+        heap.append((-own if num_parts > 1 else 0.0, item, [(own, item)]))
+    heapq.heapify(heap)
     while len(heap) > 1:
         (_, item, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-        merged = [(a + b, [*p, *q]) for (a, p), (b, q) in zip(one, reversed(other), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], item, merged))
-    return [sorted(items) for _, items in heap[0][2]]
+        shared = max(0, len(one) + len(other) - num_parts)
+        alone = len(one) - shared
+        both = [(a + b, (p, q)) for (a, p), (b, q) in zip(one[alone:], other[: -shared - 1 : -1], strict=True)]
+        merged = one[:alone] + other[: len(other) - shared] + both
+        merged.sort(key=_SUM, reverse=True)
+        least = merged[-1][0] if len(merged) == num_parts else 0.0
+        heapq.heappush(heap, (least - merged[0][0], item, merged))
+    parts = [sorted(_items(tree)) for _, tree in heap[0][2]]
+    return parts + [[] for _ in range(num_parts - len(parts))]
+
+
+def _items(tree: Any) -> list[int]:
+    """The leaves of a tree of pairs."""
+    found, left = [], [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, tuple):
+            left += node
+        else:
+            found.append(node)
+    return found
 
 
 def microbatches(
-    samples: Sequence[int], lengths: Sequence[int], num_ranks: int, cost: LengthCost, most_tokens: int
+    samples: Sequence[int], lengths: Sequence[int], ranks: int, cost: LengthCost, most_tokens: int
 ) -> Microbatches:
-    """Divide the samples of a replica into microbatches of at most ``most_tokens``, the shortest samples first.
+    """Pack the samples of a replica into microbatches of at most ``most_tokens``.
 
-    Fewer microbatches have fewer fixed costs, but more padding, and a larger one fills and drains the pipeline. So the
-    runs with the least sum are found for several limits of a microbatch's time, from that of the longest sample on.
+    Fewer microbatches have fewer fixed costs, but larger ones take longer to fill and drain the pipeline. So several
+    numbers are tried, from the fewest on.
     """
-    order = sorted(samples, key=lambda sample: (lengths[sample], sample))
-    of_order = [lengths[sample] for sample in order]
-    limit = cost.microbatch(Shape(1, of_order[-1]))
-    found = []
+    # Of equal times, that of more microbatches is taken: they leave smaller bubbles than the estimate says.
+    number = -(-sum(lengths[sample] for sample in samples) // most_tokens)
+    best, least = None, inf
     while True:
-        runs = _runs(of_order, cost, most_tokens, limit)
-        found.append(tuple(tuple(order[start:end]) for start, end in runs))
-        if limit >= cost.microbatch(Shape(len(order), of_order[-1])):
-            return min(found, key=lambda own: duration(own, lengths, num_ranks, cost))
-        limit *= 2
+        packed = pack(samples, lengths, cost, most_tokens, number)
+        time = inf if packed is None else duration(packed, lengths, ranks, cost)
+        if packed is not None and time <= least * (1 + ROUNDING):
+            best, least = packed, min(time, least)
+        if best is not None and (number == len(samples) or time > least * _MUCH):
+            return best
+        number = min(max(number + 1, int(number * _MORE)), len(samples))
 
 
-def _runs(of_order: Sequence[int], cost: LengthCost, most_tokens: int, limit: float) -> list[tuple[int, int]]:
-    """The runs of ascending lengths with the least sum of times, none of which is above ``limit``."""
-    best = [0.0]
-    starts = []
-    for end, tokens in enumerate(of_order, 1):
-        options, each = [], cost.sample(tokens)
-        for sequences in range(1, end + 1):
-            time = cost.fixed + sequences * each
-            if sequences > 1 and (sequences * tokens > most_tokens or time > limit):
-                break
-            options.append((best[end - sequences] + time, sequences))
-        total, sequences = min(options)
-        best.append(total)
-        starts.append(end - sequences)
-    runs, end = [], len(of_order)
-    while end:
-        runs.append((starts[end - 1], end))
-        end = starts[end - 1]
-    return runs[::-1]
+def pack(
+    samples: Sequence[int], lengths: Sequence[int], cost: LengthCost, most_tokens: int, number: int
+) -> Microbatches | None:
+    """Pack samples into a number of microbatches with nearly equal times; None if no such packing is found."""
+    parts = karmarkar_karp([cost.sample(lengths[sample]) for sample in samples], number)
+    found = [[samples[item] for item in part] for part in parts]
+    if all(sum(lengths[sample] for sample in part) <= most_tokens for part in found):
+        return tuple(map(tuple, found))
+    return _within(samples, lengths, cost, most_tokens, number)
+
+
+def _within(
+    samples: Sequence[int], lengths: Sequence[int], cost: LengthCost, most_tokens: int, number: int
+) -> Microbatches | None:
+    """Put each sample, the longest first, where the time is the least among the microbatches that have room."""
+    own: list[list[int]] = [[] for _ in range(number)]
+    tokens, times = [0] * number, [0.0] * number
+    for sample in sorted(samples, key=lambda sample: (-lengths[sample], sample)):
+        room = [at for at in range(number) if tokens[at] + lengths[sample] <= most_tokens]
+        if not room:
+            return None
+        at = min(room, key=lambda at: times[at])
+        own[at].append(sample)
+        tokens[at] += lengths[sample]
+        times[at] += cost.sample(lengths[sample])
+    return tuple(tuple(sorted(part)) for part in own) if all(own) else None

@@ -26,8 +26,10 @@ from megatron.zero_bubble.optimizer.step import Outcome
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.training.checkpoint import TrainedObjects, TrainState, save
 from megatron.zero_bubble.training.data.batches import Batch, Splits, microbatches
+from megatron.zero_bubble.training.data.documents import ENDS
 from megatron.zero_bubble.training.data.shares import Share, share_of
 from megatron.zero_bubble.training.failure import during
+from megatron.zero_bubble.training.packing import packed_sequences
 from megatron.zero_bubble.training.report import BubbleMetrics, IterationMetrics, Progress
 from megatron.zero_bubble.training.stop import StopRequest
 
@@ -226,12 +228,20 @@ class Trainer:
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         """Megatron's forward step: the output of one chunk for the next microbatch, and its loss function."""
         batch: Batch = {}
+        more: dict[str, Any] = {}
         ends = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
-        if ends or self.args.reset_attention_mask:
-            to_device = self.platform.to_device
-            batch = {name: to_device(tensor, self.device) for name, tensor in next(batches).items()}
+        packs = self.args.zero_bubble_balance_microbatches
+        if ends or packs or self.args.reset_attention_mask:
+            read = next(batches)
+            batch = {name: self.platform.to_device(tensor, self.device) for name, tensor in read.items()}
+            if packs:
+                more["packed_seq_params"] = packed_sequences(read[ENDS], batch.pop(ENDS))
         output = model(
-            batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels")
+            batch.get("tokens"),
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+            labels=batch.get("labels"),
+            **more,
         )
         return output, partial(_loss, batch)
 

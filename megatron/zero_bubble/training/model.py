@@ -27,6 +27,7 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.adapter.placement import as_pipeline_rank, copy_embedding, groups_as, megatron_rank
 from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.training.packing import PackedAttention
 
 # Megatron's default for parameters per gradient bucket: at least 40 million, and 1 million per data-parallel rank.
 _SMALLEST_BUCKET = 40_000_000
@@ -175,7 +176,10 @@ def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: i
         return get_gpt_decoder_block_spec(config, engine, normalization=args.normalization, vp_stage=vp_stage)
     if engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
-    return get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+    if args.zero_bubble_balance_microbatches:
+        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    return spec
 
 
 def build_ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy
@@ -9,9 +10,10 @@ import pytest
 import torch
 from corpus import write_documents
 
-from megatron.zero_bubble.costs.lengths import LengthCost, Shape
+from megatron.zero_bubble import Schedule, build
+from megatron.zero_bubble.costs.lengths import LengthCost
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
-from megatron.zero_bubble.training.data.documents import Documents, IndexedTexts, MockTexts, padded
+from megatron.zero_bubble.training.data.documents import Documents, IndexedTexts, MockTexts, packed
 from megatron.zero_bubble.training.data.shares import Balance, BalancedOrder
 from tests.helpers.ranks import RankFailure, RankPool
 
@@ -67,16 +69,29 @@ def test_generated_documents_have_lengths_up_to_the_longest() -> None:
     assert max(texts.read(0, 0, 64).tolist()) == 30
 
 
-def test_a_microbatch_is_padded_to_its_longest_sample() -> None:
+def test_the_samples_of_a_microbatch_are_packed() -> None:
+    """Each sample is rounded up to the multiple, and there is no other padding."""
     data = Documents(Texts(4, 6), 64, 2, seed=0)
-    batch = padded([data[0], data[1]], multiple=4)
-    assert batch["tokens"].shape == (2, 8)
+    samples = [data[0], data[1]]
+    batch = packed(samples, multiple=4)
+    lengths = [len(sample["tokens"]) for sample in samples]
+    assert sorted(lengths) == [3, 5]
+    ends = batch.pop("ends")
+    assert ends.dtype == torch.int32 and ends.tolist() == ([0, 4, 12] if lengths == [3, 5] else [0, 8, 12])
+    for name, values in batch.items():
+        assert values.shape == (1, 12) and values.dtype == samples[0][name].dtype
+        for sample, start in zip(samples, ends.tolist(), strict=False):
+            assert torch.equal(values[0, start : start + len(sample[name])], sample[name])
     assert batch["loss_mask"].sum() == 8
-    assert batch["tokens"].dtype == torch.int64
+    assert batch["position_ids"].max() == 4, "positions begin again in every sample"
+
+
+def two_ranks(num_microbatches: int) -> Schedule:
+    return build("zb-h1", num_ranks=2, num_microbatches=num_microbatches)
 
 
 def own(replica: int) -> Balance:
-    return Balance(replica, 2, 2, LengthCost(1.0, 0.0, 4.0), most_tokens=32, multiple=2)
+    return Balance(replica, 2, 2, LengthCost(1.0, 0.0, 4.0), most_tokens=32, multiple=2, make=two_ranks)
 
 
 def test_replicas_read_every_sample_of_an_iteration_once() -> None:
@@ -104,10 +119,12 @@ def test_every_rank_refuses_documents_of_other_lengths(ranks: RankPool) -> None:
     assert len(caught.value.reports) == 2
 
 
-def test_shapes_are_those_of_the_microbatches() -> None:
+def test_an_iteration_has_the_tokens_of_its_samples_rounded_up() -> None:
     lengths = numpy.array([31, 3, 4, 3, 8, 9])
-    for replica in range(2):
-        microbatches, shapes = own(replica).own(lengths)
-        for microbatch, shape in zip(microbatches, shapes, strict=True):
-            longest = int(lengths[list(microbatch)].max())
-            assert shape == Shape(len(microbatch), longest + longest % 2)
+    orders = [BalancedOrder(lengths, lambda _: 6, 0, own(replica)) for replica in range(2)]
+    tokens = [ends[-1] for order in orders for ends in order.ends()]
+    assert sum(tokens) == 32 + 4 + 4 + 4 + 8 + 10
+    assert max(tokens) <= 32
+    for order in orders:
+        for microbatch, ends in zip(order, order.ends(), strict=True):
+            assert [end - start for start, end in pairwise(ends)] == [int(-(-lengths[s] // 2) * 2) for s in microbatch]

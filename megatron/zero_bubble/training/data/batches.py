@@ -19,7 +19,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.training.data.documents import Documents, build_documents, padded
+from megatron.zero_bubble.training.data.documents import ENDS, Documents, build_documents, packed
 from megatron.zero_bubble.training.data.shares import Balance, BalancedOrder
 from megatron.zero_bubble.training.data.tokenizer import Tokenizer
 from megatron.zero_bubble.training.distributed import agree, gather
@@ -116,7 +116,8 @@ def microbatches(
 
     Each microbatch has ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), all of shape
     [micro batch, sequence], and with ``--reset-attention-mask`` also ``attention_mask``. With
-    ``--zero-bubble-balance-microbatches``, microbatches have the shapes of ``shares.share_of``.
+    ``--zero-bubble-balance-microbatches``, microbatches have the shapes of ``shares.share_of``, and also ``ends``,
+    where their packed samples end; a chunk between the first and the last stage gets only these.
 
     Args:
         samples_at: the samples of all replicas in the iteration that begins after a number of samples; default: those
@@ -129,7 +130,7 @@ def microbatches(
     if isinstance(dataset, Documents):
         balance = Balance.of(args)
         order = BalancedOrder(dataset.lengths, samples_at or args.batch_sizes.at, consumed_samples, balance)
-        collate = partial(padded, multiple=balance.multiple)
+        collate = partial(packed, multiple=balance.multiple)
     else:
         order = MicrobatchOrder(
             len(dataset),  # type: ignore[arg-type]  # GPTDataset has a length
@@ -145,7 +146,16 @@ def microbatches(
     loader = DataLoader(
         dataset, batch_sampler=order, num_workers=args.num_workers, collate_fn=collate, generator=generator
     )
-    return [_read(loader, vocab_size) for _ in range(num_chunks)]
+    if not isinstance(order, BalancedOrder):
+        return [_read(loader, vocab_size) for _ in range(num_chunks)]
+    ends = (0, args.placement.num_stages - 1)
+    stages = args.placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    return [_read(loader, vocab_size) if stage in ends else _read_ends(order) for stage in stages]
+
+
+def _read_ends(order: BalancedOrder) -> Iterator[Batch]:
+    for ends in order.ends():
+        yield {ENDS: torch.tensor(ends, dtype=torch.int32)}
 
 
 def _read(batches: DataLoader, vocab_size: int) -> Iterator[Batch]:

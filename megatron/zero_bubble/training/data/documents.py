@@ -20,6 +20,8 @@ from megatron.zero_bubble.job.document_splits import divide
 from megatron.zero_bubble.training.data.tokenizer import Tokenizer
 
 Sample = dict[str, torch.Tensor]
+ENDS = "ends"
+"""The key of where the packed samples of a microbatch end."""
 _MOCK_DOCUMENTS = 4096
 _MOCK_SIGMA = 1.0
 """Standard deviation of the logarithm of a generated length; its median is a quarter of the longest."""
@@ -129,16 +131,20 @@ def _texts(args: argparse.Namespace, tokenizer: Tokenizer, split: int) -> Texts 
     return read(prefix, documents) if documents else None
 
 
-def padded(samples: Sequence[Sample], multiple: int = 1) -> Sample:
-    """A microbatch of ``samples``, with zeros up to the longest, rounded up to ``multiple``; [samples, tokens].
+def packed(samples: Sequence[Sample], multiple: int = 1) -> Sample:
+    """A microbatch of ``samples``, one after the other, each with zeros up to a ``multiple``; [1, tokens].
 
-    Tokens attend only to earlier ones and the loss mask of the padding is 0, so that it changes no result.
+    ``ends`` (int32) has the first token of the first sample, 0, and the end of every sample. The loss mask of the
+    zeros is 0, and no other token attends to them, so that they change no result.
     """
-    longest = padded_length(max(len(sample["tokens"]) for sample in samples), multiple)
-    return {
-        name: torch.stack([torch.nn.functional.pad(s[name], (0, longest - len(s[name]))) for s in samples])
+    ends = torch.tensor([0, *(padded_length(len(sample["tokens"]), multiple) for sample in samples)])
+    more = [padded_length(len(sample["tokens"]), multiple) - len(sample["tokens"]) for sample in samples]
+    pad = torch.nn.functional.pad
+    batch = {
+        name: torch.cat([pad(sample[name], (0, zeros)) for sample, zeros in zip(samples, more, strict=True)])[None]
         for name in samples[0]
     }
+    return {**batch, ENDS: ends.cumsum(0, dtype=torch.int32)}
 
 
 def padded_length(tokens: int, multiple: int) -> int:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.costs.lengths import LengthCost, Shape
+from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.job.balance import length_cost
-from megatron.zero_bubble.planning.balance import Microbatches, balance, shape_of
+from megatron.zero_bubble.planning.balance import Microbatches, balance
 from megatron.zero_bubble.training.data.documents import padded_length
 from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
 
@@ -39,8 +41,9 @@ class Balance:
     Attributes:
         replica: that of this rank.
         num_ranks: pipeline ranks of a replica.
-        most_tokens: the most tokens of a microbatch, with padding.
-        multiple: of what the length of a padded sample must be a multiple.
+        most_tokens: the most tokens of a microbatch.
+        multiple: of what the length of a packed sample must be a multiple.
+        make: the job's schedule for a number of microbatches.
     """
 
     replica: int
@@ -49,6 +52,7 @@ class Balance:
     cost: LengthCost
     most_tokens: int
     multiple: int
+    make: Callable[[int], Schedule]
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Balance:
@@ -60,18 +64,25 @@ class Balance:
             length_cost(args, args, known_vocabulary(args)),
             args.micro_batch_size * args.seq_length,
             args.tensor_model_parallel_size if args.sequence_parallel else 1,
+            args.source.make,
         )
 
-    def own(self, lengths: numpy.ndarray) -> tuple[Microbatches, tuple[Shape, ...]]:
-        """The microbatches of this replica, of indices into ``lengths``, and their shapes."""
-        whole = tuple(padded_length(int(tokens), self.multiple) for tokens in lengths)
-        microbatches = _replicas(self, whole)[self.replica]
-        return microbatches, tuple(shape_of(microbatch, whole) for microbatch in microbatches)
+    def own(self, lengths: numpy.ndarray) -> Microbatches:
+        """The microbatches of this replica, of indices into ``lengths``."""
+        return _replicas(self, self._whole(lengths))[self.replica]
+
+    def ends(self, microbatch: Sequence[int], lengths: numpy.ndarray) -> tuple[int, ...]:
+        """Where its packed samples end, as ``documents.packed`` says."""
+        own = (padded_length(int(lengths[sample]), self.multiple) for sample in microbatch)
+        return tuple(accumulate(own, initial=0))
+
+    def _whole(self, lengths: numpy.ndarray) -> tuple[int, ...]:
+        return tuple(padded_length(int(tokens), self.multiple) for tokens in lengths)
 
 
 @functools.lru_cache(maxsize=4)  # the loop and the loaders of all chunks ask for the same iterations
 def _replicas(of: Balance, lengths: tuple[int, ...]) -> tuple[Microbatches, ...]:
-    return balance(lengths, of.num_replicas, of.num_ranks, of.cost, of.most_tokens)
+    return balance(lengths, of.num_replicas, of.num_ranks, of.most_tokens, of.make, of.cost)
 
 
 def share_of(args: argparse.Namespace, dataset: Any, consumed_samples: int, samples: int) -> Share:
@@ -79,7 +90,8 @@ def share_of(args: argparse.Namespace, dataset: Any, consumed_samples: int, samp
     if not args.zero_bubble_balance_microbatches:
         return Share(samples // args.batch_sizes.granule, None, samples, samples * args.seq_length)
     lengths = dataset.lengths[consumed_samples : consumed_samples + samples]
-    _, shapes = Balance.of(args).own(lengths)
+    of_all = Balance.of(args)
+    shapes = tuple(Shape(1, of_all.ends(microbatch, lengths)[-1]) for microbatch in of_all.own(lengths))
     return Share(len(shapes), shapes, samples, int(lengths.sum()))
 
 
@@ -100,6 +112,10 @@ class BalancedOrder:
     def __iter__(self) -> Iterator[list[int]]:
         first = self.consumed_samples
         while (end := first + self.samples_at(first)) <= len(self.lengths):
-            for microbatch in self.balance.own(self.lengths[first:end])[0]:
+            for microbatch in self.balance.own(self.lengths[first:end]):
                 yield [first + sample for sample in microbatch]
             first = end
+
+    def ends(self) -> Iterator[tuple[int, ...]]:
+        """Where the packed samples of each microbatch end."""
+        return (self.balance.ends(microbatch, self.lengths) for microbatch in self)
