@@ -36,9 +36,13 @@ def sample(index: int, vocab_size: int) -> dict[str, torch.Tensor]:
     }
 
 
-def worst_differences(rank: int, flags: str, schedule: str) -> list[tuple[float, float]]:
+def worst_differences(rank: int, flags: str, schedule: str, scaled: bool = False) -> list[tuple[float, float]]:
     """Train four iterations on two replicas, without optimizer steps, and compare with stock, which trains all samples
     on each replica, one per microbatch, padded to the same length.
+
+    Args:
+        scaled: whether the loop divides its losses by the tokens of all replicas, and multiplies them by its own number
+            of microbatches, as loops of reinforcement learning do, instead of Megatron.
 
     Returns:
         for each iteration, the largest difference of a gradient, relative to the largest of its weight, and the
@@ -46,16 +50,25 @@ def worst_differences(rank: int, flags: str, schedule: str) -> list[tuple[float,
     """
     from megatron.core import parallel_state
 
+    from megatron.zero_bubble.adapter.recent import Recent
+
     start: Any = None
     found: list[list[tuple[dict[str, torch.Tensor], float]]] = []
     packs = "--calculate-per-token-loss --zero-bubble-balance-microbatches --mock-data"
     for args, pipeline in _under_each(flags, [None, f"--zero-bubble-schedule {schedule} {packs}"]):
+        args.calculate_per_token_loss &= pipeline is None or not scaled
         chunks, start = _build(args, start)
         trainer = _trainer(args, chunks)
+        forward_step = trainer._forward_step
+        if pipeline is not None and scaled:
+            pipeline._prepared = Recent(1)  # so the plan of the first iteration is made again for the last one
         results = []
         for assignment in ASSIGNMENTS:
             everything = [[index] for own in assignment for microbatch in own for index in microbatch]
             own = everything if pipeline is None else assignment[parallel_state.get_data_parallel_rank()]
+            if pipeline is not None and scaled:
+                tokens = sum(int(sample(index, args.vocab_size)["loss_mask"].sum()) for [index] in everything)
+                trainer._forward_step = _scaled(forward_step, len(own) * len(assignment) / tokens)
             results.append(_iteration(trainer, args, own, whole=pipeline is None))
         found.append(results)
     return [
@@ -65,6 +78,21 @@ def worst_differences(rank: int, flags: str, schedule: str) -> list[tuple[float,
         )
         for (reference, expected), (of, loss) in zip(*found, strict=True)
     ]
+
+
+def _scaled(forward_step: Any, factor: float) -> Any:
+    """A forward step whose loss is multiplied by ``factor``, and not divided by tokens by Megatron."""
+
+    def scaled_forward_step(batches: Any, model: Any) -> Any:
+        output, loss = forward_step(batches, model)
+
+        def scaled_loss(output: torch.Tensor) -> Any:
+            total, _, report = loss(output)
+            return total * factor, report
+
+        return output, scaled_loss
+
+    return scaled_forward_step
 
 
 def _trainer(args: Any, chunks: Any) -> Any:

@@ -27,6 +27,7 @@ from megatron.zero_bubble.adapter.loss_reports import LossReportList, LossReport
 from megatron.zero_bubble.adapter.models import Models
 from megatron.zero_bubble.adapter.part import Call, IterationFacts, Joined, Part
 from megatron.zero_bubble.adapter.prepared import PreparedPlan, check_queues, check_same_plan, loss_rank
+from megatron.zero_bubble.adapter.recent import Recent
 from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
 from megatron.zero_bubble.adapter.staging import Links
@@ -51,6 +52,8 @@ from megatron.zero_bubble.wgrad.grad_sync import GradSync, reduced_in_order, red
 from megatron.zero_bubble.wgrad.store import WgradStore
 
 P = TypeVar("P", bound=Part)
+_MOST_PLANS = 64
+"""Plans kept; loops that pack samples of different lengths run many numbers of microbatches."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class Pipeline:
         self._options, self._say = options, say
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
-        self._prepared: dict[tuple[int, bool], PreparedPlan] = {}
+        self._prepared: Recent[tuple[int, bool], PreparedPlan] = Recent(_MOST_PLANS)
         self._models = Models()
         self._connection: Connection | None = None
 
