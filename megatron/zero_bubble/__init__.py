@@ -2,7 +2,7 @@
 
 The names below are the part of the package that does not import torch: schedules as values, their costs, and their
 validation. Training lives in ``runtime`` and the packages above it. ``apply``, ``build_stages``, ``disconnect``,
-``report``, ``revert``, ``ModelStages`` and ``use_cpu_ranks`` are imported on first use:
+``report``, ``revert``, ``shapes``, ``ModelStages`` and ``use_cpu_ranks`` are imported on first use:
 
     import megatron.zero_bubble
     megatron.zero_bubble.apply("zb-h1")  # every get_forward_backward_func() now runs ZB-H1
@@ -23,7 +23,7 @@ from megatron.zero_bubble.schedules import SCHEDULES, build
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.adapter.model_stages import ModelStages
-    from megatron.zero_bubble.patching.apply import apply, build_stages, disconnect, report, revert
+    from megatron.zero_bubble.patching.apply import apply, build_stages, disconnect, report, revert, shapes
     from megatron.zero_bubble.platforms.cpu import use_cpu_ranks
 
 __version__ = "0.1.0"
@@ -49,6 +49,7 @@ __all__ = [
     "disconnect",
     "report",
     "revert",
+    "shapes",
     "simulate",
     "use_cpu_ranks",
     "validate",
@@ -56,7 +57,7 @@ __all__ = [
 
 
 _ON_FIRST_USE = {
-    **dict.fromkeys(("apply", "build_stages", "disconnect", "report", "revert"), "patching"),
+    **dict.fromkeys(("apply", "build_stages", "disconnect", "report", "revert", "shapes"), "patching"),
     "ModelStages": "adapter.model_stages",
     "use_cpu_ranks": "platforms.cpu",
 }

@@ -114,14 +114,26 @@ def test_groups_without_ends_of_a_v_are_refused(pretrain: Any) -> None:
     [
         ("cuda_graph_impl", "full_iteration", "need cuda_graph_impl='none', .*; got 'full_iteration'"),
         ("moe_paged_stash", True, "need moe_paged_stash=False, .*; got True"),
-        ("variable_seq_lengths", True, "need variable_seq_lengths=False, .*; got True"),
     ],
 )
 def test_options_that_replace_or_need_megatrons_schedule_are_refused(
     pretrain: Any, option: str, value: Any, message: str
 ) -> None:
-    """With these, Megatron-Bridge wraps the schedule, or the receives need shapes that are not known."""
     bridge.install()
     with pytest.raises(UserError, match=message):
         run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}, **{option: value})
+    assert not megatron.zero_bubble.report()
+
+
+def test_in_batch_packing_runs_without_slices(pretrain: Any) -> None:
+    """Megatron-Bridge sets the option for in-batch packing with a pipeline."""
+    bridge.install()
+    run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}, variable_seq_lengths=True)
+    assert megatron.zero_bubble.report()
+
+
+def test_in_batch_packing_is_refused_with_slices(pretrain: Any) -> None:
+    bridge.install()
+    with pytest.raises(UserError, match="got variable_seq_lengths and schedule=seq-zb-h1; pad all"):
+        run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "seq-zb-h1"}, variable_seq_lengths=True)
     assert not megatron.zero_bubble.report()

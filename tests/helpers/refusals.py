@@ -58,6 +58,7 @@ _CHOICES = {
     exclusions.RECORDS: ("--zero-bubble-trace x", ""),
     exclusions.MEASUREMENTS: ("--zero-bubble-log-bubble", ""),
     exclusions.BALANCE: ("--zero-bubble-balance-microbatches", ""),
+    exclusions.LENGTHS: ("", ""),  # by a model's configuration, or by shapes
 }
 """The flags that make a choice, in a job and in ``plan``; "" where it cannot be made."""
 

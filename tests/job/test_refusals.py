@@ -19,7 +19,7 @@ from megatron.zero_bubble.job.flags import given, parse_ours
 from megatron.zero_bubble.job.options import OPTIONS, check_options, check_shards
 from megatron.zero_bubble.job.rules import Job, check_flags
 from megatron.zero_bubble.planning import plans, vocabulary
-from megatron.zero_bubble.planning.exclusions import BALANCE, EXCLUSIONS, SHARDS
+from megatron.zero_bubble.planning.exclusions import BALANCE, EXCLUSIONS, LENGTHS, SHARDS, refuse_excluded
 from megatron.zero_bubble.planning.rule import Choice, Rule, check, chosen
 from tests.helpers.refusals import MEGATRONS_VALUES, jobs_of_effects, jobs_of_exclusions, plans_of_exclusions
 
@@ -108,10 +108,34 @@ def test_every_row_has_a_case() -> None:
     of_jobs = [*jobs_of_effects(False), *jobs_of_effects(True), *jobs_of_exclusions(False), *plans_of_exclusions()]
     tested = [rule for rule, _ in of_jobs]
     missing = [rule for rule in (*EFFECTS, *EXCLUSIONS) if rule not in tested]
-    assert not missing
+    assert all(rule.subject is LENGTHS for rule in missing)
     with pytest.raises(UserError, match=r"num_chunks=2 works only with interleaved .*zb-auto on a loop or in a wave"):
         ZeroBubbleConfig("zb-auto", num_chunks=2)
     ZeroBubbleConfig("zb-auto", placement="loop", num_chunks=2)
+
+
+EXCLUDED_BY_LENGTHS: dict[str, tuple[str, Any]] = {
+    "sequence slices": ("num_slices", 2),
+    "vocabulary parallelism": ("vocabulary", "2"),
+    "offloading": ("offload", "all"),
+    "zb-auto": ("schedule", "zb-auto"),
+    "recorded iterations": ("trace", "x"),
+}
+"""The field and a value that choose it, for what excludes microbatches of different lengths."""
+
+
+@pytest.mark.parametrize("rule", [rule for rule in EXCLUSIONS if rule.subject is LENGTHS], ids=lambda rule: rule.what)
+@pytest.mark.parametrize("by", ["variable_seq_lengths", "shapes"])
+def test_what_microbatches_of_different_lengths_exclude(rule: Rule, by: str) -> None:
+    name, value = EXCLUDED_BY_LENGTHS[rule.what]
+    lengths = f"microbatches of different lengths and {rule.what}"
+    said = f"{lengths} exclude each other, because {rule.why}; got {by} and {name}={value}; {rule.remedy}"
+    with pytest.raises(UserError) as caught:
+        refuse_excluded({name: value, by: True})
+    assert str(caught.value) == said
+    check_options(SimpleNamespace(variable_seq_lengths=True), choices={"schedule": "zb-h1"})
+    with pytest.raises(UserError, match=lengths):
+        check_options(SimpleNamespace(variable_seq_lengths=True), choices={name: value})
 
 
 def refusal(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,8 +48,9 @@ def second_model(rank: int) -> list[str]:
     try:
         initialize(None)
         tensor_parallel.model_parallel_cuda_manual_seed(7)
-        options: dict[str, Any] = {"is_trained": False, "moe_token_dispatcher_type": "alltoall"}
-        supported, other = (build(None, "plain", variable_seq_lengths=varies, **options) for varies in (False, True))
+        supported, other = (
+            build(None, "plain", is_trained=False, use_ring_exchange_p2p=rings) for rings in (False, True)
+        )
         for chunk in (*supported, *other):
             chunk.config.finalize_model_grads_func = None
         plain_steps(supported, batches(2, 0))
@@ -68,4 +68,4 @@ def second_model(rank: int) -> list[str]:
 def test_the_options_of_every_model_are_checked(ranks: RankPool) -> None:
     for said in ranks.run(2, second_model):
         assert len(said) == 2
-        assert all(each.startswith("zero-bubble schedules need variable_seq_lengths=False, because ") for each in said)
+        assert all(each.startswith("zero-bubble schedules need use_ring_exchange_p2p=False, because ") for each in said)

@@ -238,9 +238,11 @@ def another_linear(_rank: int) -> None:
     layers.linear_with_grad_accumulation_and_async_allreduce = lambda x, w: x @ w.t()
 
 
-def test_variable_sequence_lengths_are_rejected(tmp_path: Path) -> None:
-    sentence = "need variable_seq_lengths=False, because receives are posted before shapes are known; got True; pad to"
-    check_all_refuse([*BASE, *PAIR, *ZERO_BUBBLE], tmp_path, variable_lengths, sentence)
+def test_variable_sequence_lengths_are_rejected_with_slices(tmp_path: Path) -> None:
+    sentence = (
+        "exclude each other, because sequences are cut at the same tokens .* variable_seq_lengths and num_slices=2"
+    )
+    check_all_refuse([*BASE, *PAIR, *SLICES], tmp_path, variable_lengths, sentence)
 
 
 def variable_lengths(_rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,15 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
+from megatron.zero_bubble.adapter.lengths import Lengths
 from megatron.zero_bubble.adapter.versions import supported_kwargs
 from megatron.zero_bubble.costs.lengths import Shape
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Message, Slices
+from megatron.zero_bubble.runtime.handlers import Channels
+from megatron.zero_bubble.runtime.headers import HeaderedChannels
+from megatron.zero_bubble.runtime.hosts import Hosts
+from megatron.zero_bubble.runtime.transport import Transport
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,9 @@ class Boundary:
         Raises:
             UserError: sequences that cannot be cut into ``slices``.
         """
+        if getattr(config, "variable_seq_lengths", False):  # then upstream has no shape, from 0.18 on
+            config = copy(config)
+            config.variable_seq_lengths = False
         of_version = supported_kwargs(
             schedules.get_tensor_shapes,
             tp_group=groups.tp,
@@ -82,15 +91,31 @@ class Boundary:
         sequences = _sequences_after_stages(config)
         return cls(received[0], sent[0], sequences, config.pipeline_dtype, device, ends or (length,))
 
-    def new_buffer(self, message: Message) -> torch.Tensor:
-        """An uninitialized tensor for ``message``; a gradient has the shape of the stage output that it belongs to."""
+    def new(self, shape: Sequence[int]) -> torch.Tensor:
+        """An uninitialized tensor."""
+        return torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
+
+    def new_buffer(self, message: Message) -> torch.Tensor | None:
+        """An uninitialized tensor for ``message``."""
+        return self.new(self.shape(message))
+
+    def channels(self, transport: Transport, _hosts: Hosts | None) -> Channels:
+        """What moves the messages while a plan runs.
+
+        Args:
+            _hosts: those of the pipeline, if the lengths of microbatches differ.
+        """
+        return transport
+
+    def shape(self, message: Message) -> tuple[int, ...]:
+        """The shape of a message; a gradient has that of the stage output that it belongs to."""
         shape = self.activation if message.is_activation else self.gradient
         stage = message.producer.stage - (not message.is_activation)
         times = self.num_sequences[stage] if stage < len(self.num_sequences) else 1
         slice_ = message.producer.slice
         tokens = self.ends[slice_] - (self.ends[slice_ - 1] if slice_ else 0)
         length = times * shape[0] * tokens // self.ends[-1]
-        return torch.empty((length, *shape[1:]), dtype=self.dtype, device=self.device)
+        return length, *shape[1:]
 
 
 @dataclass(frozen=True)
@@ -105,37 +130,98 @@ class ShapedBoundary(Boundary):
 
     @classmethod
     def of_shapes(cls, shapes: Sequence[Shape], config: Any, groups: Any, *more: Any) -> ShapedBoundary:
-        """Make the boundaries; the other arguments are those of ``Boundary.of``."""
+        """Make the boundaries; the other arguments are those of ``Boundary.of``.
+
+        Raises:
+            UserError: also for tokens that cannot be divided over the ranks.
+        """
+        parts = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+        for number, shape in enumerate(shapes):
+            if shape.tokens % parts:
+                raise UserError(
+                    "the tokens of a microbatch must be a multiple of the ranks over which they are divided, by "
+                    f"context parallelism and sequence parallelism: {parts}; got {shape.tokens} for microbatch "
+                    f"{number}; pad its sequences, and give their padded length"
+                )
         by_shape = {shape: Boundary.of(config, groups, shape.tokens, shape.sequences, None, *more) for shape in shapes}
         return cls(**vars(by_shape[shapes[-1]]), microbatches=tuple(by_shape[shape] for shape in shapes))
 
-    def new_buffer(self, message: Message) -> torch.Tensor:
+    def shape(self, message: Message) -> tuple[int, ...]:
         """See ``Boundary``."""
-        return self.microbatches[message.producer.microbatch].new_buffer(message)
+        return self.microbatches[message.producer.microbatch].shape(message)
+
+    def channels(self, transport: Transport, _hosts: Hosts | None) -> Channels:
+        """See ``Boundary``."""
+        return _ShapedChannels(transport, self.shape)
 
 
-def make_boundary(
-    shapes: Sequence[Shape] | None,
-    equal: tuple[int, int, int | None],
-    config: Any,
-    groups: Any,
-    adjust: Callable[..., Any] | None,
-    chunk: torch.nn.Module,
-    device: torch.device,
-) -> Callable[[Slices], Boundary]:
-    """Return what makes the boundary for the slices of a schedule; the other arguments are those of ``Boundary.of``.
+@dataclass(frozen=True)
+class HeaderedBoundary(Boundary):
+    """The boundary of microbatches whose shapes only their senders know; its own shapes mean nothing."""
 
-    Args:
-        shapes: of every microbatch, if they differ; otherwise None, and all are ``equal``.
+    def new_buffer(self, message: Message) -> None:
+        """None: the channels make the buffers."""
+
+    def channels(self, transport: Transport, hosts: Hosts | None) -> Channels:
+        """See ``Boundary``."""
+        assert hosts is not None, "microbatches of different lengths have hosts"
+        return HeaderedChannels(transport, hosts, self.new)
+
+
+@dataclass(frozen=True)
+class BoundaryMaker:
+    """Makes the boundary of a call, when all ranks know what any of them knows of the lengths of its microbatches.
+
+    Attributes:
         equal: ``seq_length``, ``micro_batch_size`` and ``decoder_seq_length``.
+        config, groups, adjust, chunk, device: see ``Boundary.of``.
     """
 
-    def boundary(slices: Slices) -> Boundary:
-        if shapes is not None:
-            return ShapedBoundary.of_shapes(shapes, config, groups, adjust, chunk, device, slices)
-        return Boundary.of(config, groups, *equal, adjust, chunk, device, slices)
+    equal: tuple[int, int, int | None]
+    config: Any
+    groups: Any
+    adjust: Callable[..., Any] | None
+    chunk: torch.nn.Module
+    device: torch.device
 
-    return boundary
+    def make(self, lengths: Lengths, slices: Slices) -> Boundary:
+        """The boundary for the slices of a schedule.
+
+        Raises:
+            UserError: see ``Boundary.of`` and ``ShapedBoundary.of_shapes``.
+        """
+        more: tuple[Any, ...] = self.adjust, self.chunk, self.device, slices
+        if lengths.shapes is not None:
+            return ShapedBoundary.of_shapes(lengths.shapes, self.config, self.groups, *more)
+        kind = HeaderedBoundary if lengths.need_headers else Boundary
+        return kind.of(self.config, self.groups, *self.equal, *more)
+
+
+class _ShapedChannels:
+    """``transport``, for activations that must have the shapes given for them, because receives are posted for these.
+
+    Args:
+        shape: returns that of a message.
+    """
+
+    def __init__(self, transport: Transport, shape: Callable[[Message], tuple[int, ...]]) -> None:
+        self._transport, self._shape = transport, shape
+        self.post, self.settle = transport.post, transport.settle
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None:
+        """See ``Transport``.
+
+        Raises:
+            UserError: a tensor of another shape.
+        """
+        expected = self._shape(message)
+        if tensor.shape != expected:
+            raise UserError(
+                "the output of a stage must have the shape given for its microbatch, because receives are posted for "
+                f"it; got {tuple(tensor.shape)} from {message.producer} in place of {expected} (tokens, sequences, "
+                "hidden size); give the padded lengths that the model gets"
+            )
+        self._transport.send(message, tensor)
 
 
 def _sequences_after_stages(config: Any) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.backends import is_nccl
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds
 from megatron.zero_bubble.runtime.groups import Directions, is_alive, torchs
+from megatron.zero_bubble.runtime.hosts import Hosts
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 
@@ -87,6 +88,11 @@ class Connection:
     def links(self, steps: Collection[Hashable]) -> Links:
         """What moves values in the next iteration, which does ``steps``; see ``Staging.of``."""
         return self._links if self._staging is None else self._staging.of(steps, self._links)
+
+    @property
+    def hosts(self) -> Hosts:
+        """The hosts of the pipeline, which tell each other numbers over gloo."""
+        return Hosts(self._links.transport if self._staging is None else self._staging.transport)
 
     @property
     def num_in_flight(self) -> int:

@@ -112,7 +112,7 @@ class Iteration:
     def _run(self, iterators: Sequence[Any], syncs: Sequence[GradSync | None], validate: Callable[[], bool]) -> bool:
         """Build the stages and execute the plan. Returns False if validation stopped it and it must run again."""
         facts, prepared, step = self.facts, self.facts.prepared, self.facts.call.step
-        transport, boundary, observer = facts.links.transport, facts.boundary, facts.observer
+        boundary, observer = facts.boundary, facts.observer
         with ExitStack() as context:
             chunks = []
             of_chunks = zip(prepared.stages, facts.call.chunks, iterators, syncs, strict=True)
@@ -125,7 +125,7 @@ class Iteration:
                 stages.update(each.stages(facts, chunks))
             for each in self.parts:
                 context.enter_context(each.iteration(facts))
-            basic = handlers(stages, transport, boundary.new_buffer, observer, validate)
+            basic = handlers(stages, facts.channels(), boundary.new_buffer, observer, validate)
             compute = self.store.saved.around(basic[Compute], facts.call.chunks)
             of_parts = {op: handler for each in self.parts for op, handler in each.handlers(facts).items()}
             by_op = {**basic, Compute: compute, **of_parts}

@@ -16,13 +16,14 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.finalize import Finalize
+from megatron.zero_bubble.adapter.lengths import Lengths
 from megatron.zero_bubble.adapter.prepared import Lowering, PreparedPlan
 from megatron.zero_bubble.adapter.stage import StageParts, StepArguments
 from megatron.zero_bubble.adapter.staging import Links
 from megatron.zero_bubble.ir import Op, Plan, Schedule, Slices
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.runtime.handler import Handler
-from megatron.zero_bubble.runtime.handlers import Stage
+from megatron.zero_bubble.runtime.handlers import Channels, Stage
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.saved import SavedTensors
 from megatron.zero_bubble.runtime.watchdog import Watchdog
@@ -49,17 +50,17 @@ class Call(NamedTuple):
 
     Attributes:
         iterators: the data iterator of every chunk.
-        boundary: makes the boundary for the slices of a schedule.
-        is_uneven: whether replicas may run different numbers of microbatches.
+        boundary: makes the boundary for the slices of a schedule, from what all ranks know of the lengths.
+        lengths: what this rank knows of the lengths of the microbatches.
     """
 
     step: StepArguments
     groups: Any
     chunks: list[torch.nn.Module]
     iterators: list[Any]
-    boundary: Callable[[Slices], Boundary]
+    boundary: Callable[[Lengths, Slices], Boundary]
     force_all_reduce: bool | None
-    is_uneven: bool
+    lengths: Lengths
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class IterationFacts:
         call: the arguments of the iteration.
         boundary: the tensors that cross the boundaries between stages.
         links: move values between ranks.
+        channels: makes what moves messages while a plan runs.
         observer: is notified of every op, message and wait; None if the iteration is not observed.
     """
 
@@ -78,6 +80,7 @@ class IterationFacts:
     call: Call
     boundary: Boundary
     links: Links
+    channels: Callable[[], Channels]
     observer: IterationObserver | None
 
     @property

@@ -7,9 +7,8 @@ results and the order of the steps after the passes are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from datetime import timedelta
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,33 +18,39 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.adapter.boundary import make_boundary
+from megatron.zero_bubble.adapter.boundary import BoundaryMaker
 from megatron.zero_bubble.adapter.connection import Connection
 from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, per_chunk
 from megatron.zero_bubble.adapter.iteration import Iteration, Slicing
+from megatron.zero_bubble.adapter.lengths import Agreed, GivenShapes, LengthComparison, Lengths, compared
 from megatron.zero_bubble.adapter.loss_reports import LossReportList, LossReports
 from megatron.zero_bubble.adapter.models import Models
+from megatron.zero_bubble.adapter.options import Options
 from megatron.zero_bubble.adapter.part import Call, IterationFacts, Joined, Part
-from megatron.zero_bubble.adapter.prepared import PreparedPlan, check_queues, check_same_plan, loss_rank
+from megatron.zero_bubble.adapter.prepared import (
+    PreparedPlan,
+    check_queues,
+    check_same_plan,
+    chosen_by,
+    loss_rank,
+    lowered,
+)
 from megatron.zero_bubble.adapter.recent import Recent
 from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
 from megatron.zero_bubble.adapter.staging import Links
 from megatron.zero_bubble.adapter.versions import check_one_model, check_one_pipeline, process_groups
 from megatron.zero_bubble.adapter.vocabulary_parallel import VocabularyParallel
-from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs.lengths import Shape
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass, Plan, Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.job.config import Ctas
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
-from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
-from megatron.zero_bubble.plan import LoweringPass, PostReceives, lower_forward_only, lower_training
 from megatron.zero_bubble.platforms.device import device_of
+from megatron.zero_bubble.runtime.hosts import Hosts
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.wgrad.grad_sync import GradSync, reduced_in_order, reduces_early
@@ -54,24 +59,6 @@ from megatron.zero_bubble.wgrad.store import WgradStore
 P = TypeVar("P", bound=Part)
 _MOST_PLANS = 64
 """Plans kept; loops that pack samples of different lengths run many numbers of microbatches."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a pipeline.
-
-    Attributes:
-        timeout: how long another rank may take; None for torch's default.
-        post_receives, ctas, recompute_logits: see ``ZeroBubbleConfig``.
-        rollback: makes what undoes rejected optimizer steps, which the passes then validate, so that ``post_validated``
-            must be called; None if steps are final.
-    """
-
-    timeout: timedelta | None = None
-    post_receives: PostReceives = "early"
-    ctas: Ctas = field(default_factory=Ctas)
-    recompute_logits: bool = False
-    rollback: Callable[[Optimizers], Rollback] | None = None
 
 
 class Pipeline:
@@ -97,7 +84,7 @@ class Pipeline:
         parts: Sequence[Part] = (),
         observers: Sequence[IterationObserver] = (),
         memory: MemoryMeter | None = None,
-        options: Options = Options(),
+        options: Options = Options(),  # noqa: B008 (an immutable value)
         accumulate: GradAccumulator | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -113,7 +100,8 @@ class Pipeline:
         self._options, self._say = options, say
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
-        self._prepared: Recent[tuple[int, bool], PreparedPlan] = Recent(_MOST_PLANS)
+        self._prepared: Recent[tuple[int, bool, bool, bool], PreparedPlan] = Recent(_MOST_PLANS)
+        self._given: GivenShapes | None = None
         self._models = Models()
         self._connection: Connection | None = None
 
@@ -183,6 +171,15 @@ class Pipeline:
         if self._reports is not None:
             self._reports.settle()
 
+    @contextmanager
+    def shapes(self, given: GivenShapes) -> Iterator[None]:
+        """Context in which the microbatches of every call have the ``given`` shapes."""
+        before, self._given = self._given, given
+        try:
+            yield
+        finally:
+            self._given = before
+
     def forward_backward(
         self,
         *,
@@ -220,8 +217,10 @@ class Pipeline:
         what = forward_only, collect_non_loss_data, first_val_step
         step = StepArguments(forward_step_func, num_microbatches, config, groups.cp.size(), *what)
         equal = seq_length, micro_batch_size, decoder_seq_length
-        boundary = make_boundary(shapes, equal, config, groups, adjust_tensor_shapes_fn, chunks[0], device_of(chunks))
-        call = Call(step, groups, chunks, iterators, boundary, force_all_reduce, shapes is not None)
+        boundary = BoundaryMaker(equal, config, groups, adjust_tensor_shapes_fn, chunks[0], device_of(chunks)).make
+        given = self._given if shapes is None else GivenShapes.of(shapes)
+        lengths = Lengths.of(num_microbatches, config, given)
+        call = Call(step, groups, chunks, iterators, boundary, force_all_reduce, lengths)
         if forward_only:
             return self._run(call, None)
         self.microbatch = decoder_seq_length or seq_length, micro_batch_size
@@ -235,9 +234,16 @@ class Pipeline:
         self._follow_groups(call.groups.pp)
         for each in self._parts:
             each.begin(step.num_microbatches, step.forward_only)
-        prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
-        prepared.check_chunks(chunks)
-        boundary = call.boundary(prepared.schedule.slices)
+        with compared(call.lengths, self._hosts) as comparison:
+            prepared = self._prepare(call.groups.pp, config, comparison, step.forward_only)
+            prepared.check_chunks(chunks)
+            return self._run_prepared(call, prepared, comparison.agreed(), observer)
+
+    def _run_prepared(
+        self, call: Call, prepared: PreparedPlan, agreed: Agreed, observer: IterationObserver | None
+    ) -> list[Any]:
+        step, config, chunks = call.step, call.step.config, call.chunks
+        boundary = call.boundary(agreed.lengths, prepared.schedule.slices)
         losses: list[Any] = [] if self._reports is None else LossReportList()
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device), losses)
         self.store.clear()
@@ -246,7 +252,8 @@ class Pipeline:
         links = self._links(prepared, step)
         if observer is not None:
             observer.planned(prepared.schedule)
-        facts = IterationFacts(prepared, call, boundary, links, observer)
+        channels = partial(agreed.channels, partial(boundary.channels, links.transport))
+        facts = IterationFacts(prepared, call, boundary, links, channels, observer)
         iteration = Iteration(facts, results, self.store, self._slicing.histories, self._parts)
         if step.forward_only:
             if self._optimizer is not None:
@@ -284,7 +291,7 @@ class Pipeline:
         if self._optimizer is not None:
             self._optimizer.break_even = prepared.break_even
             self._optimizer.begin_passes()
-        with reduced_in_order(chunks) if call.is_uneven else nullcontext():
+        with reduced_in_order(chunks) if call.lengths.differ else nullcontext():
             iteration.train(syncs, overlap, self._optimizer)
             self.store.join()
             finish_grad_sync(config, chunks, syncs)
@@ -326,14 +333,18 @@ class Pipeline:
             self._reports = None
         self._prepared.clear()
 
+    def _hosts(self) -> Hosts | None:
+        return None if self._connection is None else self._connection.hosts
+
     def _prepare(
-        self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool
+        self, group: dist.ProcessGroup, config: Any, comparison: LengthComparison, forward_only: bool
     ) -> PreparedPlan:
         """The plan for this number of microbatches; made, checked and compared between ranks when it is new.
 
         The options of every model are checked: several may run in turn, for example a policy and its reference.
         """
-        key = (num_microbatches, forward_only)
+        lengths, num_microbatches = comparison.lengths, comparison.lengths.num_microbatches
+        key = (num_microbatches, forward_only, lengths.differ, lengths.need_headers)
         schedule = self._make_schedule(group.size(), num_microbatches)
         if self._options.rollback is not None and self._optimizer is None and not forward_only:
             raise UserError(
@@ -353,19 +364,16 @@ class Pipeline:
             self._models.mark_checked(config)
         if prepared is None or is_new:
             check_runnable(schedule, group.size(), num_microbatches)
-            plan = self._plan(schedule, [lowering.run for lowering in lowerings], forward_only)
+            comparison.check()
+            lengths.check({**self._options.choices, **chosen_by(schedule)})
+            validates = self._options.rollback is not None
+            # A receive needs a shape, and a header comes no earlier than its message.
+            receives = "late" if lengths.need_headers else self._options.post_receives
+            plan = lowered(schedule, lowerings, forward_only, receives, validates)
             check_queues(group, plan)
             self._connect(group, plan)
             prepared = self._prepared[key] = PreparedPlan.of(schedule, lowerings, plan, group.rank(), forward_only)
         return prepared
-
-    def _plan(self, schedule: Schedule, more: Sequence[LoweringPass], forward_only: bool) -> Plan:
-        """Validate the schedule and lower it to a plan."""
-        validate(schedule)
-        post_receives = self._options.post_receives
-        if forward_only:
-            return lower_forward_only(schedule, post_receives, more=more)
-        return lower_training(schedule, post_receives, self._options.rollback is not None, more=more)
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
         """Check that all ranks have the same plan, and open its channels."""

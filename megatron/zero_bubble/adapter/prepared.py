@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,11 @@ from megatron.zero_bubble.adapter.staging import steps_of
 from megatron.zero_bubble.adapter.vocabulary.facts import VocabularyFacts
 from megatron.zero_bubble.analysis.period import break_even
 from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
-from megatron.zero_bubble.plan import LoweringPass, prove_for_queues
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.plan import LoweringPass, PostReceives, lower_forward_only, lower_training, prove_for_queues
 from megatron.zero_bubble.planning.source import even_costs
 from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
 from megatron.zero_bubble.runtime.groups import backend_of, torchs
@@ -93,6 +95,26 @@ class PreparedPlan:
                     f"{model.pre_process}, output layer {model.post_process}; build each chunk for its stage in the "
                     "schedule's placement, as megatron.zero_bubble.build_stages(make_chunk) does"
                 )
+
+
+def lowered(
+    schedule: Schedule,
+    lowerings: Sequence[Lowering],
+    forward_only: bool,
+    post_receives: PostReceives,
+    post_validation: bool,
+) -> Plan:
+    """Validate a schedule and lower it to a plan of training, or of an evaluation."""
+    validate(schedule)
+    more = [lowering.run for lowering in lowerings]
+    if forward_only:
+        return lower_forward_only(schedule, post_receives, more=more)
+    return lower_training(schedule, post_receives, post_validation, more=more)
+
+
+def chosen_by(schedule: Schedule) -> dict[str, Any]:
+    """The fields of a configuration that would choose what a schedule has."""
+    return {"num_slices": schedule.num_slices, "vocabulary": algorithm_of(schedule)}
 
 
 def loss_rank(schedule: Schedule) -> int:

@@ -81,6 +81,11 @@ class Staging:
         return self._links if is_new else usual
 
     @property
+    def transport(self) -> Transport:
+        """The messages between hosts."""
+        return self._links.transport
+
+    @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The process groups of everything that is staged."""
         return (self._group, *self._links.groups)

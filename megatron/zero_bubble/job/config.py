@@ -148,8 +148,8 @@ class ZeroBubbleConfig:
         for name in _POSITIVE:
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise UserError(f"{name} must be positive; got {value}; give a larger value, or leave it out")
-        check(EFFECTS, self._choices)
-        refuse_excluded(self._choices)
+        check(EFFECTS, self.choices)
+        refuse_excluded(self.choices)
         self.cuts()
 
     def _read_file(self) -> None:
@@ -166,7 +166,7 @@ class ZeroBubbleConfig:
             object.__setattr__(self, name, getattr(type(self), name) if value is None else value)
 
     @property
-    def _choices(self) -> dict[str, Any]:
+    def choices(self) -> dict[str, Any]:
         """What differs from the defaults, and ``moves`` if the schedule file decides what moves to host memory."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
         choices = {name: value for name, (value, default) in values.items() if value != default and name != "plan"}

@@ -6,12 +6,20 @@ An option that a later Megatron adds counts as disabled where it is missing.
 from __future__ import annotations
 
 import argparse
+from types import MappingProxyType
 from typing import Any
 
 from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.job.effects import SCHEDULE
-from megatron.zero_bubble.planning.exclusions import BALANCE, POST_VALIDATION, SHARDS, SLICES, VOCABULARY
-from megatron.zero_bubble.planning.rule import Choice, Rule, check, chosen
+from megatron.zero_bubble.planning.exclusions import (
+    BALANCE,
+    POST_VALIDATION,
+    SHARDS,
+    SLICES,
+    VOCABULARY,
+    refuse_excluded,
+)
+from megatron.zero_bubble.planning.rule import Choice, Choices, Rule, check, chosen
 
 ON_A_V = Choice("stages on a V or in a wave", chosen("on_a_v"))
 GRAPHS = Choice(SCHEDULE.words, chosen("training_graphs"), SCHEDULE.plural)
@@ -44,7 +52,6 @@ OPTIONS = (
     Rule(SCHEDULE, "cpu_offloading_num_layers", 0, _OFFLOAD),
     Rule(SCHEDULE, "moe_paged_stash", False, "Megatron resets the pages only in its own schedules"),
     Rule(SCHEDULE, "overlap_p2p_comm_warmup_flush", False, _OVERLAP, _DROP_FLUSH),
-    Rule(SCHEDULE, "variable_seq_lengths", False, "receives are posted before shapes are known", "pad to --seq-length"),
     Rule(SCHEDULE, "use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
     Rule(SCHEDULE, "use_legacy_models", False, "legacy models bypass the linears that defer W"),
     Rule(SCHEDULE, "use_custom_fsdp", False, _FSDP),
@@ -157,6 +164,7 @@ def check_options(
     post_validation: bool = False,
     num_slices: int = 1,
     vocabulary: bool = False,
+    choices: Choices = MappingProxyType({}),
 ) -> None:
     """Reject Megatron options that zero-bubble schedules do not support.
 
@@ -166,20 +174,24 @@ def check_options(
         post_validation: whether optimizer steps are validated in the next iteration.
         num_slices: number of slices of a sequence.
         vocabulary: whether the vocabulary is divided over all pipeline ranks.
+        choices: what else is chosen, which may exclude microbatches of different lengths.
 
     Raises:
         UserError: the rule, the value and the remedy.
     """
     # Reinforcement learning has graphs for rollouts, and turns them off for training unless configured otherwise.
     only_rollouts = getattr(values, "perform_rl_step", False) and not getattr(values, "rl_training_cuda_graphs", False)
-    choices = {
+    own = {
         "schedule": True,
         "training_graphs": not only_rollouts,
         "on_a_v": not megatrons_own,
         "post_validation": post_validation,
         "vocabulary": vocabulary,
     }
-    check(OPTIONS, {**choices, "num_slices": num_slices}, values)
+    check(OPTIONS, {**own, "num_slices": num_slices}, values)
+    if getattr(values, "variable_seq_lengths", False):
+        of_schedule = {"num_slices": num_slices, "vocabulary": vocabulary}
+        refuse_excluded({**of_schedule, **choices, "variable_seq_lengths": True})
     recipe = getattr(values, "fp8_recipe", None)
     if post_validation and getattr(values, "fp8", None) and getattr(recipe, "value", recipe) == "delayed":
         raise UserError(

@@ -107,7 +107,8 @@ def check_schedule(
     if options.zero_bubble_shard_weights:
         check_shards(job)
         check_chunks(schedule.placement)
-    check_options(job, num_slices=len(schedule.slices), vocabulary=algorithm_of(schedule) is not None)
+    divides = algorithm_of(schedule) is not None
+    check_options(job, num_slices=len(schedule.slices), vocabulary=divides, choices=given(options))
     if options.zero_bubble_record_costs and any(source.make(count).fused for count in counts):
         raise UserError(
             "--zero-bubble-record-costs needs a schedule that splits every backward into B and W, got "

@@ -12,6 +12,25 @@ from megatron.zero_bubble.patching.used import look_up
 
 look_up(installed_seams().used)  # first, because the next import needs some of these names
 
-from megatron.zero_bubble.patching.apply import apply, build_stages, disconnect, observe, report, revert  # noqa: E402
+from megatron.zero_bubble.patching.apply import (  # noqa: E402
+    apply,
+    build_stages,
+    disconnect,
+    observe,
+    report,
+    revert,
+    shapes,
+)
 
-__all__ = ["PatchError", "Seam", "SeamError", "apply", "build_stages", "disconnect", "observe", "report", "revert"]
+__all__ = [
+    "PatchError",
+    "Seam",
+    "SeamError",
+    "apply",
+    "build_stages",
+    "disconnect",
+    "observe",
+    "report",
+    "revert",
+    "shapes",
+]

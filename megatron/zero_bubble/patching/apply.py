@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +17,14 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.adapter.auto_offload import AutoMoves
+from megatron.zero_bubble.adapter.lengths import GivenShapes
 from megatron.zero_bubble.adapter.measured import Measured, Replanner
 from megatron.zero_bubble.adapter.model_stages import build_chunks
 from megatron.zero_bubble.adapter.offloading import Offloading
 from megatron.zero_bubble.adapter.on_demand import OnDemand
+from megatron.zero_bubble.adapter.options import Options
 from megatron.zero_bubble.adapter.part import Part
-from megatron.zero_bubble.adapter.pipeline import Options, Pipeline
+from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.placement import (
     add_tied_gradients,
     grouping_ends,
@@ -187,6 +190,33 @@ def build_stages(make_chunk: Callable[..., torch.nn.Module]) -> list[torch.nn.Mo
     return build_chunks(source.placement, source.vocabulary is not None, make_chunk)
 
 
+@contextmanager
+def shapes(tokens: Sequence[int | tuple[int, int]] | None, source: int | None = None) -> Iterator[None]:
+    """Context for calls of the forward-backward function whose microbatches have different, known lengths.
+
+    For loops with ``config.variable_seq_lengths``: receives are then posted before their messages come, with the right
+    shapes, and no headers are sent. For example::
+
+        with megatron.zero_bubble.shapes([len(microbatch["tokens"]) for microbatch in microbatches]):
+            get_forward_backward_func()(..., num_microbatches=len(microbatches))
+
+    All ranks of a pipeline give the same list, which they compare. It does nothing without a schedule.
+
+    Args:
+        tokens: per microbatch, the tokens of its one sequence (packed or not), or a pair: the number of sequences, and
+            the tokens of each. They are counted with padding, and before tensor and context parallelism divide them.
+            None on ranks that do not know them.
+        source: the pipeline rank that tells the list to the others, whose own does not count; None if all know it.
+
+    Raises:
+        UserError: a list with something else, or None without ``source``. The calls in this context raise it for a list
+            of another length than ``num_microbatches``, for tokens that cannot be divided, and for different lists.
+    """
+    given = GivenShapes.of(tokens, source)
+    with nullcontext() if _active.pipeline is None else _active.pipeline.shapes(given):
+        yield
+
+
 def disconnect() -> None:
     """Close the connections between the ranks of the pipeline; the next iteration opens them again.
 
@@ -264,7 +294,7 @@ def _pipeline(
         passes = Recorder(select("auto"))
         observers = (Measured(passes, planners), *observers, passes)
     rollback = ROLLBACKS[config.rollback] if config.post_validation else None
-    options = Options(timeout, config.post_receives, config.ctas, config.recompute_logits, rollback)
+    options = Options(timeout, config.post_receives, config.ctas, config.recompute_logits, rollback, config.choices)
     measures = memory if config.measure_memory or planners else None
     return Pipeline(make, [*parts, *more], observers, measures, options, _accumulator(config), said)
 

@@ -61,6 +61,8 @@ FUSED = Choice("fused weight gradients", is_value("fuse_wgrad", True))
 RECORDS = Choice("recorded iterations", chosen("trace", "record_costs"))
 MEASUREMENTS = Choice("measurements of passes", chosen("trace", "record_costs", "log_bubble"))
 BALANCE = Choice("balanced microbatches", chosen("balance_microbatches"), "balanced microbatches")
+LENGTHS = Choice("microbatches of different lengths", chosen("variable_seq_lengths", "shapes"))
+_TO_ONE_LENGTH = "pad all microbatches to one length, or leave the other one out"
 _OTHER_LENGTHS = "the other one needs equally many microbatches of equal length on all replicas, in this version"
 
 EXCLUSIONS = (
@@ -91,5 +93,10 @@ EXCLUSIONS = (
     ),
     Rule(BALANCE, RECORDS, False, "passes of different lengths have no common times"),
     Rule(BALANCE, VOCABULARY, False, _OTHER_LENGTHS),
+    Rule(LENGTHS, SLICES, False, "sequences are cut at the same tokens in all microbatches", _TO_ONE_LENGTH),
+    Rule(LENGTHS, VOCABULARY, False, "its collectives have the rows of one length", _TO_ONE_LENGTH),
+    Rule(LENGTHS, OFFLOAD, False, "moves are chosen by the bytes and times of one length", _TO_ONE_LENGTH),
+    Rule(LENGTHS, PLANS, False, "zb-auto measures and searches with one time per pass", "choose another schedule"),
+    Rule(LENGTHS, RECORDS, False, "passes of different lengths have no common times", _TO_ONE_LENGTH),
 )
 """What cannot be combined in this version."""

@@ -91,6 +91,10 @@ class Directions:
         members = sorted(self.ranks[end] for end in channel) if alone else sorted(self.ranks)
         return torchs(group), members.index(self.ranks[target if self.rank == source else source])
 
+    def group_and_root(self, source: int) -> tuple[dist.ProcessGroup, int]:
+        """A group of all ranks, which there is without NCCL, and the rank in it of a pipeline rank."""
+        return torchs(self.groups[True]), sorted(self.ranks).index(self.ranks[source])
+
     def close(self) -> None:
         """Destroy the process groups; no message may be in flight."""
         destroy(*self.groups.values())

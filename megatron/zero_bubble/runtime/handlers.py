@@ -15,6 +15,8 @@ from megatron.zero_bubble.runtime.observer import IterationObserver
 # it: their tensors are on the device already.
 without_function_modes = torch._C.DisableTorchFunction
 
+NewBuffer = Callable[[Message], torch.Tensor | None]
+
 
 class Stage(Protocol):
     """One stage of the model on this rank."""
@@ -34,11 +36,11 @@ class Stage(Protocol):
 
 
 class Channels(Protocol):
-    """Moves tensors between ranks; implemented by ``transport.Transport``."""
+    """Moves tensors between ranks; implemented by ``transport.Transport`` and ``headers.HeaderedChannels``."""
 
-    def send(self, message: Message, tensor: torch.Tensor) -> None: ...
+    def send(self, message: Message, tensor: Any) -> None: ...
 
-    def post(self, message: Message, buffer: torch.Tensor) -> Awaited: ...
+    def post(self, message: Message, buffer: Any) -> Awaited: ...
 
     def settle(self, message: Message) -> None: ...
 
@@ -46,7 +48,7 @@ class Channels(Protocol):
 def handlers(
     stages: Mapping[int, Stage],
     channels: Channels,
-    new_buffer: Callable[[Message], torch.Tensor],
+    new_buffer: NewBuffer,
     observer: IterationObserver | None = None,
     validate: Callable[[], bool] = lambda: True,
 ) -> dict[type[Op], Handler]:
@@ -54,7 +56,8 @@ def handlers(
 
     Args:
         stages: stages of this rank, by stage number.
-        new_buffer: returns an uninitialized tensor on the compute device with the shape and dtype of a message.
+        new_buffer: returns an uninitialized tensor on the compute device with the shape and dtype of a message; None if
+            only the channels know the shape.
         observer: is notified of messages and waits.
         validate: returns whether the last optimizer step was correct; a rejected step is corrected when the messages
             are drained.
@@ -83,7 +86,7 @@ def handlers(
 
 
 class _Messages:
-    def __init__(self, channels: Channels, new_buffer: Callable[[Message], torch.Tensor]) -> None:
+    def __init__(self, channels: Channels, new_buffer: NewBuffer) -> None:
         self._channels = channels
         self._new_buffer = new_buffer
 
@@ -106,9 +109,7 @@ class _Messages:
 class _Observed(_Messages):
     """Message handlers that notify ``observer``."""
 
-    def __init__(
-        self, channels: Channels, new_buffer: Callable[[Message], torch.Tensor], observer: IterationObserver
-    ) -> None:
+    def __init__(self, channels: Channels, new_buffer: NewBuffer, observer: IterationObserver) -> None:
         super().__init__(channels, new_buffer)
         self._observer = observer
 

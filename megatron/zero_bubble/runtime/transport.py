@@ -36,7 +36,7 @@ _ONLY_THE_REASON = re.compile(r"^(?:\[[^]]*\.cc:\d+\] )?(.*?)(?:\. This is typic
 def lost_connection(error: BaseException) -> str | None:
     """The reason, as one phrase, if torch.distributed's ``error`` means a lost or silent rank; None otherwise."""
     text = str(error)
-    return _reason(error) if isinstance(error, RuntimeError) and _LOST.search(text) else None
+    return reason_of(error) if isinstance(error, RuntimeError) and _LOST.search(text) else None
 
 
 class Receive(Awaited):
@@ -64,7 +64,7 @@ class Receive(Awaited):
                 process with the same message instead.
         """
         message = self._message  # the watchdog must not keep the buffer
-        _wait(self._work, self._watchdog, lambda reason: _not_received(message, f"run {needed_by}", reason))
+        _wait(self._work, self._watchdog, lambda reason: not_received(message, f"run {needed_by}", reason))
         if self._staged is not None:
             self._buffer.copy_(self._staged)
         return self._buffer
@@ -108,6 +108,11 @@ class Transport:
         self._connect(channels)
 
     @property
+    def channels(self) -> list[Channel]:
+        """The open channels of the pipeline, in one order on all ranks."""
+        return sorted(self._opened)
+
+    @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """The process groups for messages."""
         return tuple(self._directions.groups.values())
@@ -122,14 +127,19 @@ class Transport:
         for channel in channels:
             self._opened.add(channel)
             if self.rank in channel:
-                group, peer = self._route(channel)
+                group, peer = self.route(channel)
                 transfer = group.send if self.rank == channel[0] else group.recv
                 transfer([torch.zeros(1, device=self._directions.device)], peer, 0).wait()
 
-    def _route(self, channel: Channel) -> tuple[dist.ProcessGroup, int]:
+    def route(self, channel: Channel) -> tuple[dist.ProcessGroup, int]:
+        """The group for the messages of an open channel of this rank, and the rank in it of the other end."""
         if channel not in self._routes:
             self._routes[channel] = self._directions.route(channel)
         return self._routes[channel]
+
+    def group_and_root(self, source: int) -> tuple[dist.ProcessGroup, int]:
+        """A group of all ranks for collectives, which only gloo has, and the rank in it of a pipeline rank."""
+        return self._directions.group_and_root(source)
 
     def check_streams(self) -> None:
         """With NCCL, check that every communicator of the rank has a stream of its own; called when it has all groups.
@@ -152,10 +162,10 @@ class Transport:
             tensor = tensor.cpu()
         try:
             # dist.isend ends in this call; its Python layers take longer than the rest of a send. Same for receives.
-            group, peer = self._route(message.channel)
+            group, peer = self.route(message.channel)
             work = group.send([tensor], peer, 0)
         except RuntimeError as error:
-            raise _not_sent(message, _reason(error)) from error
+            raise not_sent(message, reason_of(error)) from error
         self._in_flight[message] = (work, tensor)
 
     def post(self, message: Message, buffer: torch.Tensor) -> Receive:
@@ -167,10 +177,10 @@ class Transport:
         staged = torch.empty_like(buffer, device="cpu") if self._stages(buffer) else None
         target = buffer if staged is None else staged
         try:
-            group, peer = self._route(message.channel)
+            group, peer = self.route(message.channel)
             work = group.recv([target], peer, 0)
         except RuntimeError as error:
-            raise _not_received(message, "continue", _reason(error)) from error
+            raise not_received(message, "continue", reason_of(error)) from error
         return Receive(work, buffer, staged, message, self._watchdog)
 
     def settle(self, message: Message) -> None:
@@ -181,7 +191,7 @@ class Transport:
                 watchdog ends the process with the same message instead.
         """
         work, _ = self._in_flight.pop(message)
-        _wait(work, self._watchdog, lambda reason: _not_sent(message, reason))
+        _wait(work, self._watchdog, lambda reason: not_sent(message, reason))
 
     def _stages(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is staged in host memory: gloo, used when ranks share a GPU, sends only host memory."""
@@ -212,10 +222,11 @@ def _wait(work: dist.Work, watchdog: Watchdog | None, failure: Callable[[str], P
         else:
             watchdog.wait(work, failure)
     except RuntimeError as error:
-        raise failure(_reason(error)) from error
+        raise failure(reason_of(error)) from error
 
 
-def _not_received(message: Message, purpose: str, reason: str) -> PeerError:
+def not_received(message: Message, purpose: str, reason: str) -> PeerError:
+    """The error if a message does not arrive; ``purpose`` is what the receiver could not do."""
     m = message
     return PeerError(
         f"pipeline rank {m.target} could not {purpose}: the output of {m.value} did not arrive from pipeline rank "
@@ -224,7 +235,8 @@ def _not_received(message: Message, purpose: str, reason: str) -> PeerError:
     )
 
 
-def _not_sent(message: Message, reason: str) -> PeerError:
+def not_sent(message: Message, reason: str) -> PeerError:
+    """The error if a message cannot be delivered."""
     m = message
     return PeerError(
         f"pipeline rank {m.source} could not deliver the output of {m.value} to pipeline rank {m.target} on channel "
@@ -232,7 +244,8 @@ def _not_sent(message: Message, reason: str) -> PeerError:
     )
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """The reason, as one phrase, in an error of torch.distributed."""
     lines = str(error).strip().splitlines()
     match = _ONLY_THE_REASON.match(lines[0]) if lines else None
     return match.group(1) if match else type(error).__name__

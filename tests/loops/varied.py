@@ -1,0 +1,227 @@
+"""A loop over microbatches of different lengths, in the way of RL frameworks: it gives ``seq_length=1`` in every call.
+
+Microbatches are dense (sequences padded to the length of their own microbatch) or packed (several documents in one
+sequence, which attend to themselves only). Every step evaluates, and trains on another number of microbatches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tests.loops.models import named
+
+LAYERS_PER_RANK, HIDDEN, VOCABULARY, LONGEST = 2, 16, 32, 24
+ONE_STAGE, TWO_STAGES = None, 2
+STAGES = {"interleaved-1f1b": TWO_STAGES, "zb-v": TWO_STAGES, "v-half": TWO_STAGES}
+
+
+class Loop(NamedTuple):
+    """What a loop trains.
+
+    Attributes:
+        kind: ``dense`` or ``packed``.
+        counts: the number of microbatches of each step.
+        tells: who gives the shapes: ``all`` ranks, the ``first``, or nobody, so that messages have headers.
+        options: more options of the model.
+        alters: scales the tokens that one rank gives, for lists that are wrong.
+    """
+
+    kind: str
+    counts: tuple[int, ...]
+    tells: str = "nobody"
+    options: Mapping[str, Any] = {}
+
+
+class Outcome(NamedTuple):
+    """What one rank has after every step: reports of evaluation and training, and the bits of gradients."""
+
+    scores: list[list[str]]
+    losses: list[list[str]]
+    gradients: list[dict[str, str]]
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each document of a packed sequence."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any = None, **__: Any) -> Any:
+        """Returns (tokens, hidden) from (tokens, heads, size)."""
+        sizes = packed_seq_params.cu_seqlens_q.diff().tolist()
+        documents = zip(*(each.transpose(0, 1).split(sizes, 1) for each in (query, key, value)), strict=True)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return torch.cat([attend(*each, is_causal=True) for each in documents], 1).transpose(0, 1).flatten(1)
+
+
+def build(num_ranks: int, virtual_size: int | None, kind: str, **options: Any) -> list[Any]:
+    """The chunks of this rank, whose weights depend only on their names in the whole model."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    import megatron.zero_bubble
+
+    config = TransformerConfig(
+        num_layers=LAYERS_PER_RANK * num_ranks,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=num_ranks,
+        virtual_pipeline_model_parallel_size=virtual_size,
+        overlap_p2p_comm=virtual_size is not None,  # stock needs it with 2 ranks
+        batch_p2p_comm=virtual_size is None,
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=True,
+        moe_token_dispatcher_type="alltoall",  # Megatron asks for it with the next one, also without experts
+        **{"variable_seq_lengths": True, **options},
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+
+    def make_chunk(**stage: Any) -> Any:
+        spec = get_gpt_layer_local_spec()
+        if kind == "packed":
+            spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        chunk = GPTModel(config, spec, VOCABULARY, 4 * LONGEST, position_embedding_type="rope", **stage)
+        for name, parameter in named(chunk):
+            if parameter.dim() > 1:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        return chunk
+
+    chunks = megatron.zero_bubble.build_stages(make_chunk)
+    return [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
+
+
+def batches(count: int, seed: int, kind: str) -> list[dict[str, Any]]:
+    """Microbatches of random lengths."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        number, length = (
+            int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 4), (4, LONGEST))
+        )
+        sizes = [1 + (length + 5 * place) % LONGEST for place in range(number)] if kind == "packed" else [length]
+        ends = torch.tensor([0, *sizes]).cumsum(0).int()
+        packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes))
+        sequences = 1 if kind == "packed" else number
+        text = torch.randint(VOCABULARY, (sequences, sum(sizes) + 1), generator=generator)
+        made.append({"text": text, "packed": packed if kind == "packed" else None})
+    return made
+
+
+def passes(chunks: Sequence[Any], data: Sequence[dict[str, Any]], **how: Any) -> list[str]:
+    """One call of the forward-backward function; returns the exact losses on the last rank."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+        batch = next(iterator)
+        text = batch["text"]
+        more = {} if batch["packed"] is None else {"packed_seq_params": batch["packed"]}
+        positions = torch.arange(text.shape[1] - 1).expand(text.shape[0], -1)
+        losses = model(text[:, :-1], positions, None, labels=text[:, 1:], **more)
+
+        def loss(output: torch.Tensor) -> Any:
+            total = output.float().sum()
+            return total, torch.tensor(output.numel(), dtype=torch.int), {"loss": float(total).hex()}
+
+        return losses, loss
+
+    iterators: Any = [iter(data) for _ in chunks]
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks),
+        num_microbatches=len(data),
+        seq_length=1,
+        micro_batch_size=1,
+        **how,
+    )
+    return [report["loss"] for report in reports]
+
+
+def shapes_of(data: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+    """The shapes of microbatches, as a loop gives them."""
+    return [(batch["text"].shape[0], batch["text"].shape[1] - 1) for batch in data]
+
+
+def train(rank: int, schedule: str | None, virtual_size: int | None, loop: Loop) -> Outcome:
+    """Train on all ranks of the job under a schedule; under stock Megatron without one."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    import megatron.zero_bubble
+
+    parallel_state.destroy_model_parallel()
+    if schedule is not None:
+        megatron.zero_bubble.apply(megatron.zero_bubble.ZeroBubbleConfig(schedule=schedule, fuse_wgrad=False))
+    try:
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=dist.get_world_size(),
+            virtual_pipeline_model_parallel_size=virtual_size,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(7)
+        chunks = build(dist.get_world_size(), virtual_size, loop.kind, **loop.options)
+        return _steps(rank, chunks, loop)
+    finally:
+        megatron.zero_bubble.revert()
+        parallel_state.destroy_model_parallel()
+
+
+def _steps(rank: int, chunks: Sequence[Any], loop: Loop) -> Outcome:
+    import megatron.zero_bubble
+
+    found = Outcome([], [], [])
+    for step, count in enumerate(loop.counts):
+        data = batches(count, step, loop.kind)
+        knows = loop.tells == "all" or rank == 0
+        given = megatron.zero_bubble.shapes(shapes_of(data) if knows else None, None if loop.tells == "all" else 0)
+        with nullcontext() if loop.tells == "nobody" else given:
+            found.scores.append(passes(chunks, data, forward_only=True))
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            found.losses.append(passes(chunks, data))
+        found.gradients.append(_digests(chunks))
+        with torch.no_grad():
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter -= 0.01 * parameter.main_grad
+    return found
+
+
+def _digests(chunks: Sequence[Any]) -> dict[str, str]:
+
+    gradients = {name: each.main_grad for chunk in chunks for name, each in named(chunk.module)}
+    return {name: hashlib.sha256(each.numpy().tobytes()).hexdigest()[:16] for name, each in gradients.items()}
+
+
+def outcomes(rank: int, runs: Sequence[tuple[str | None, int | None, Loop]]) -> list[Outcome]:
+    """Train with every schedule and loop, in turn."""
+    return [train(rank, *run) for run in runs]
+
+
+def differences(stock: Sequence[Outcome], ours: Sequence[Outcome]) -> list[str]:
+    """What differs between the outcomes of all ranks, one line each; gradients of the last step depend on all steps."""
+    found = []
+    for name in ("scores", "losses"):
+        expected, got = (next(each for of in side if any(each := getattr(of, name))) for side in (stock, ours))
+        if expected != got:
+            found.append(f"{name}: {got} in place of {expected}")
+    for step in range(len(stock[0].gradients)):
+        expected, got = ({k: v for of in side for k, v in of.gradients[step].items()} for side in (stock, ours))
+        found += [
+            f"step {step}: the gradient of {name} differs" for name in expected if got.get(name) != expected[name]
+        ]
+        found += [f"step {step}: {name} is not in stock" for name in got.keys() - expected.keys()]
+    return found
