@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REFUSED, EQUAL = "refused", "equal"
-VARIABLE_LENGTHS = REFUSED
+VARIABLE_LENGTHS = EQUAL
 """What a job comes to whose microbatches may have other lengths than ``--seq-length``."""
 
 Runs = Mapping[str, tuple[str, str]]
@@ -69,12 +69,12 @@ class LoopJob:
     Attributes:
         loop: its name in ``tests.loops.loops.LOOPS``.
         options: fields of the configurations of its models.
-        lengths: what becomes of the loop if it sets ``variable_seq_lengths``; None if it does not.
+        packed: the loop that sets ``variable_seq_lengths`` and packs; None if the framework pads.
     """
 
     loop: str
     options: Mapping[str, Any]
-    lengths: str | None = VARIABLE_LENGTHS
+    packed: str | None = None
 
 
 _UNTIED = "--untie-embeddings-and-output-weights"
@@ -230,13 +230,17 @@ _QWEN3: Mapping[str, Any] = {
 }
 
 LOOPS = {
-    "verl deepseek-671b": LoopJob("verl", _OF_DEEPSEEK),
-    "verl qwen3-235b": LoopJob("verl", _QWEN3),
-    "slime deepseek-r1": LoopJob("slime, loss per token", _OF_DEEPSEEK),
-    "slime glm-4.7": LoopJob("slime, loss per token", {**_SCORED, "qk_layernorm": True, "num_query_groups": 2}),
-    "ms-swift qwen3-moe sft": LoopJob("ms-swift", _QWEN3),
-    "ms-swift grpo": LoopJob("ms-swift", {"qk_layernorm": True, "moe_token_dispatcher_type": "alltoall"}),
-    "nemo-rl grpo": LoopJob("nemo-rl", _QWEN3, lengths=None),
+    "verl deepseek-671b": LoopJob("verl", _OF_DEEPSEEK, "verl, packed"),
+    "verl qwen3-235b": LoopJob("verl", _QWEN3, "verl, packed"),
+    "slime deepseek-r1": LoopJob("slime, loss per token", _OF_DEEPSEEK, "slime, packed"),
+    "slime glm-4.7": LoopJob(
+        "slime, loss per token", {**_SCORED, "qk_layernorm": True, "num_query_groups": 2}, "slime, packed"
+    ),
+    "ms-swift qwen3-moe sft": LoopJob("ms-swift", _QWEN3, "ms-swift, padding-free"),
+    "ms-swift grpo": LoopJob(
+        "ms-swift", {"qk_layernorm": True, "moe_token_dispatcher_type": "alltoall"}, "ms-swift, padding-free"
+    ),
+    "nemo-rl grpo": LoopJob("nemo-rl", _QWEN3),
 }
 
 _BRIDGE_EXPERTS = {

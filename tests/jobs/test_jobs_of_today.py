@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megatron.zero_bubble.errors import UserError
 from tests.helpers.bert_jobs import pretrain_bert
 from tests.helpers.bridge.runs import NUM_RANKS, BridgeRun, bridge, core, run_bridge
 from tests.helpers.hybrid_jobs import pretrain_hybrid
@@ -19,7 +18,7 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
 from tests.jobs.table import BRIDGE, EQUAL, LOOPS, REFUSED, SCRIPTS, ScriptJob
 from tests.loops.checkouts import check_on
-from tests.loops.compare import LINE, SCHEDULES, differences, outcomes, run
+from tests.loops.compare import SCHEDULES, differences, outcomes
 from tests.megatron_lm.test_models import pretrain_vlm
 from tests.megatron_lm.test_parity import same
 
@@ -169,22 +168,10 @@ def test_loops_with_fixed_lengths_equal_stock_on_other_versions(checkout: Checko
     check_on(checkout, {name: (job.loop, job.options) for name, job in LOOPS.items()}, tmp_path)
 
 
-def said(rank: int, loop: str, options: dict[str, Any]) -> str:
-    """The sentence that ends the loop."""
-    with pytest.raises(UserError) as caught:
-        run(loop, "zb-h1", LINE._replace(options=options))
-    return str(caught.value)
+PACKED = {name: job.packed for name, job in LOOPS.items() if job.packed}
 
 
-VARIABLE = [name for name, job in LOOPS.items() if job.lengths]
-CHEAP = [name for name in VARIABLE if LOOPS[name].lengths == REFUSED or name == "slime glm-4.7"]
-
-
-@pytest.mark.parametrize("name", some(VARIABLE, *CHEAP))
-def test_a_loop_with_variable_lengths(ranks: RankPool, name: str) -> None:
-    job = LOOPS[name]
-    options = {**job.options, "variable_seq_lengths": True}
-    if job.lengths == REFUSED:
-        assert all(each.startswith(LENGTHS) for each in ranks.run(2, said, job.loop, options))
-    else:
-        assert differences(ranks.run(2, outcomes, job.loop, ["zb-h1"], options, timeout=300), ["zb-h1"]) == []
+@pytest.mark.parametrize("name", some(PACKED, "slime glm-4.7"))
+def test_a_loop_with_variable_lengths_equals_stock(ranks: RankPool, name: str) -> None:
+    results = ranks.run(2, outcomes, PACKED[name], ["zb-h1"], LOOPS[name].options, timeout=300)
+    assert differences(results, ["zb-h1"]) == []

@@ -1,4 +1,4 @@
-"""One small loop per framework: the calls that it makes of megatron-core, in its order, on fixed lengths.
+"""One small loop per framework: the calls that it makes of megatron-core, in its order.
 
 Each returns everything that the loop reads on the last pipeline rank, and the models whose weights count.
 """
@@ -6,6 +6,7 @@ Each returns everything that the loop reads on the last pipeline rank, and the m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from tests.loops.models import (
     build,
     frozen_up_to,
     optimizer_of,
+    packed_params,
     with_adapters,
     with_head,
 )
@@ -49,17 +51,25 @@ Loop = Callable[[Pipeline], tuple[list[Any], dict[str, Any]]]
 Batch = dict[str, torch.Tensor]
 
 
-def batches(number: int, seed: int, length: int = SEQUENCE) -> list[Batch]:
-    """Microbatches of sequences, with a mask and advantages."""
+def batches(number: int, seed: int, length: int = SEQUENCE, packs: bool = False) -> list[Batch]:
+    """Microbatches of sequences, with a mask and advantages; with ``packs``, one sequence of different documents."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        {
-            "tokens": torch.randint(VOCABULARY, (MICROBATCH, length + 1), generator=generator),
-            "mask": (torch.rand((MICROBATCH, length), generator=generator) > 0.3).float(),
-            "advantages": torch.randn((MICROBATCH, length), generator=generator),
+    made = []
+    for place in range(number):
+        sizes = torch.randint(2, SEQUENCE, (MICROBATCH,), generator=generator).tolist()
+        shape = (1, sum(sizes)) if packs else (MICROBATCH, length)
+        batch = {
+            "tokens": torch.randint(VOCABULARY, (shape[0], shape[1] + 1), generator=generator),
+            "mask": (torch.rand(shape, generator=generator) > 0.3).float(),
+            "advantages": torch.randn(shape, generator=generator),
+            "positions": torch.arange(length).expand(MICROBATCH, -1),
+            "number": torch.tensor(place),
         }
-        for _ in range(number)
-    ]
+        if packs:
+            batch["positions"] = torch.cat([torch.arange(size) for size in sizes])[None]
+            batch["sizes"] = torch.tensor(sizes)
+        made.append(batch)
+    return made
 
 
 def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -67,39 +77,57 @@ def log_probabilities(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tenso
     return torch.log_softmax(logits.float(), -1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
 
 
-def passes(chunks: Sequence[Any], data: Sequence[Batch], of_loss: Callable[..., Any], **how: Any) -> list[Any]:
-    """One call of the forward-backward function, over a list of microbatches."""
+def sums(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The sums of values per token over the sequences of a microbatch."""
+    if "sizes" not in batch:
+        return values.sum(-1)
+    return torch.stack([part.sum() for part in values[0].split(batch["sizes"].tolist())])
+
+
+def passes(
+    chunks: Sequence[Any], data: Sequence[Batch], of_loss: Callable[..., Any], tells: bool = False, **how: Any
+) -> list[Any]:
+    """One call of the forward-backward function, over a list of microbatches; ``tells`` their shapes to our schedules,
+    if they are packed.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    length = data[0]["tokens"].shape[1] - 1
+    import megatron.zero_bubble
+
+    packs, lengths = "sizes" in data[0], [batch["tokens"].shape[1] - 1 for batch in data]
 
     def forward_step(iterator: Iterator[Batch], model: Any) -> tuple[Any, Any]:
         batch = next(iterator)
-        positions = torch.arange(length).expand(MICROBATCH, -1)
-        return model(batch["tokens"][:, :-1], positions, None), partial(of_loss, batch)
+        more = {"packed_seq_params": packed_params(batch["sizes"].tolist())} if packs else {}
+        return model(batch["tokens"][:, :-1], batch["positions"], None, **more), partial(of_loss, batch)
 
     iterators: Any = [iter(data) for _ in chunks]
-    with torch.set_grad_enabled(not how.get("forward_only")):
+    known = megatron.zero_bubble.shapes(lengths) if tells else nullcontext()
+    with known, torch.set_grad_enabled(not how.get("forward_only")):
         reports: list[Any] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks),
             num_microbatches=len(data),
-            seq_length=length,
-            micro_batch_size=MICROBATCH,
+            seq_length=1 if packs else lengths[0],  # as verl says
+            micro_batch_size=1 if packs else MICROBATCH,
             **how,
         )
     return reports
 
 
-def from_last_rank(reports: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
-    """What the last pipeline rank has, on all ranks; frameworks broadcast their log-probabilities like this."""
+def from_last_rank(reports: Sequence[torch.Tensor], data: Sequence[Batch], per: str = "token") -> list[torch.Tensor]:
+    """What the last pipeline rank has per token or sequence, on all ranks; frameworks broadcast log-probabilities like
+    this.
+    """
     from megatron.core import parallel_state
 
-    found = torch.stack(list(reports)) if reports else torch.empty(count, MICROBATCH, SEQUENCE)
+    shapes = [(MICROBATCH,) if per == "sequence" else batch["mask"].shape for batch in data]
+    found = [each.clone() for each in reports] or [torch.empty(shape) for shape in shapes]
     last = parallel_state.get_pipeline_model_parallel_last_rank()
-    dist.broadcast(found, last, group=parallel_state.get_pipeline_model_parallel_group())
-    return list(found)
+    for each in found:
+        dist.broadcast(each, last, group=parallel_state.get_pipeline_model_parallel_group())
+    return found
 
 
 def step(optimizer: Any, chunks: Sequence[Any], run: Callable[[], list[Any]]) -> list[Any]:
@@ -113,10 +141,11 @@ def step(optimizer: Any, chunks: Sequence[Any], run: Callable[[], list[Any]]) ->
     return reports
 
 
-def verl(pipeline: Pipeline) -> tuple[list[Any], dict[str, Any]]:
+def verl(pipeline: Pipeline, packs: bool = False, tells: bool = False) -> tuple[list[Any], dict[str, Any]]:
     """Actor, reference and critic; memory freed between calls, 4, 6 and 3 microbatches, two rollouts."""
-    actor, critic = pipeline.build("actor"), pipeline.build("critic", with_head)
-    reference = pipeline.build("reference", is_trained=False)
+    actor, critic = pipeline.build("actor", packs=packs), pipeline.build("critic", with_head, packs=packs)
+    reference = pipeline.build("reference", is_trained=False, packs=packs)
+    run = partial(passes, tells=tells)
     optimizers, seen = {"actor": optimizer_of(actor), "critic": optimizer_of(critic)}, []
 
     def scores(batch: Batch, logits: torch.Tensor) -> Any:
@@ -139,32 +168,33 @@ def verl(pipeline: Pipeline) -> tuple[list[Any], dict[str, Any]]:
         return loss, {"critic/vf_loss": loss.detach()}
 
     for rollout in range(2):
-        data = batches(6, rollout)
-        for number, batch in enumerate(data):
-            batch["number"] = torch.tensor(number)
+        data = batches(6, rollout, packs=packs)
         with Released(critic), Released(actor, gradients_only=True):
             for chunk in actor:
                 chunk.eval()
-            old = passes(actor, data, scores, forward_only=True)
-            of_reference = passes(reference, data, scores, forward_only=True)
+            old = run(actor, data, scores, forward_only=True)
+            of_reference = run(reference, data, scores, forward_only=True)
         with Released(actor):
-            critics = passes(critic, data, values, forward_only=True)
+            critics = run(critic, data, values, forward_only=True)
         seen += [*old, *of_reference, *critics]
         olds, references = ([each["log_probs"] for each in found] for found in (old, of_reference))
-        lists = from_last_rank(olds, 6), from_last_rank(references, 6)
-        returns = from_last_rank([each["values"] for each in critics], 6)
+        lists = from_last_rank(olds, data), from_last_rank(references, data)
+        returns = from_last_rank([each["values"] for each in critics], data)
         for chunk in actor:
             chunk.train()
         for part in (data[:4], data, data[2 if pipeline.is_interleaved else 3 :]):
-            seen += step(optimizers["actor"], actor, partial(passes, actor, part, partial(policy_loss, *lists)))
+            seen += step(optimizers["actor"], actor, partial(run, actor, part, partial(policy_loss, *lists)))
         with Released(actor):
-            seen += step(optimizers["critic"], critic, partial(passes, critic, data, partial(value_loss, returns)))
+            seen += step(optimizers["critic"], critic, partial(run, critic, data, partial(value_loss, returns)))
     return seen, {"actor": actor, "critic": critic}
 
 
-def slime(pipeline: Pipeline, per_token: bool = True) -> tuple[list[Any], dict[str, Any]]:
+def slime(
+    pipeline: Pipeline, per_token: bool = True, packs: bool = False, tells: bool = False
+) -> tuple[list[Any], dict[str, Any]]:
     """Log-probabilities per sample, steps of different numbers of microbatches, and the norm between grads and step."""
-    model = pipeline.build("slime", overlaps=per_token, calculate_per_token_loss=per_token)
+    options = {"overlaps": per_token, "calculate_per_token_loss": per_token, "packs": packs}
+    model, run = pipeline.build("slime", **options), partial(passes, tells=tells)
     optimizer, seen = optimizer_of(model), []
 
     def scores(batch: Batch, logits: torch.Tensor) -> Any:
@@ -178,14 +208,14 @@ def slime(pipeline: Pipeline, per_token: bool = True) -> tuple[list[Any], dict[s
 
     for rollout in range(2):
         numbers = (2, 4) if pipeline.is_interleaved else (3, 5)
-        steps = [batches(number, 10 * rollout + number) for number in numbers]
+        steps = [batches(number, 10 * rollout + number, packs=packs) for number in numbers]
         for data in steps:
-            seen += passes(model, data, scores, forward_only=True)
+            seen += run(model, data, scores, forward_only=True)
         for data in steps:
             for chunk in model:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            reports = passes(model, data, loss)
+            reports = run(model, data, loss)
             assert not optimizer.prepare_grads()
             norm = optimizer.get_grad_norm()
             seen += [*reports, {"grad_norm": norm}] if reports else []
@@ -225,42 +255,54 @@ def nemo_rl(pipeline: Pipeline) -> tuple[list[Any], dict[str, Any]]:
 LAYERS_OF_FIRST_STAGES = 2
 
 
-def ms_swift(pipeline: Pipeline) -> tuple[list[Any], dict[str, Any]]:
+def ms_swift(pipeline: Pipeline, packs: bool = False) -> tuple[list[Any], dict[str, Any]]:
     """Adapters on a frozen model, which is its own reference without them; then a reward model is trained."""
-    model = pipeline.build("swift", with_adapters)
-    reward = pipeline.build("swift reward", with_head)
+    model = pipeline.build("swift", with_adapters, packs=packs)
+    reward = pipeline.build("swift reward", with_head, packs=packs)
     optimizers, seen = (optimizer_of(model), optimizer_of(reward)), []
 
     def scores(batch: Batch, logits: torch.Tensor) -> Any:
-        return torch.tensor(0.0), log_probabilities(logits, batch["tokens"]).sum(-1)
+        return torch.tensor(0.0), sums(log_probabilities(logits, batch["tokens"]), batch)
 
     def preference(of_reference: list[torch.Tensor], batch: Batch, logits: torch.Tensor) -> Any:
-        own = log_probabilities(logits, batch["tokens"]).sum(-1)
-        chosen, rejected = own - of_reference[int(batch["number"])][:, 0]
+        own = sums(log_probabilities(logits, batch["tokens"]), batch)
+        chosen, rejected = own - of_reference[int(batch["number"])]
         loss = -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
         return loss, {"loss": loss.detach(), "rewards": {"chosen": chosen.detach(), "rejected": rejected.detach()}}
 
-    def ranking(_batch: Batch, output: torch.Tensor) -> Any:
-        chosen, rejected = output[:, -1, 0]
+    def ranking(batch: Batch, output: torch.Tensor) -> Any:
+        chosen, rejected = sums(output.squeeze(-1), batch) if packs else output[:, -1, 0]
         loss = -torch.nn.functional.logsigmoid(chosen - rejected)
         return loss, {"loss": loss.detach()}
 
     for rollout in range(2):
-        data = batches(4, 50 + rollout)
-        for number, batch in enumerate(data):
-            batch["number"] = torch.tensor(number)
+        data = batches(4, 50 + rollout, packs=packs)
         Adapter.is_on = False
         try:
             found = passes(model, data, scores, forward_only=True)
         finally:
             Adapter.is_on = True
         seen += found
-        wide = [each[:, None].expand(-1, SEQUENCE) for each in found]
-        loss = partial(preference, from_last_rank(wide, 4))
+        loss = partial(preference, from_last_rank(found, data, "sequence"))
         for part in (data, data[:2]):
             seen += step(optimizers[0], model, partial(passes, model, part, loss))
         seen += step(optimizers[1], reward, partial(passes, reward, data, ranking))
     return seen, {"model": model, "reward": reward}
+
+
+def bridge(pipeline: Pipeline) -> tuple[list[Any], dict[str, Any]]:
+    """In-batch packing of Megatron-Bridge: a fixed number of microbatches, a loss per token, and evaluation."""
+    model = pipeline.build("bridge", packs=True, overlaps=True, calculate_per_token_loss=True)
+    optimizer, seen = optimizer_of(model), []
+
+    def loss(batch: Batch, logits: torch.Tensor) -> Any:
+        values = log_probabilities(logits, batch["tokens"]) * batch["mask"]
+        return -values.sum(), batch["mask"].sum().int(), {"lm loss": torch.stack([-values.sum(), batch["mask"].sum()])}
+
+    for number in range(3):
+        seen += step(optimizer, model, partial(passes, model, batches(4, 70 + number, packs=True), loss))
+        seen += passes(model, batches(2, 80 + number, packs=True), loss, forward_only=True)
+    return seen, {"model": model}
 
 
 LOOPS: dict[str, Loop] = {
@@ -269,4 +311,10 @@ LOOPS: dict[str, Loop] = {
     "slime, mean of microbatches": partial(slime, per_token=False),
     "nemo-rl": nemo_rl,
     "ms-swift": ms_swift,
+    "verl, packed": partial(verl, packs=True),
+    "verl, packed, shapes given": partial(verl, packs=True, tells=True),
+    "slime, packed": partial(slime, packs=True),
+    "slime, packed, shapes given": partial(slime, packs=True, tells=True),
+    "ms-swift, padding-free": partial(ms_swift, packs=True),
+    "megatron-bridge, in-batch packing": bridge,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,13 @@ def build(
     edit: Callable[[Any], None] = lambda _chunk: None,
     is_trained: bool = True,
     overlaps: bool = False,
+    packs: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """The chunks of a model on this rank; ``edit`` changes each before it is wrapped, ``salt`` its weights."""
+    """The chunks of a model on this rank; ``edit`` changes each before it is wrapped, ``salt`` its weights.
+
+    With ``packs``, documents of different lengths are packed, and the job says so to Megatron.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -40,6 +45,7 @@ def build(
         pipeline_dtype=torch.float32,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        **({"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"} if packs else {}),
         **options,
     )
     config.finalize_model_grads_func = finalize_model_grads
@@ -52,7 +58,10 @@ def build(
     }
 
     def make_chunk(**stage: Any) -> Any:
-        chunk = GPTModel(config, get_gpt_layer_local_spec(**of_layers), VOCABULARY, 2 * SEQUENCE, **stage)
+        spec = get_gpt_layer_local_spec(**of_layers)
+        if packs:
+            spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        chunk = GPTModel(config, spec, VOCABULARY, 2 * SEQUENCE, **stage)
         edit(chunk)
         for name, parameter in named(chunk):
             if parameter.dim() > 1:
@@ -69,6 +78,28 @@ def build(
         no_syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_syncs if virtual_size else no_syncs[0]
     return wrapped
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each document of a packed sequence."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any = None, **__: Any) -> Any:
+        """Returns (tokens, hidden) from (tokens, heads, size)."""
+        sizes = packed_seq_params.cu_seqlens_q.diff().tolist()
+        documents = zip(*(each.transpose(0, 1).split(sizes, 1) for each in (query, key, value)), strict=True)
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+        return torch.cat([attend(*each) for each in documents], 1).transpose(0, 1).flatten(1)
+
+
+def packed_params(sizes: Sequence[int]) -> Any:
+    """What Megatron's layers must know of the documents of a packed sequence."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = torch.tensor([0, *sizes]).cumsum(0).int()
+    return PackedSeqParams("thd", ends, ends, max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes))
 
 
 def named(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

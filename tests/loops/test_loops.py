@@ -14,12 +14,14 @@ from tests.loops.compare import SCHEDULES, differences, outcomes
 from tests.loops.groups import initialize, plain_steps
 from tests.loops.loops import LOOPS, batches, passes
 from tests.loops.models import build
+from tests.loops.varied import KINDS
 
 QUICK = {
     "verl": ("zb-h1", "zb-v"),
     "slime, loss per token": ("zb-h1", "interleaved-1f1b"),
     "nemo-rl": ("zb-v",),
     "ms-swift": ("zb-h1", "zb-v"),
+    "slime, packed": ("zb-v",),
 }
 
 
@@ -35,7 +37,7 @@ def test_a_loop_equals_stock(ranks: RankPool, loop: str, schedules: tuple[str, .
 @pytest.mark.full
 @pytest.mark.parametrize("checkout", checkouts(), ids=str)
 def test_all_loops_equal_stock_on_other_versions(checkout: Checkout, tmp_path: Path) -> None:
-    check_on(checkout, {loop: (loop, {}) for loop in LOOPS}, tmp_path)
+    check_on(checkout, {name: (name, {}) for name in (*LOOPS, *KINDS)}, tmp_path)
 
 
 def second_model(rank: int) -> list[str]:

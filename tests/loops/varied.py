@@ -15,10 +15,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.loops.models import named
+from tests.loops.models import PackedAttention, named, packed_params
 
 LAYERS_PER_RANK, HIDDEN, VOCABULARY, LONGEST = 2, 16, 32, 24
 ONE_STAGE, TWO_STAGES = None, 2
+KINDS = ("dense", "packed")
+SCHEDULES = ("zb-h1", "zb-h2", "zb-v", "interleaved-1f1b")
+COUNTS = {"interleaved-1f1b": (4, 8)}
+ANY_COUNTS = (5, 3, 6)
+TELLS = ("nobody", "all", "first")
 STAGES = {"interleaved-1f1b": TWO_STAGES, "zb-v": TWO_STAGES, "v-half": TWO_STAGES}
 
 
@@ -45,20 +50,6 @@ class Outcome(NamedTuple):
     scores: list[list[str]]
     losses: list[list[str]]
     gradients: list[dict[str, str]]
-
-
-class PackedAttention(torch.nn.Module):
-    """Causal attention within each document of a packed sequence."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def forward(self, query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any = None, **__: Any) -> Any:
-        """Returns (tokens, hidden) from (tokens, heads, size)."""
-        sizes = packed_seq_params.cu_seqlens_q.diff().tolist()
-        documents = zip(*(each.transpose(0, 1).split(sizes, 1) for each in (query, key, value)), strict=True)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return torch.cat([attend(*each, is_causal=True) for each in documents], 1).transpose(0, 1).flatten(1)
 
 
 def build(num_ranks: int, virtual_size: int | None, kind: str, **options: Any) -> list[Any]:
@@ -104,8 +95,6 @@ def build(num_ranks: int, virtual_size: int | None, kind: str, **options: Any) -
 
 def batches(count: int, seed: int, kind: str) -> list[dict[str, Any]]:
     """Microbatches of random lengths."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(count):
@@ -113,11 +102,9 @@ def batches(count: int, seed: int, kind: str) -> list[dict[str, Any]]:
             int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 4), (4, LONGEST))
         )
         sizes = [1 + (length + 5 * place) % LONGEST for place in range(number)] if kind == "packed" else [length]
-        ends = torch.tensor([0, *sizes]).cumsum(0).int()
-        packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=max(sizes), max_seqlen_kv=max(sizes))
         sequences = 1 if kind == "packed" else number
         text = torch.randint(VOCABULARY, (sequences, sum(sizes) + 1), generator=generator)
-        made.append({"text": text, "packed": packed if kind == "packed" else None})
+        made.append({"text": text, "packed": packed_params(sizes) if kind == "packed" else None})
     return made
 
 
@@ -225,3 +212,24 @@ def differences(stock: Sequence[Outcome], ours: Sequence[Outcome]) -> list[str]:
         ]
         found += [f"step {step}: {name} is not in stock" for name in got.keys() - expected.keys()]
     return found
+
+
+Run = tuple[str | None, int | None, Loop]
+
+
+def runs_of(schedule: str, kind: str) -> list[Run]:
+    """Stock Megatron, and the schedule with everyone who may give the shapes."""
+    counts, stock = COUNTS.get(schedule, ANY_COUNTS), TWO_STAGES if schedule in COUNTS else ONE_STAGE
+    ours: list[Run] = [(schedule, STAGES.get(schedule, ONE_STAGE), Loop(kind, counts, tells)) for tells in TELLS]
+    return [(None, stock, Loop(kind, counts)), *ours]
+
+
+def rows_of_two_ranks(rank: int, kind: str) -> list[str]:
+    """What differs from stock under any schedule, on rank 0."""
+    found = []
+    for schedule in SCHEDULES:
+        results: list[Any] = [None, None]
+        dist.all_gather_object(results, outcomes(rank, runs_of(schedule, kind)))
+        expected, *ours = zip(*results, strict=True)
+        found += [f"{schedule}: {line}" for got in ours for line in differences(expected, got)]
+    return found if rank == 0 else []
