@@ -45,8 +45,7 @@ def build(
         pipeline_dtype=torch.float32,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        **({"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"} if packs else {}),
-        **options,
+        **{**({"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"} if packs else {}), **options},
     )
     config.finalize_model_grads_func = finalize_model_grads
 
@@ -90,7 +89,7 @@ class PackedAttention(torch.nn.Module):
         """Returns (tokens, hidden) from (tokens, heads, size)."""
         sizes = packed_seq_params.cu_seqlens_q.diff().tolist()
         documents = zip(*(each.transpose(0, 1).split(sizes, 1) for each in (query, key, value)), strict=True)
-        attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
         return torch.cat([attend(*each) for each in documents], 1).transpose(0, 1).flatten(1)
 
 

@@ -1,7 +1,7 @@
 """Compare loops with the megatron-core on the path: ``python -m tests.loops.run RANK STORE ROWS``, on two ranks.
 
-The rows are JSON: by name, a loop (or a kind of varied lengths) and the options of its models. Rank 0 prints what differs, one line each, and the
-version and the rows that it has compared.
+The rows are JSON: by name, a loop (or a kind of varied lengths) and the options of its models. Rank 0 prints what
+differs, one line each, and the version and the rows that it has compared.
 """
 
 from __future__ import annotations
