@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import product
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from megatron.zero_bubble.adapter.stage import MegatronStage
+from megatron.zero_bubble.runtime.executor import Executor
 from tests.helpers.ranks import RankPool
-from tests.loops.varied import KINDS, SCHEDULES, differences, outcomes, runs_of
+from tests.loops.varied import KINDS, SCHEDULES, differences, outcomes, runs_of, train
 
 DEFAULT = (2, "zb-v", "packed")
 
@@ -22,3 +29,66 @@ def test_losses_and_gradients_are_those_of_stock(ranks: RankPool, num_ranks: int
     expected, *ours = zip(*results, strict=True)
     for (_, _, loop), got in zip(runs[1:], ours, strict=True):
         assert differences(expected, got) == [], loop.tells
+
+
+class Waits:
+    """Counts what makes a host wait for a device: Megatron's synchronization, and values of tensors read on the host.
+
+    The loop's own code in passes may read values, so these count only between passes of our executor.
+    """
+
+    READ = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self) -> None:
+        self.synchronized = self.read = 0
+        self._between_passes = False
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Context in which they count."""
+        run, stage_run = Executor.run, MegatronStage.run
+        with ExitStack() as context:
+            context.enter_context(mock.patch.object(torch.cuda, "synchronize", self._synchronize))
+            context.enter_context(mock.patch.object(Executor, "run", self._around(run, True)))
+            context.enter_context(mock.patch.object(MegatronStage, "run", self._around(stage_run, False)))
+            for name in self.READ:
+                context.enter_context(mock.patch.object(torch.Tensor, name, self._reading(getattr(torch.Tensor, name))))
+            yield
+
+    def _synchronize(self, *_: Any) -> None:
+        self.synchronized += 1
+
+    def _around(self, original: Callable[..., Any], between: bool) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            before, self._between_passes = self._between_passes, between
+            try:
+                return original(*args)
+            finally:
+                self._between_passes = before
+
+        return run
+
+    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            self.read += self._between_passes
+            return original(*args, **kwargs)
+
+        return read
+
+
+def waits(rank: int) -> list[tuple[int, int]]:
+    """The synchronizations, and the values read between passes, under stock, and with headers and with shapes."""
+    found = []
+    for run in runs_of("zb-v", "packed"):
+        counter = Waits()
+        with counter.counted():
+            train(rank, *run)
+        found.append((counter.synchronized, counter.read))
+    return found
+
+
+@pytest.mark.full
+def test_no_host_waits_for_a_device_between_passes(ranks: RankPool) -> None:
+    for stock, *ours in ranks.run(2, waits, timeout=120):
+        assert stock[0] > 0
+        assert ours == [(0, 0)] * 3

@@ -127,16 +127,17 @@ class Lengths:
         return replace(self, given=GivenShapes(tuple(shapes)))
 
     @property
-    def digest(self) -> tuple[int, int, int]:
-        """What the ranks of a pipeline compare: what is known, of how many microbatches, and a hash of the shapes, or
-        the rank that has them.
+    def digest(self) -> tuple[int, int, int, int]:
+        """What the ranks of a pipeline compare: the number of microbatches; what is known; and the number of shapes and
+        a hash of them, or the rank that has them.
         """
         if self.given is None:
-            return _UNKNOWN, self.num_microbatches, 0
+            return self.num_microbatches, _UNKNOWN, 0, 0
         if self.given.source is not None:
-            return _TOLD, self.num_microbatches, self.given.source
-        words = str([tuple(shape) for shape in self.given.shapes or ()])
-        return _KNOWN, self.num_microbatches, int.from_bytes(hashlib.sha256(words.encode()).digest()[:7], "big")
+            return self.num_microbatches, _TOLD, self.given.source, 0
+        shapes = [tuple(shape) for shape in self.given.shapes or ()]
+        content = hashlib.sha256(str(shapes).encode()).digest()[:7]
+        return self.num_microbatches, _KNOWN, len(shapes), int.from_bytes(content, "big")
 
     def differs(self, rank: int, other: Sequence[int]) -> UserError:
         """The error if another rank has another ``digest``."""
@@ -202,10 +203,10 @@ class LengthComparison:
         Raises:
             UserError, PeerError: see ``check``.
         """
-        self._begin()
-        hosts = self._hosts()
+        hosts, is_first = self._hosts(), self._agreement is None
         assert hosts is not None, "the ranks are connected when their plan is prepared"
-        if self.lengths.is_told:
+        self._begin()
+        if is_first or self.lengths.is_told:  # collective calls follow
             self.check()
         return Agreed(self.lengths.told(hosts), hosts, self._agreement)
 
@@ -229,10 +230,10 @@ def compared(lengths: Lengths, hosts: Callable[[], Hosts | None]) -> Iterator[Le
     comparison.settle()
 
 
-def _described(kind: int, count: int, detail: int) -> str:
+def _described(count: int, kind: int, detail: int, hash_: int) -> str:
     if kind == _UNKNOWN:
         return f"no shapes for {count} microbatches"
-    what = f"those of pipeline rank {detail}" if kind == _TOLD else f"shapes with fingerprint {detail:014x}"
+    what = f"those of pipeline rank {detail}" if kind == _TOLD else f"{detail} shapes with fingerprint {hash_:014x}"
     return f"{what} for {count} microbatches"
 
 
