@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Given, tuple[str, str]]] = {
     "another list on one rank": (lambda rank, right: [_longer(right) if rank else right], (SAME, SAME)),
     "another order on one rank": (lambda rank, right: [right[::-1] if rank else right], (SAME, SAME)),
     "a list on one rank only": (lambda rank, right: None if rank else [right], (SAME, SAME)),
-    "told on one rank only": (lambda rank, right: [right, 0] if rank else None, (SAME, SAME)),
+    "a source on one rank only": (lambda rank, right: [right, 0] if rank else None, (SAME, SAME)),
     "short lists": (lambda _, right: [right[:3]], (SHORT, SHORT)),
     "short on one rank": (lambda rank, right: [right[:3] if rank else right], (SAME, SAME)),
     "short on the rank that tells": (lambda rank, right: [None if rank else right[:3], 0], (SHORT, SHORT)),

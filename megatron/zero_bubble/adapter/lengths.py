@@ -20,7 +20,7 @@ from megatron.zero_bubble.runtime.agreement import AgreedChannels, Agreement
 from megatron.zero_bubble.runtime.handlers import Channels
 from megatron.zero_bubble.runtime.hosts import Hosts
 
-_UNKNOWN, _KNOWN, _TOLD = range(3)
+_UNKNOWN, _KNOWN, _AT_SOURCE = range(3)
 
 
 class GivenShapes(NamedTuple):
@@ -82,7 +82,7 @@ class Lengths:
         return self.varies and self.given is None
 
     @property
-    def is_told(self) -> bool:
+    def has_source(self) -> bool:
         """Whether one rank tells the others the shapes."""
         return self.given is not None and self.given.source is not None
 
@@ -110,7 +110,7 @@ class Lengths:
         if self.differ:
             refuse_excluded({**choices, "variable_seq_lengths" if self.varies else "shapes": True})
 
-    def told(self, hosts: Hosts) -> Lengths:
+    def informed(self, hosts: Hosts) -> Lengths:
         """With the shapes that the source among the ranks knows. A collective call if there is one.
 
         Raises:
@@ -134,7 +134,7 @@ class Lengths:
         if self.given is None:
             return self.num_microbatches, _UNKNOWN, 0, 0
         if self.given.source is not None:
-            return self.num_microbatches, _TOLD, self.given.source, 0
+            return self.num_microbatches, _AT_SOURCE, self.given.source, 0
         shapes = [tuple(shape) for shape in self.given.shapes or ()]
         content = hashlib.sha256(str(shapes).encode()).digest()[:7]
         return self.num_microbatches, _KNOWN, len(shapes), int.from_bytes(content, "big")
@@ -206,9 +206,9 @@ class LengthComparison:
         hosts, is_first = self._hosts(), self._agreement is None
         assert hosts is not None, "the ranks are connected when their plan is prepared"
         self._begin()
-        if is_first or self.lengths.is_told:  # collective calls follow
+        if is_first or self.lengths.has_source:  # collective calls follow
             self.check()
-        return Agreed(self.lengths.told(hosts), hosts, self._agreement)
+        return Agreed(self.lengths.informed(hosts), hosts, self._agreement)
 
     def settle(self) -> None:
         """Wait until the others know what this rank knows."""
@@ -233,7 +233,9 @@ def compared(lengths: Lengths, hosts: Callable[[], Hosts | None]) -> Iterator[Le
 def _described(count: int, kind: int, detail: int, hash_: int) -> str:
     if kind == _UNKNOWN:
         return f"no shapes for {count} microbatches"
-    what = f"those of pipeline rank {detail}" if kind == _TOLD else f"{detail} shapes with fingerprint {hash_:014x}"
+    what = (
+        f"those of pipeline rank {detail}" if kind == _AT_SOURCE else f"{detail} shapes with fingerprint {hash_:014x}"
+    )
     return f"{what} for {count} microbatches"
 
 

@@ -20,7 +20,7 @@ TAG = 2
 
 
 class Agreement:
-    """What this rank has told the others in one iteration, and what they have told it.
+    """What this rank has sent the others in one iteration, and what it expects from them.
 
     Args:
         hosts: of the pipeline.
