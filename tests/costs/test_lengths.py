@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from megatron.zero_bubble import Kind, PassCosts, Placement, build, simulate
@@ -27,6 +29,13 @@ def test_whole_sequences_have_the_time_of_the_plain_costs() -> None:
     for name in ("zb-h1", "1f1b"):
         schedule = build(name, num_ranks=4, num_microbatches=6)
         assert simulate(schedule, packed).makespan_ms == pytest.approx(simulate(schedule, costs).makespan_ms)
+
+
+def test_messages_are_added_to_the_passes_of_a_microbatch() -> None:
+    costs = replace(LengthCost(3.0).passes(LINEAR, (Load.of([10]), Load.of([2]))), message_ms=0.5)
+    timeline = simulate(build("1f1b", num_ranks=4, num_microbatches=2), costs)
+    forwards = {p.microbatch: end - start for p, start, end in timeline.spans[1] if p.kind is Kind.F}
+    assert forwards == {0: pytest.approx(11.0), 1: pytest.approx(3.0)}
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "1f1b", "zb-v"])

@@ -13,6 +13,7 @@ from hypothesis import given
 
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build, simulate
 from megatron.zero_bubble.analysis.trace import RankTrace, Settled, Trace, Validated
+from megatron.zero_bubble.costs.lengths import Load, PackedCosts
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.trace import Recording, read_trace_file, trace_from_json, trace_to_json
@@ -25,6 +26,7 @@ from tests.helpers.strategies import schedules
 
 SCHEDULE = build("zb-h1", num_ranks=2, num_microbatches=2)
 COSTS = PassCosts.uniform(SCHEDULE.placement, 10, 10, 10, 1)
+MEMORY = PassMemory.uniform(SCHEDULE.placement, 64e6, 16e6)
 
 
 def recording(schedule: Schedule = SCHEDULE) -> Recording:
@@ -76,6 +78,27 @@ def test_times_are_rounded_to_a_tenth_of_a_microsecond() -> None:
     slow = {SCHEDULE.order[0][0]: 1.23456789}
     read = trace_from_json(trace_to_json(Recording(COSTS, {1: run(SCHEDULE, COSTS, slow=slow)})))
     assert read.traces[1].timeline.spans[0][0].end_ms == 11.2346
+
+
+def test_loads_of_microbatches_are_read_as_they_were_written() -> None:
+    """The plan of an iteration has the times of its loads: the second microbatch takes half as long as the first."""
+    loads = (Load.of([64]), Load.of([20, 12]))
+    costs = PackedCosts(**vars(COSTS), sequence=64, loads=loads)
+    written = Recording(COSTS, {1: run(SCHEDULE, costs).with_loads(loads)}, MEMORY, sequence=64)
+    content = json.loads(trace_to_json(written))
+    assert content["sequence_tokens"] == 64
+    assert content["iterations"][0]["loads"] == [[64, 4096], [32, 544]]
+    read = trace_from_json(trace_to_json(written))
+    assert read == written
+    planned = read.compared(1).planned
+    assert planned.makespan_ms == simulate(SCHEDULE, costs).makespan_ms < simulate(SCHEDULE, COSTS).makespan_ms
+    assert content["planned"]["makespan_ms"] == planned.makespan_ms
+    content["iterations"][0]["loads"].pop()
+    with pytest.raises(UserError, match="one load per microbatch; got 1 for 2"):
+        trace_from_json(json.dumps(content))
+    content["iterations"][0]["loads"] = [[64, 0.5]]
+    with pytest.raises(UserError, match="a list of pairs of whole numbers"):
+        trace_from_json(json.dumps(content))
 
 
 def test_memory_is_optional() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, Slices, build, simulate
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from megatron.zero_bubble.costs.lengths import LengthCost, Load
 from megatron.zero_bubble.costs.vocabulary import VOCABULARY_TIMES, VocabularyCosts
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.ir.shards import Gather
@@ -46,6 +47,27 @@ def test_share_of_attention_is_between_0_and_1() -> None:
     assert attention_share([0.0, 9.0], Slices.even(2)) == 1.0
     assert attention_share([1.0, 3.0], Slices.even(2)) == pytest.approx(1.0)
     assert attention_share([5.0, 7.0], Slices.even(2)) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("name", ["zb-v", "1f1b"])
+def test_costs_of_packed_microbatches_are_those_of_a_whole_sequence(name: str) -> None:
+    """Whatever the lengths of the samples, and although they differ between iterations."""
+    cost = LengthCost.of_share(0.3, 4096)
+    lists = [[[4096], [500, 300], [64], [1000, 2000, 7]], [[100], [200], [300], [4000, 90]]]
+    timelines = []
+    for lengths in lists:
+        loads = tuple(map(Load.of, lengths))
+        schedule = build(name, num_ranks=2, num_microbatches=len(loads))
+        timelines.append(replace(simulate(schedule, cost.passes(schedule.placement, loads)), loads=loads))
+    found = median_costs(timelines, whole=cost.whole(4096))
+    stages = schedule.num_stages
+    third = 2 / stages / 3
+    assert found.forward_ms == pytest.approx((third,) * stages)
+    backward, wgrad = (third * 1.3, third * 0.7) if name == "zb-v" else (third * 2, 0.0)
+    assert found.backward_ms == pytest.approx((backward,) * stages)
+    assert found.wgrad_ms == pytest.approx((wgrad,) * stages)
+    assert found.forward_attention == pytest.approx((0.3,) * stages)
+    assert found.backward_attention == pytest.approx((0.6 / 1.3,) * stages)
 
 
 def test_fused_backwards_count_as_b() -> None:

@@ -8,6 +8,9 @@ import pytest
 from corpus import write_documents
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.costs import read_costs_file
+from megatron.zero_bubble.formats.trace import read_trace_file
+from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from tests.helpers.launch import Death, run_training
@@ -59,6 +62,34 @@ def test_one_replica_has_the_losses_of_two(ranks: RankPool, tmp_path: Path) -> N
         assert (loss, norm) == pytest.approx(one[iteration][:2], rel=2e-5)
         assert others == list(one[iteration][2:])
     assert two[4][0] < 0.9 * two[1][0]
+
+
+def test_recorded_passes_are_compared_by_the_lengths_of_their_samples(ranks: RankPool, tmp_path: Path) -> None:
+    """Costs are those of a sequence of --seq-length tokens; in the plan of the iteration, the passes of a stage take as
+    long in all as they were measured.
+    """
+    job = f"{BALANCED} --mock-data --global-batch-size 24 --train-iters 3 --zero-bubble-schedule zb-v --seq-length 64"
+    job += f" --zero-bubble-trace {tmp_path}/trace --zero-bubble-trace-iterations 3"
+    train(ranks, 4, f"{job} --zero-bubble-record-costs {tmp_path}/costs.json", tmp_path / "run")
+    recording = read_trace_file(tmp_path / "trace" / "trace.json")
+    assert recording.sequence == 64
+    planned_timeline, timeline = recording.compared(3).planned, recording.traces[3].timeline
+    loads = timeline.loads
+    assert max(load.tokens for load in loads) <= 64 * 2 and len({load.tokens for load in loads}) > 1
+    planned, measured = (
+        {
+            (stage, kind): sum(
+                end - start for row in of.spans for p, start, end in map(of.computing, row) if p[:2] == (stage, kind)
+            )
+            for stage in range(4)
+            for kind in (Kind.F, Kind.B, Kind.W)
+        }
+        for of in (planned_timeline, timeline)
+    )
+    assert planned == pytest.approx(measured, rel=1e-3)
+    file = read_costs_file(tmp_path / "costs.json")
+    assert file.tokens is not None and file.tokens.sequence == 64
+    assert file.times["forward_ms"] == pytest.approx(recording.costs.forward_ms, rel=1e-3)
 
 
 @pytest.mark.full

@@ -7,14 +7,16 @@ and measured timeline is runtime overhead.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.adapter.pipeline import Pipeline
-from megatron.zero_bubble.costs import SliceTokens
+from megatron.zero_bubble.costs import PassMemory, SliceTokens
 from megatron.zero_bubble.costs.layers import stages_of_layers
+from megatron.zero_bubble.costs.lengths import Load, Whole
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.trace import Recording, trace_to_json
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
@@ -37,6 +39,19 @@ def end_of_run(iteration: int, train_iters: int, exit_interval: int | None) -> i
     return min(train_iters, -(-iteration // interval) * interval)
 
 
+@dataclass(frozen=True)
+class Packing:
+    """What a job knows of microbatches of packed samples.
+
+    Attributes:
+        whole: the sequence that recorded costs are for.
+        loads: returns the load of every microbatch of the iteration that begins.
+    """
+
+    whole: Whole
+    loads: Callable[[], tuple[Load, ...]]
+
+
 class Tracer(IterationObserver):
     """Records iterations of a run and writes their traces and costs.
 
@@ -46,6 +61,7 @@ class Tracer(IterationObserver):
         number: returns the number of the iteration that begins.
         end: maps the number of a run's first iteration to the number of its last.
         iterations: iterations to record; None selects the last ``LAST_ITERATIONS``.
+        packing: what the job knows of microbatches of different lengths; None if all are alike.
 
     Attributes:
         iteration: number of the current or, between iterations, the previous iteration.
@@ -58,6 +74,7 @@ class Tracer(IterationObserver):
         number: Callable[[], int],
         end: Callable[[int], int],
         iterations: Sequence[range] | None = None,
+        packing: Packing | None = None,
     ) -> None:
         self._recorder = recorder
         self._name, self._number, self._end_after = name, number, end
@@ -65,6 +82,9 @@ class Tracer(IterationObserver):
         self._end: int | None = None
         self._recording = False
         self._recorded: dict[int, Marks] = {}
+        self._packing = packing
+        self._loads: dict[int, tuple[Load, ...]] = {}
+        self._measured_tokens: int | None = None
         self._chunks: Sequence[torch.nn.Module] = ()
         self.iteration = 0
 
@@ -84,6 +104,11 @@ class Tracer(IterationObserver):
         if self._end is None:
             self._end = self._end_after(self.iteration)
         self._recording = any(self.iteration in some for some in self._ranges(self._end))
+        if self._packing is not None:
+            loads = self._packing.loads()
+            self._measured_tokens = self._measured_tokens or loads[0].tokens
+            if self._recording:
+                self._loads[self.iteration] = loads
         if self._recording:
             self._recorder.start(start.group)
 
@@ -109,8 +134,11 @@ class Tracer(IterationObserver):
         # Passes of Megatron's interleaved schedule and of its pipeline of one rank cannot be observed.
         recorded = [(iteration, marks) for iteration, marks in self._recorded.items() if marks.passes]
         self._recorded.clear()
-        traces = {iteration: gather_trace(self._name, marks, group) for iteration, marks in recorded}
-        memory = pipeline.memory.gather(group) if pipeline is not None and traces else None
+        traces = {
+            iteration: gather_trace(self._name, marks, group).with_loads(self._loads.get(iteration, ()))
+            for iteration, marks in recorded
+        }
+        memory = self._whole(pipeline.memory.gather(group)) if pipeline is not None and traces else None
         layers: tuple[int, ...] = ()
         if traces and costs_file:
             placement = next(iter(traces.values())).timeline.schedule.placement
@@ -128,12 +156,14 @@ class Tracer(IterationObserver):
         targets = [target for target in (directory, costs_file) if target]
         if not traces:
             return [f"no iteration was recorded, so nothing is written to {target}" for target in targets]
-        costs = median_costs([trace.timeline for trace in traces.values()])
+        whole = None if self._packing is None else self._packing.whole
+        costs = median_costs([trace.timeline for trace in traces.values()], whole=whole)
+        recording = Recording(costs, traces, memory, whole and whole.tokens)
         said = []
         for target in targets:
             try:
                 if target == directory:
-                    _write(Recording(costs, traces, memory), target)
+                    _write(recording, target)
                 else:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_text(costs_to_json(costs, memory, tokens, layers), encoding="utf-8")
@@ -142,6 +172,14 @@ class Tracer(IterationObserver):
             else:
                 said.append(f"iterations until {max(traces)} recorded in {target}")
         return said
+
+    def _whole(self, memory: PassMemory) -> PassMemory:
+        """The memory of a whole sequence, from that of the first microbatch: in proportion to the tokens."""
+        if self._packing is None or not self._measured_tokens:
+            return memory
+        times = self._packing.whole.tokens / self._measured_tokens
+        activation, wgrad = (tuple(size * times for size in sizes) for sizes in (memory.activation, memory.wgrad))
+        return replace(memory, activation=activation, wgrad=wgrad)
 
 
 def _write(recording: Recording, directory: Path) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
+from megatron.zero_bubble.costs.lengths import Load
 from megatron.zero_bubble.costs.messages import NO_MESSAGES, ends_of
 from megatron.zero_bubble.ir import Op, Pass, Schedule
 from megatron.zero_bubble.ir.ops import COMPUTE
@@ -43,7 +44,7 @@ class Timeline:
     ``peak_activation[rank]`` is in units of one microbatch's memory on that rank; ``peak_activation`` is empty if
     unknown. ``lanes[rank]`` has the timed ops of a rank that are not passes; ``lanes`` is empty if no rank has any.
     ``messages`` has the times of the messages that spans include, as ``PassCosts.messages_on``; it is empty if they
-    include none.
+    include none. ``loads`` has the load of every microbatch; it is empty if all are alike.
     """
 
     schedule: Schedule
@@ -51,6 +52,7 @@ class Timeline:
     peak_activation: tuple[float, ...] = ()
     lanes: tuple[tuple[LaneSpan, ...], ...] = ()
     messages: tuple[tuple[float, float], ...] = ()
+    loads: tuple[Load, ...] = ()
 
     @cached_property
     def timed_lanes(self) -> tuple[str, ...]:

@@ -7,10 +7,12 @@ waits distinguish late inputs from a slow host, which the times of the passes al
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
+from megatron.zero_bubble.costs.lengths import Load
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Flow, Pass, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.schedule import chain_of
 
@@ -87,6 +89,17 @@ class Trace:
 
     timeline: Timeline
     ranks: tuple[RankTrace, ...]
+
+    def with_loads(self, loads: tuple[Load, ...]) -> Trace:
+        """Return a copy whose microbatches have ``loads``.
+
+        Raises:
+            UserError: for another number of microbatches.
+        """
+        number = self.timeline.schedule.num_microbatches
+        if loads and len(loads) != number:
+            raise UserError(f"an iteration must have one load per microbatch; got {len(loads)} for {number}")
+        return Trace(replace(self.timeline, loads=loads), self.ranks)
 
     @classmethod
     def of(

@@ -80,6 +80,11 @@ class LengthCost:
         whole = sum((*costs.forward_ms, *costs.backward_ms, *costs.wgrad_ms))
         return cls.of_share((forward + backward) / whole if whole else 0.0, sequence, fixed_tokens)
 
+    def whole(self, tokens: int) -> Whole:
+        """A sequence of ``tokens`` with the share of attention that these figures give it."""
+        time = self.sample(tokens)
+        return Whole(tokens, self.quadratic * tokens * tokens / time if time else 0.0)
+
     def sample(self, tokens: int) -> float:
         """The time of a sample, in the unit of these figures."""
         return (self.linear + self.quadratic * tokens) * tokens
@@ -100,6 +105,28 @@ class LengthCost:
         costs = PassCosts.uniform(placement, third, third * (1 + share), third * (1 - share), attention=share)
         fixed = self.fixed / self.linear if self.linear else 0.0
         return PackedCosts(**vars(costs), sequence=1, loads=loads, fixed_tokens=fixed)
+
+
+class Whole(NamedTuple):
+    """The sequence for which the times of microbatches of other lengths are stated.
+
+    Attributes:
+        tokens: its length.
+        attention: the share of its F that attention takes; in B it takes twice as long, and in W no time.
+    """
+
+    tokens: int
+    attention: float
+
+    @property
+    def backward_attention(self) -> float:
+        """The share of its B, if F, B and W take equally long except for attention."""
+        return 2 * self.attention / (1 + self.attention)
+
+    def parts(self, kind: Kind, load: Load) -> float:
+        """The time of a pass over that of the same kind for this sequence."""
+        share = {F: self.attention, B: self.backward_attention, BW: self.attention}.get(kind, 0.0)
+        return (1.0 - share) * load.tokens / self.tokens + share * load.squares / self.tokens**2
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,16 @@ class CostsWithMessages(PassCosts):
 
     Attributes:
         messages: per stage, the ms that a message to or from the stage above takes, and one to or from the stage below.
+        without: the costs without messages, which may depend on the microbatch.
     """
 
     messages: tuple[tuple[float, float], ...] = ()
+    without: PassCosts | None = None
 
     def duration(self, p: Pass, slices: Slices = WHOLE) -> float:
         """Milliseconds for which ``p`` occupies its rank, from the handling of its input to that of its output."""
-        return super().duration(p, slices) + sum(ends_of(p, self.messages))
+        computing = super().duration if self.without is None else self.without.duration
+        return computing(p, slices) + sum(ends_of(p, self.messages))
 
 
 def occupied(costs: PassCosts, placement: Placement) -> PassCosts:
@@ -44,4 +47,4 @@ def occupied(costs: PassCosts, placement: Placement) -> PassCosts:
     if not costs.message_ms or isinstance(costs, CostsWithMessages):
         return costs
     figures = {each.name: getattr(costs, each.name) for each in fields(PassCosts)}
-    return CostsWithMessages(**figures, messages=costs.messages_on(placement))
+    return CostsWithMessages(**figures, messages=costs.messages_on(placement), without=costs)

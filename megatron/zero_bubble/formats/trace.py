@@ -15,10 +15,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.analysis.difference import Comparison
+from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Trace, Validated
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.lengths import Load, PackedCosts
 from megatron.zero_bubble.costs.memory import KEY_HISTORY, MEMORY
 from megatron.zero_bubble.costs.passes import ATTENTION, COMM, MESSAGE, TIMES
 from megatron.zero_bubble.errors import UserError
@@ -44,6 +46,8 @@ _ROWS: Mapping[str, tuple[type[NamedTuple], tuple[str, ...]]] = {
 }
 _LANES = "lanes"
 """The key of timed ops that are not passes; a rank without such ops does not have the key."""
+_SEQUENCE, _LOADS = "sequence_tokens", "loads"
+"""The keys of the sequence that the costs are for, and of the loads of the microbatches of an iteration."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +58,27 @@ class Recording:
         costs: costs of the plans that the iterations are compared with.
         traces: at least one trace, by the number of the iteration.
         memory: memory of a microbatch on each stage, in bytes; None if it was not measured.
+        sequence: the tokens of the sequence that the costs are for, if microbatches have loads of their own.
     """
 
     costs: PassCosts
     traces: Mapping[int, Trace]
     memory: PassMemory | None = None
+    sequence: int | None = None
 
     def compared(self, iteration: int) -> Comparison:
         """Compare an iteration with the simulation of its order. Ops that were read from a file have an unknown effect
         on memory, so with such ops the comparison has no memory.
         """
         trace = self.traces[iteration]
-        planned = timeline_of(trace.timeline.schedule, self.costs, self.memory)
+        schedule, costs = trace.timeline.schedule, self.costs
+        if trace.timeline.loads and self.sequence is not None:
+            costs = PackedCosts(**vars(costs), sequence=self.sequence, loads=trace.timeline.loads)
+            planned = simulate(schedule, costs, self.memory)
+        else:
+            planned = timeline_of(schedule, costs, self.memory)
         known = not any(isinstance(span.op, str) for row in trace.timeline.lanes for span in row)
-        return Comparison(iteration, planned, trace, self.costs, self.memory if known else None)
+        return Comparison(iteration, planned, trace, costs, self.memory if known else None)
 
     @property
     def typical(self) -> int:
@@ -95,12 +106,13 @@ def trace_to_json(recording: Recording) -> str:
         **({key: getattr(memory, key) for key in MEMORY} if memory else {}),
         **({KEY_HISTORY: memory.history} if memory and any(memory.history) else {}),
         **vocabulary_content(costs, memory),
+        **({} if recording.sequence is None else {_SEQUENCE: recording.sequence}),
         "planned": _figures([planned]),
         "measured": _figures([trace.timeline for trace in recording.traces.values()]),
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
     iterations = [
-        f'    {{"iteration": {number}, "ranks": [\n      '
+        f'    {{"iteration": {number}, {_loads(trace)}"ranks": [\n      '
         + ",\n      ".join(json.dumps(_rank(row)) for row in trace.ranks)
         + "\n    ]}"
         for number, trace in recording.traces.items()
@@ -128,7 +140,7 @@ def trace_from_json(text: str) -> Recording:
             raise UserError(f"iteration numbers must be unique; got {number} twice; remove one of them")
         ranks = read_key(iteration, "ranks", "a list of at least one rank", _is_filled_list)
         rows = tuple(_rank_from(row, rank, len(ranks), number) for rank, row in enumerate(ranks))
-        traces[number] = Trace.of(name, rows, slices, make_flow)
+        traces[number] = Trace.of(name, rows, slices, make_flow).with_loads(_loads_from(iteration))
         validate(traces[number].timeline.schedule)
     num_stages = {trace.timeline.schedule.num_stages for trace in traces.values()}
     if len(num_stages) > 1:
@@ -147,7 +159,8 @@ def trace_from_json(text: str) -> Recording:
         history = _per_stage(content, KEY_HISTORY) if KEY_HISTORY in content else ()
         logits = () if figures is None else figures.memory(num_ranks)
         memory = PassMemory(activation, wgrad, history, logits=logits)
-    recording = Recording(costs, traces, memory)
+    sequence = read_key(content, _SEQUENCE, "a whole number", _is_positive) if _SEQUENCE in content else None
+    recording = Recording(costs, traces, memory, sequence)
     recording.compared(recording.typical)  # raises if costs or memory are for another number of stages
     return recording
 
@@ -168,6 +181,16 @@ def _figures(timelines: Sequence[Timeline]) -> dict[str, float]:
         "bubble_rate_makespan": median(t.bubble_rate("makespan") for t in timelines),
         "bubble_rate_span": median(t.bubble_rate("span") for t in timelines),
     }
+
+
+def _loads(trace: Trace) -> str:
+    loads = trace.timeline.loads
+    return f'"{_LOADS}": {json.dumps(list(map(list, loads)))}, ' if loads else ""
+
+
+def _loads_from(iteration: dict[str, Any]) -> tuple[Load, ...]:
+    form = "a list of pairs of whole numbers, tokens and the sum of the squares of the samples' tokens"
+    return tuple(Load(*pair) for pair in read_key(iteration, _LOADS, form, _is_pairs)) if _LOADS in iteration else ()
 
 
 def _rank(row: RankTrace) -> dict[str, Any]:
@@ -244,6 +267,16 @@ def _is_number(value: object) -> bool:
 
 def _is_numbers(value: object) -> bool:
     return isinstance(value, list) and all(map(_is_number, value))
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_pairs(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_is_positive, pair)) for pair in value
+    )
 
 
 def _is_filled_list(value: object) -> bool:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.trace import Trace
 from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.costs.lengths import Whole
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.ir import Kind, Slices
 from megatron.zero_bubble.ir.offload import Evict, Fetch
@@ -37,7 +38,7 @@ def gather_trace(name: str, marks: Marks, group: dist.ProcessGroup) -> Trace:
     return Trace.of(name, tuple(rows)) if ran is None else Trace.of(name, tuple(rows), ran.slices, ran.make_flow)
 
 
-def median_costs(timelines: list[Timeline], before: PassCosts | None = None) -> PassCosts:
+def median_costs(timelines: list[Timeline], before: PassCosts | None = None, whole: Whole | None = None) -> PassCosts:
     """Costs from measured iterations: the median pass times of every stage and the median transfer time, those of
     vocabulary parallelism if the schedule has its passes, those of copies to the host and back of every stage of which
     something moves, and those of the gathers and reductions of every stage that is sharded.
@@ -51,13 +52,15 @@ def median_costs(timelines: list[Timeline], before: PassCosts | None = None) -> 
     Args:
         timelines: measured iterations of one placement, without the first ones (cold caches, allocations).
         before: what an earlier measurement of the same stages gave, if there was one.
+        whole: the sequence that the costs are for, if microbatches have different loads. Their times are added up per
+            iteration, and divided by the parts of ``whole`` that they are; the shares of attention are its own.
     """
     durations: dict[tuple[int, Kind], dict[int, list[float]]] = {}
     transfers = _Transfers()
     for timeline in timelines:
-        for row in timeline.spans:
-            for work, start, end in row:
-                durations.setdefault((work.stage, work.kind), {}).setdefault(work.slice, []).append(end - start)
+        for key, times in _durations(timeline, whole).items():
+            for slice_, of_slice in times.items():
+                durations.setdefault(key, {}).setdefault(slice_, []).extend(of_slice)
         transfers.add(timeline)
     schedule = timelines[0].schedule
     for stage in range(schedule.num_stages):
@@ -72,7 +75,9 @@ def median_costs(timelines: list[Timeline], before: PassCosts | None = None) -> 
 
     f, b, w = (medians(kind) for kind in (Kind.F, Kind.B, Kind.W))
     forward, backward, wgrad = (tuple(map(sum, times)) for times in (f, b, w))
-    shares = (tuple(attention_share(times, schedule.slices) for times in of_stages) for of_stages in (f, b))
+    shares = [tuple(attention_share(times, schedule.slices) for times in of_stages) for of_stages in (f, b)]
+    if whole is not None:
+        shares = [(share,) * schedule.num_stages for share in (whole.attention, whole.backward_attention)]
     transfer_ms = median(transfers.messages) if transfers.messages else 0.0
     message_ms = measured_message_ms(timelines, transfer_ms)
     comm_ms = max(0.0, transfer_ms - 2 * message_ms)
@@ -86,6 +91,19 @@ def median_costs(timelines: list[Timeline], before: PassCosts | None = None) -> 
     s, t, i, j = (tuple(map(sum, medians(kind)[ranks])) for kind in (Kind.S, Kind.T, Kind.I, Kind.J))
     collective_ms = max(0.0, transfers.collective_ms(algorithm) - comm_ms)
     return replace(costs, vocabulary=VocabularyCosts(s, t, i, j, collective_ms))
+
+
+def _durations(timeline: Timeline, whole: Whole | None) -> dict[tuple[int, Kind], dict[int, list[float]]]:
+    """The times of an iteration by stage, kind and slice; one time for ``whole`` if microbatches have loads."""
+    durations: dict[tuple[int, Kind], dict[int, list[float]]] = {}
+    parts: dict[tuple[int, Kind], float] = {}
+    for row in timeline.spans:
+        for work, start, end in row:
+            key = work.stage, work.kind
+            durations.setdefault(key, {}).setdefault(work.slice, []).append(end - start)
+            if timeline.loads and whole is not None:
+                parts[key] = parts.get(key, 0.0) + whole.parts(work.kind, timeline.loads[work.microbatch])
+    return {key: {0: [sum(durations[key][0]) / part]} for key, part in parts.items()} or durations
 
 
 def _parts(fused: dict[int, list[float]], stage: int, before: PassCosts | None) -> dict[Kind, dict[int, list[float]]]:

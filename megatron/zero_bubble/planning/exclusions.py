@@ -91,7 +91,6 @@ EXCLUSIONS = (
     Rule(
         BALANCE, COLLECTIVES, False, "replicas would wait for each other in every unit", "add the transport on demand"
     ),
-    Rule(BALANCE, RECORDS, False, "passes of different lengths have no common times"),
     Rule(BALANCE, VOCABULARY, False, _OTHER_LENGTHS),
     Rule(LENGTHS, SLICES, False, "sequences are cut at the same tokens in all microbatches", _TO_ONE_LENGTH),
     Rule(LENGTHS, VOCABULARY, False, "its collectives have the rows of one length", _TO_ONE_LENGTH),

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import Dataset
 
+from megatron.zero_bubble.costs.lengths import Load
 from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
 from megatron.zero_bubble.optimizer.loss_scale import LossScale
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
@@ -56,6 +57,7 @@ class Trainer:
         device: device that this rank computes on.
         vocab_size: size of the embedding; all token ids are smaller.
         meter: measures the bubble of every iteration, for the log.
+        loads: those of the microbatches of the iteration under way, if they have packed samples.
     """
 
     args: argparse.Namespace
@@ -67,6 +69,7 @@ class Trainer:
     state: TrainState
     progress: Progress
     meter: BubbleMeter | None = None
+    loads: tuple[Load, ...] = ()
     _unfinished: deque[_Iteration] = field(default_factory=deque)
     _unreported: list[tuple[IterationMetrics, torch.Tensor | None]] = field(default_factory=list)
     _has_reported: bool = False
@@ -134,6 +137,7 @@ class Trainer:
         state, optimizer, sizes = self.state, self.trained.optimizer, self.args.batch_sizes
         samples = sizes.at(state.consumed_samples)
         share = share_of(self.args, self.splits.train, state.consumed_samples, samples)
+        self.loads = share.loads
         self._zero_gradients()
         with during("passes"):
             reports = self._passes(batches, share)

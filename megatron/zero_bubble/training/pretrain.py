@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from megatron.zero_bubble.adapter.pipeline import Pipeline
     from megatron.zero_bubble.adapter.tracer import Tracer
+    from megatron.zero_bubble.costs.lengths import Load
     from megatron.zero_bubble.measure.recorder import Recorder
     from megatron.zero_bubble.platforms import Platform
     from megatron.zero_bubble.training.checkpoint import TrainedObjects, TrainState
@@ -135,8 +136,11 @@ def _train_rank(
         from megatron.zero_bubble.training.schedule import apply_schedule
 
     meter = BubbleMeter(platform) if args.zero_bubble_log_bubble else None
-    # The function reads `trainer` later: it is built below, after the schedule is enabled.
-    tracer, recorder = _tracer(args, platform, lambda: trainer.state.iteration + 1) if records(args) else (None, None)
+    trainer: loop.Trainer  # The functions read it later: it is built below, after the schedule is enabled.
+    tracer = recorder = None
+    if records(args):
+        loads = (lambda: trainer.loads) if args.zero_bubble_balance_microbatches else None
+        tracer, recorder = _tracer(args, platform, lambda: trainer.state.iteration + 1, loads)
     applied = apply_schedule(args, [one for one in (meter, tracer, recorder) if one is not None])
     if launch.rank == 0:
         _print_start(args, launch, f"{platform.describe()} over {backend}", config, applied.phrase)
@@ -166,16 +170,27 @@ def _train_rank(
                 print(f"zero-bubble: {sentence}", flush=True)
 
 
-def _tracer(args: argparse.Namespace, platform: Platform, number: Callable[[], int]) -> tuple[Tracer, Recorder]:
-    from megatron.zero_bubble.adapter.tracer import Tracer, end_of_run
+def _tracer(
+    args: argparse.Namespace,
+    platform: Platform,
+    number: Callable[[], int],
+    loads: Callable[[], tuple[Load, ...]] | None,
+) -> tuple[Tracer, Recorder]:
+    from megatron.zero_bubble.adapter.tracer import Packing, Tracer, end_of_run
+    from megatron.zero_bubble.job.balance import length_cost
     from megatron.zero_bubble.measure.recorder import Recorder
+    from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
 
     def end(first: int) -> int:
         return end_of_run(first, args.train_iters, args.exit_interval)
 
     recorder = Recorder(platform)
     name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
-    return Tracer(recorder, name, number, end, args.zero_bubble_trace_iterations), recorder
+    packing = None
+    if loads is not None:
+        cost = length_cost(args, args, known_vocabulary(args))
+        packing = Packing(cost.whole(args.seq_length), loads)
+    return Tracer(recorder, name, number, end, args.zero_bubble_trace_iterations, packing), recorder
 
 
 def _print_start(

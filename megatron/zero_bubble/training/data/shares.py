@@ -6,13 +6,13 @@ import argparse
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.costs.lengths import LengthCost, Shape
+from megatron.zero_bubble.costs.lengths import LengthCost, Load, Shape
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.job.balance import length_cost
 from megatron.zero_bubble.planning.balance import Microbatches, balance
@@ -26,12 +26,14 @@ class Share(NamedTuple):
     Attributes:
         shapes: the shape of each of its microbatches; None if all have the job's.
         samples, tokens: those of all replicas, without padding.
+        loads: the load of each of its microbatches, if it has ``shapes``.
     """
 
     num_microbatches: int
     shapes: tuple[Shape, ...] | None
     samples: int
     tokens: int
+    loads: tuple[Load, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class Balance:
         own = (padded_length(int(lengths[sample]), self.multiple) for sample in microbatch)
         return tuple(accumulate(own, initial=0))
 
+    def load(self, microbatch: Sequence[int], lengths: numpy.ndarray) -> Load:
+        """What its time depends on."""
+        return Load.of(end - start for start, end in pairwise(self.ends(microbatch, lengths)))
+
     def _whole(self, lengths: numpy.ndarray) -> tuple[int, ...]:
         return tuple(padded_length(int(tokens), self.multiple) for tokens in lengths)
 
@@ -91,8 +97,9 @@ def share_of(args: argparse.Namespace, dataset: Any, consumed_samples: int, samp
         return Share(samples // args.batch_sizes.granule, None, samples, samples * args.seq_length)
     lengths = dataset.lengths[consumed_samples : consumed_samples + samples]
     of_all = Balance.of(args)
-    shapes = tuple(Shape(1, of_all.ends(microbatch, lengths)[-1]) for microbatch in of_all.own(lengths))
-    return Share(len(shapes), shapes, samples, int(lengths.sum()))
+    loads = tuple(of_all.load(microbatch, lengths) for microbatch in of_all.own(lengths))
+    shapes = tuple(Shape(1, load.tokens) for load in loads)
+    return Share(len(shapes), shapes, samples, int(lengths.sum()), loads)
 
 
 @dataclass(frozen=True)
