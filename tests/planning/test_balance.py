@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,6 +136,9 @@ def test_three_lines_in_a_loop() -> None:
     assert {"balance", "LengthCost"} <= set(megatron.zero_bubble.__all__)
     own = balance([8, 3, 5, 2], replicas=2, ranks=2, most_tokens=8)[0]
     assert all(isinstance(sample, int) for microbatch in own for sample in microbatch)
+    lengths = [60000, 65000, 50000, 3000, 200]
+    of_arrays = balance(numpy.array(lengths, dtype=numpy.int32), replicas=2, ranks=2, most_tokens=65536)  # type: ignore[arg-type]
+    assert of_arrays == balance(lengths, replicas=2, ranks=2, most_tokens=65536)
 
 
 def test_bad_lists_are_refused() -> None:
@@ -142,6 +146,10 @@ def test_bad_lists_are_refused() -> None:
         balance([3], 2, 2, 64)
     with pytest.raises(UserError, match="samples must have 1 to 64 tokens, the most of a microbatch; got 3 to 65"):
         balance([3, 65], 2, 2, 64)
+    with pytest.raises(UserError, match="replicas must be 1 or more; got 0"):
+        balance([3], 0, 2, 64)
+    with pytest.raises(UserError, match="got 0 samples for 2 replicas"):
+        balance([], 2, 2, 64)
     with pytest.raises(UserError, match="unknown schedule 'zb-hi'"):
         balance([3, 5], 2, 2, 64, "zb-hi")
     with pytest.raises(UserError, match="need a schedule of whole sequences"):

@@ -65,6 +65,10 @@ def balance(
         UserError: fewer samples than replicas, a sample without tokens, or one that is longer than a microbatch may be;
             or a schedule that does not exist, or that only supports microbatches of equal length.
     """
+    for name, value in (("replicas", replicas), ("ranks", ranks), ("most_tokens", most_tokens)):
+        if value < 1:
+            raise UserError(f"{name} must be 1 or more; got {value}")
+    lengths = [int(tokens) for tokens in lengths]  # squares of numpy's integers could overflow
     if len(lengths) < replicas:
         raise UserError(
             f"an iteration needs one sample or more per data-parallel replica; got {len(lengths)} samples for "
