@@ -88,7 +88,6 @@ LOOPS = {
     "v of the job": (f"{TWO}", "loop", 4),
     "v of the flag": ("", "loop --zero-bubble-num-chunks 4", 8),
     "v=4 of the job": ("--num-virtual-stages-per-pipeline-rank 4", "loop", 8),
-    "layers per stage": ("--num-layers-per-virtual-pipeline-stage 1", "loop", 8),
     "W": ("", "wave", 8),
     "six in a wave": ("", "wave --zero-bubble-num-chunks 6", 12),
 }
@@ -131,7 +130,7 @@ def test_plans_with_fused_backwards_change_no_bit(ranks: RankPool, options: str)
         f"--zero-bubble-num-slices 4 {ON_A_V} --zero-bubble-memory-limit 0.9p",
         "--zero-bubble-slice-ends 20,34,42,48",
         pytest.param("--zero-bubble-num-slices 4 --zero-bubble-placement loop", marks=pytest.mark.full),
-        pytest.param(f"--zero-bubble-num-slices 2 {IN_A_WAVE}", marks=pytest.mark.full),
+        pytest.param(f"--zero-bubble-num-slices 4 {IN_A_WAVE}", marks=pytest.mark.full),
     ],
 )
 def test_schedules_of_slices_are_searched_for(ranks: RankPool, cuts: str) -> None:

@@ -83,17 +83,20 @@ V_ROWS = {
         Layout(2, data=2, num_layers=4),
         f"--use-distributed-optimizer --overlap-param-gather {OVERLAP}",
     ),
+    "tied, in a wave": (Layout(2, num_layers=8), ""),
 }
+IN_A_WAVE = "zb-auto --zero-bubble-placement wave"
 
 
 @pytest.mark.parametrize("name", some(V_ROWS, *list(V_ROWS)[:2]))
 def test_on_a_v_as_stock(ranks: RankPool, name: str) -> None:
     """The loss, and so the prediction, is on the rank that has the embedding as well."""
     layout, options = V_ROWS[name]
+    schedules = [None, IN_A_WAVE] if name.endswith("in a wave") else ON_A_V
     flags = layout.flags(4, f"{ROPE} {options}")
-    results = ranks.run(layout.num_ranks, train_predicting, flags, ON_A_V, timeout=120)
+    results = ranks.run(layout.num_ranks, train_predicting, flags, schedules, timeout=120)
     unused = () if UNTIED in options else ("output_layer.weight",)
-    assert_same_model(results, ON_A_V, layout, unused=unused)
+    assert_same_model(results, schedules, layout, unused=unused)
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", pytest.param("interleaved-1f1b", marks=pytest.mark.full)])

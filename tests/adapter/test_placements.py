@@ -71,6 +71,16 @@ def test_schedules_on_a_v_equal_stock(ranks: RankPool, name: str) -> None:
     assert_same_model(results, schedules, layout)
 
 
+@pytest.mark.parametrize("name", some(ROWS, "dp=2, tied, overlap_grad_reduce, not aligned, m grows from 1"))
+def test_a_wave_equals_stock(ranks: RankPool, name: str) -> None:
+    """Four stages per rank, under the first schedule of ``zb-auto``: its plan comes after more steps."""
+    layout, num_microbatches, options = ROWS[name]
+    layout = dataclasses.replace(layout, num_layers=2 * layout.num_layers)
+    schedules = [None, "zb-auto --zero-bubble-placement wave"]
+    results = ranks.run(layout.num_ranks, train, layout.flags(num_microbatches, options), schedules, timeout=180)
+    assert_same_model(results, schedules, layout)
+
+
 @pytest.mark.parametrize(
     ("layout", "num_microbatches", "options"),
     [

@@ -199,8 +199,8 @@ def test_compare_shows_progress_on_a_terminal_only(
     assert main(["compare", *SIZES, *TIMES, "--max-chunks", "2", "--equal-passes"]) == 0
     shown = capsys.readouterr().err.split("\r\x1b[K")
     if terminal:
-        assert shown[:3] == ["", "planning 1f1b (1 of 15)", "planning interleaved-1f1b x2 (2 of 15)"]
-        assert shown[-4:] == ["planning zb-auto vee (15 of 15)", "", "computing lower bounds", ""]
+        assert shown[:3] == ["", "planning 1f1b (1 of 16)", "planning interleaved-1f1b x2 (2 of 16)"]
+        assert shown[-4:] == ["planning zb-auto vee (16 of 16)", "", "computing lower bounds", ""]
     else:
         assert shown == [""]
 

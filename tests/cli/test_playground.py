@@ -167,7 +167,7 @@ def test_exceeded_limit_is_reported_as_by_plan(address: str, capsys: Capture) ->
         ({"num-ranks": "two"}, "argument --num-ranks: invalid int value: 'two'"),
         ({"num-ranks": "--costs=/etc/passwd"}, "argument --num-ranks: invalid int value: '--costs=/etc/passwd'"),
         ({"schedule": "zb-9"}, "unknown schedule 'zb-9'; choose one of 1f1b"),
-        ({"equal-passes": ""}, "--equal-passes applies only to zb-v, v-half, v-min; leave it out"),
+        ({"equal-passes": ""}, "--equal-passes applies only to zb-v, v-half, v-min, zb-interleaved; leave it out"),
         ({"equal-passes": "yes"}, "argument --equal-passes: ignored explicit argument 'yes'"),
         ({"costs": "/etc/passwd"}, "got 'costs'; leave it out"),
         ({"schedule-file": "/etc/passwd"}, "got 'schedule-file'; leave it out"),

@@ -25,7 +25,7 @@ from tests.helpers.refusals import MEGATRONS_VALUES, jobs_of_effects, jobs_of_ex
 
 TIMES = "--num-ranks 3 --num-microbatches 3 --forward-ms 1 --backward-ms 1 --wgrad-ms 1"
 UNDER: dict[str, dict[str, Any]] = {
-    "stages on a V": {"megatrons_own": False},
+    "stages on a V or in a wave": {"megatrons_own": False},
     "post-validation": {"post_validation": True},
     "sequence slices": {"num_slices": 4},
     "vocabulary parallelism": {"vocabulary": True},

@@ -108,7 +108,7 @@ def test_one_queue_per_direction_blocks_plans_that_several_queues_allow() -> Non
     """So would NCCL's eagerly created communicators block them."""
     _, blocked = blocked_by_one_queue_per_direction((2, 3))
     kinds = ("training", "evaluation")
-    names = ("interleaved-1f1b", "breadth-first", "gis", "gis-h", "pipe-offload", "zero-pp")
+    names = ("interleaved-1f1b", "zb-interleaved", "breadth-first", "gis", "gis-h", "pipe-offload", "zero-pp")
     expected = {*product(names, kinds), ("seq-interleaved-1f1b", "training")}
     assert blocked.keys() == expected, blocked
 
@@ -122,4 +122,5 @@ def test_number_of_plans_that_one_queue_per_direction_blocks() -> None:
     expected |= {("gis", "training"): 82, ("gis", "evaluation"): 46, ("gis-h", "training"): 86}
     expected |= {("gis-h", "evaluation"): 83, ("pipe-offload", "training"): 97, ("pipe-offload", "evaluation"): 91}
     expected |= {("zero-pp", "training"): 63, ("zero-pp", "evaluation"): 63}
+    expected |= {("zb-interleaved", "training"): 37, ("zb-interleaved", "evaluation"): 21}
     assert blocked == expected | {("seq-interleaved-1f1b", "training"): 29, ("seq-interleaved-1f1b", "evaluation"): 3}

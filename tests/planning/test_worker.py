@@ -85,7 +85,7 @@ def test_worker_process_returns_the_plan() -> None:
             {"costs": "{}"},
             "it must have the key forward_ms, one number or a list with one number per stage; it is missing\n",
         ),
-        ({"placement": "circle"}, 'placement must be linear or vee; got "circle"\n'),
+        ({"placement": "circle"}, 'placement must be one of linear, vee, loop, wave; got "circle"\n'),
         ({"num_ranks": 0}, "num_ranks must be a whole number above 0; got 0\n"),
     ],
 )
