@@ -11,6 +11,7 @@ import pytest
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate, validate
 from megatron.zero_bubble.analysis.bounds import least_memory, lower_bound
 from megatron.zero_bubble.search import zb_auto
+from megatron.zero_bubble.search.placements import choice_of, placements
 from tests.helpers.exact import ExactSchedule, solve
 from tests.helpers.instances import Instance, peak_memory, random_instance, random_schedule
 
@@ -42,6 +43,21 @@ def small_vee(seed: int) -> tuple[Instance, bool, float, str, ExactSchedule]:
     limit, objective = float(rng.randint(2, 2 * p)), rng.choice(("span", "makespan"))
     hint = zb_auto(costs, memory, p, m, limit, placement="vee", objective=objective)
     exact = solve(costs, memory, placement, m, limit, objective, hint=hint, seconds=5.0)
+    return Instance(placement, costs, memory, m), False, limit, objective, exact
+
+
+def small_finer(seed: int) -> tuple[Instance, bool, float, str, ExactSchedule]:
+    """Draw and solve a loop or a wave of 2 to 4 ranks with three or four equal stages each, up to four microbatches."""
+    rng = random.Random(seed)
+    p, v, m = rng.randint(2, 4), rng.choice((3, 4)), rng.randint(1, 4)
+    shape = rng.choice(("loop", "wave")) if v == 4 else "loop"
+    (placement,) = placements(shape, p, v)
+    times, comm = [float(v * rng.randint(2, 9)) for _ in range(3)], rng.choice((0.0, 1.0))
+    costs = PassCosts.uniform(placement, *times, comm)
+    memory = PassMemory.uniform(placement, float(v), rng.choice((0.0, v / 2, float(v))))
+    limit, objective = float(rng.randint(v, v * min(m, p))), rng.choice(("span", "makespan"))
+    ours = zb_auto(costs, memory, p, m, limit, placement=shape, num_chunks=v, objective=objective)
+    exact = solve(costs, memory, placement, m, limit, objective, hint=ours, seconds=20.0)
     return Instance(placement, costs, memory, m), False, limit, objective, exact
 
 
@@ -77,6 +93,35 @@ def test_bound_equals_the_optimum_in_most_cases_on_a_v() -> None:
     solved, equal = compare(range(40), small_vee)
     assert solved >= 20
     assert equal >= 0.9 * solved
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_search_and_bound_equal_the_optimum_in_most_cases_on_loops_and_waves() -> None:
+    """The schedule that the solver starts from is the search's: it is as long as the optimum, or the solver's."""
+    solved = found = 0
+    for seed in range(40):
+        case, _, limit, objective, exact = small_finer(seed)
+        pipeline = (case.costs, case.memory, case.placement, case.num_microbatches)
+        bound = lower_bound(*pipeline, limit, objective)
+        placement, num_chunks = choice_of(case.placement)
+        ours = zb_auto(
+            case.costs,
+            case.memory,
+            case.placement.num_ranks,
+            case.num_microbatches,
+            limit,
+            placement=placement,
+            num_chunks=num_chunks,
+            objective=objective,
+        )
+        cost = getattr(simulate(ours, case.costs), f"{objective}_ms")
+        assert bound.value_ms <= exact.cost_ms * (1 + 1e-9)
+        if exact.optimal or bound.gap(exact.cost_ms) == 0.0:
+            solved += 1
+            found += cost <= exact.cost_ms * (1 + 1e-9)
+    assert solved >= 20
+    assert found >= 0.8 * solved
 
 
 @pytest.mark.full

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +15,8 @@ from megatron.zero_bubble.analysis.bounds.room import time_to_make_room
 from megatron.zero_bubble.analysis.bounds.setting import Setting
 from megatron.zero_bubble.analysis.bounds.ways import by_ways
 from megatron.zero_bubble.search import zb_auto
-from tests.helpers.instances import Instance, peak_memory
+from megatron.zero_bubble.search.placements import choice_of
+from tests.helpers.instances import Instance, peak_memory, random_schedule
 
 LITTLE = 0.01
 
@@ -46,26 +49,44 @@ def random_plan(rng: random.Random) -> tuple[Schedule, Instance]:
         drawn = random_pipeline(rng, schedule.placement)
         return schedule, Instance(drawn.placement, drawn.costs, drawn.memory, m)
     line = rng.random() < 0.3
-    case = random_pipeline(rng, Placement.linear(p) if line else Placement.vee(p))
+    return searched(rng, Placement.linear(p) if line else Placement.vee(p))
+
+
+def searched(rng: random.Random, on: Placement) -> tuple[Schedule, Instance]:
+    """Search a little within a random limit."""
+    case, p = random_pipeline(rng, on), on.num_ranks
     least = max(least_memory(case.memory, case.placement))
     limit = least * rng.choice((1.0, rng.uniform(1, p), rng.uniform(1, 2 * p)))
+    placement, num_chunks = choice_of(on)
     schedule = zb_auto(
         case.costs,
         case.memory,
         p,
         case.num_microbatches,
         limit,
-        placement="linear" if line else "vee",
+        placement=placement,
+        num_chunks=num_chunks,
         objective=rng.choice(("span", "makespan")),
         effort=LITTLE,
     )
     return schedule, case
 
 
-def no_plan_is_below(seeds: range) -> None:
+def random_finer_plan(rng: random.Random) -> tuple[Schedule, Instance]:
+    """Search a little, or draw a random order, on a loop or a wave of up to six stages per rank."""
+    p, v = rng.randint(2, 6), rng.randint(2, 6)
+    on = Placement.wave(p, v) if v % 2 == 0 and rng.random() < 0.5 else Placement.interleaved(p, v)
+    if rng.random() < 0.5:
+        return searched(rng, on)
+    drawn = random_pipeline(rng, on)
+    case = replace(drawn, num_microbatches=min(drawn.num_microbatches, 8))
+    return random_schedule(rng, case), case
+
+
+def no_plan_is_below(seeds: range, draw: Callable[[random.Random], tuple[Schedule, Instance]] = random_plan) -> None:
     """Compare random plans with the bounds at their own peak memory, for both metrics."""
     for seed in seeds:
-        schedule, case = random_plan(random.Random(seed))
+        schedule, case = draw(random.Random(seed))
         timeline = simulate(schedule, case.costs, case.memory)
         pipeline = (case.costs, case.memory, case.placement, case.num_microbatches, peak_memory(schedule, case))
         for objective, cost in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
@@ -76,6 +97,17 @@ def no_plan_is_below(seeds: range) -> None:
 
 def test_no_plan_is_below_the_bound() -> None:
     no_plan_is_below(range(30))
+
+
+def test_no_plan_on_a_loop_or_a_wave_is_below_the_bound() -> None:
+    no_plan_is_below(range(12), random_finer_plan)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("part", range(10))
+def test_no_plan_of_ten_thousand_on_loops_and_waves_is_below_the_bound(part: int) -> None:
+    no_plan_is_below(range(10_000 + part * 1000, 10_000 + part * 1000 + 1000), random_finer_plan)
 
 
 @pytest.mark.full

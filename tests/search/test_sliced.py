@@ -150,3 +150,23 @@ def test_least_memory_is_named() -> None:
             Slices.even(4),
             "span",
         )
+
+
+@pytest.mark.parametrize("on", [Placement.interleaved(3, 3), Placement.wave(3, 4)], ids=["loop", "wave"])
+def test_slices_run_on_loops_and_waves(on: Placement) -> None:
+    slices, m, limit = Slices.even(2), 3, 2.5
+    costs, memory = PassCosts.uniform(on, 3.0, 4.0, 2.0, 0.1), PassMemory.uniform(on)
+    size = {"num_ranks": 3, "num_microbatches": m, "num_slices": slices}
+    is_loop = on == Placement.interleaved(3, 3)
+    known = [build("seq-interleaved-1f1b", num_chunks=3, **size)] if is_loop else []  # type: ignore[arg-type]
+    found = sliced_auto(costs, memory, [on], m, limit, slices, "makespan", known)
+    validate(found)
+    lower(found)
+    timeline = simulate(found, costs, memory)
+    assert found.placement == on
+    assert max(most_kept(timeline, memory)) <= limit * (1 + 1e-9)
+    bound = lower_bound(costs, memory, on, m, limit, "makespan", slices=slices).value_ms
+    assert bound * (1 - 1e-9) <= timeline.makespan_ms
+    for other in known:
+        published = simulate(other, costs, memory)
+        assert max(most_kept(published, memory)) > limit or timeline.makespan_ms <= published.makespan_ms

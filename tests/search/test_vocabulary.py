@@ -18,6 +18,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.plan import lower, prove
+from megatron.zero_bubble.search import zb_auto
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary, forwards_ahead, with_vocabulary
 from tests.helpers.plans import schedule_from_json
 from tests.helpers.rows import some
@@ -171,3 +172,16 @@ def test_unsuitable_schedules_are_refused() -> None:
     without = PassCosts.uniform(plain.placement, 1.0, 1.0, 1.0)
     with pytest.raises(UserError, match="needs their times, and the costs have none"):
         simulate(with_vocabulary(plain, without, 2), without)
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_vocabulary_passes_fit_a_plan_on_a_wave(algorithm: Algorithm) -> None:
+    """Eight stages in a W: the last one is on the first rank."""
+    on = Placement.wave(2, 4)
+    costs, memory = PassCosts.uniform(on, 3.0, 4.0, 2.0, 0.1), PassMemory.uniform(on)
+    plan = zb_auto(costs, memory, 2, 3, 3.0, placement="wave", num_chunks=4, effort=0.01)
+    costs = replace(costs, vocabulary=VocabularyCosts.uniform(2, 0.25, 0.25))
+    found = best_with_vocabulary(plan, costs, memory, algorithm).schedule
+    validate(found)
+    prove(lower(found))
+    assert found.placement == on

@@ -29,6 +29,8 @@ __all__ = ["PLACEMENTS", "NumChunks", "PlacementChoice", "fit", "placements", "z
 
 _CLOSE = 1.01
 """Of two placements whose drafts differ by less than this factor, both are polished."""
+_MANY_PASSES = 20_000
+"""Above this number of passes, longest paths are not worth their time, and only one loop or wave is searched."""
 _SCREENED, _MOST_SEARCHED = 0.2, 2
 """The effort, relative to a search, with which several loops and waves are compared, and how many of them are then
 searched.
@@ -158,7 +160,8 @@ def _promising(
         for number, problem in enumerate(problems)
         if is_less((bound(problem),), (cost,))
     ]
-    return [problem for *_, problem in sorted(drafts)[:_MOST_SEARCHED]]
+    most = _MOST_SEARCHED if all(map(_is_small, problems)) else 1
+    return [problem for *_, problem in sorted(drafts)[:most]]
 
 
 def _compared(
@@ -230,10 +233,17 @@ def _least(
     limit: tuple[float, ...],
     objective: Metric,
 ) -> float:
-    """Return a lower bound for the placement of ``problem``, from the bounds in closed form, which are cheap."""
+    """Return a lower bound for the placement of ``problem`` that is cheap to compute: of many passes on more than two
+    stages per rank, in closed form.
+    """
     on, m = problem.placement, problem.num_microbatches
     costs, memory = figures[on]
-    return lower_bound(costs.fit(on), memory.fit(on), on, m, limit, objective, effort=0).value_ms
+    effort = 0 if on.num_stages <= 2 * on.num_ranks or _is_small(problem) else None
+    return lower_bound(costs.fit(on), memory.fit(on), on, m, limit, objective, effort=effort).value_ms
+
+
+def _is_small(problem: Problem) -> bool:
+    return 3 * problem.num_stages * problem.num_microbatches <= _MANY_PASSES
 
 
 def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:

@@ -155,6 +155,13 @@ class Problem:
         chunks, rest = divmod(self.num_stages, self.num_ranks)
         return chunks > 1 and not rest and self.placement == Placement.interleaved(self.num_ranks, chunks)
 
+    @property
+    def share_of_a_vee(self) -> float:
+        """The share of its budget that a search can afford with more stages per rank than a V has, so that it takes as
+        long as on a V: its rows are longer.
+        """
+        return min(1.0, 2 * self.num_ranks / self.num_stages)
+
     @cached_property
     def tables(self) -> Tables:
         rank_of = self.placement.stage_to_rank
@@ -237,7 +244,9 @@ class Problem:
         a warm-up, a steady state and a cool-down; the problem itself if it is not larger.
         """
         p, rank_of = self.num_ranks, self.placement.stage_to_rank
-        chosen = sorted({rank * (p - 1) // max(1, min(p, num_ranks) - 1) for rank in range(min(p, num_ranks))})
+        # On one rank, a loop of two stages would be a V.
+        most = min(p, max(num_ranks, 2 if self.is_loop else 1))
+        chosen = sorted({rank * (p - 1) // max(1, most - 1) for rank in range(most)})
         few = 2 * len(chosen) + 8
         m = few if self.num_microbatches > 1.25 * few else self.num_microbatches
         if (len(chosen), m) == (p, self.num_microbatches):

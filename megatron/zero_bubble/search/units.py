@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from megatron.zero_bubble.search.problem import B, F, Problem, Rows, W
 
@@ -47,13 +47,16 @@ def _one_f_one_b(problem: Problem, units: Sequence[int], factor: int, lag: int) 
         backwards = [3 * s + B for size in units for s in reversed(stages) for _ in range(size)]
         total, late = len(forwards), min(len(forwards), lag * rank)
         warmup = min(total, (len(stages) - 1) * max(units) + factor * (p - 1 - rank))
-        row = forwards[:warmup]
-        for number, backward in enumerate(backwards):
-            row += forwards[warmup + number : warmup + number + 1]
-            row.append(backward)
-            if number >= late:
-                row.append(backwards[number - late] + W - B)
-        rows.append(row + [backward + W - B for backward in backwards[total - late :]])
+        wgrads = [backward + W - B for backward in backwards]
+        row, ends = forwards[:warmup], sorted({0, min(late, total), total - warmup, total})
+        for start, end in pairwise(ends):  # between two ends, the same kinds of passes take turns
+            columns = [backwards[start:end]]
+            if start < total - warmup:
+                columns.insert(0, forwards[warmup + start : warmup + end])
+            if start >= late:
+                columns.append(wgrads[start - late : end - late])
+            row += chain.from_iterable(zip(*columns, strict=True))
+        rows.append(row + wgrads[total - late :])
     return rows
 
 
