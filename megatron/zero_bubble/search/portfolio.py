@@ -203,12 +203,10 @@ def draft(problem: Problem, effort: float, known: Iterable[Rows] = ()) -> Draft:
     """Search from all seeds, the published schedules and ``known`` rows; the result is not longer than these."""
     is_compiled = compiled() is not None
     passes = 3 * problem.num_stages * problem.num_microbatches
-    part = 1.0
-    if problem.num_ranks > _MOST_RANKS:
-        part = _BUDGET_ABOVE[not problem.is_line] * problem.share_of_a_vee
-        passes *= problem.share_of_a_vee
+    is_large = problem.num_ranks > _MOST_RANKS
+    part = _BUDGET_ABOVE[not problem.is_line] if is_large else 1.0
     per_pass = _BUDGET_PER_PASS[is_compiled] * min(1.0, _FULL_BUDGET_RANKS / problem.num_ranks)
-    budget = effort * (_BUDGET[is_compiled] * part + per_pass * passes)
+    budget = effort * (_BUDGET[is_compiled] * part + per_pass * passes) * (problem.share_of_a_vee if is_large else 1.0)
     small = _miniature(problem, _SCREENED * budget)
     workbench = Workbench(small, budget, ends=small is problem)
     pool = list(_varied(workbench, (1 - _VARIED) * budget, list(_screened(workbench, (1 - _SCREENED) * budget))))
