@@ -1,4 +1,4 @@
-"""ZB-Interleaved beside torch's interleaved zero bubble and other schedules without a bubble, at F = B = W."""
+"""ZB-Interleaved compared with torch's interleaved zero bubble and other schedules without a bubble, at F = B = W."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def build(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedul
 
 RECIPE = Recipe(
     name="zb-interleaved",
-    summary="for jobs with a virtual pipeline as they are: no bubble if F = B = W, in interleaved 1F1B's memory",
+    summary="for virtual pipelines, change nothing else: no bubble if F = B = W, in interleaved 1F1B's memory",
     bubble="0 (F=B=W)",
     memory="(p+(p-1)/v)M",
     build=build,
