@@ -14,7 +14,7 @@ import torch
 from megatron.zero_bubble.adapter.stage import MegatronStage
 from megatron.zero_bubble.runtime.executor import Executor
 from tests.helpers.ranks import RankPool
-from tests.loops.varied import KINDS, SCHEDULES, differences, outcomes, runs_of, train
+from tests.loops.varied import KINDS, SCHEDULES, Run, differences, outcomes, runs_of, train
 
 DEFAULT = (2, "zb-v", "packed")
 
@@ -24,9 +24,18 @@ DEFAULT = (2, "zb-v", "packed")
     [pytest.param(*row, marks=() if row == DEFAULT else pytest.mark.full) for row in product((2, 4), SCHEDULES, KINDS)],
 )
 def test_losses_and_gradients_are_those_of_stock(ranks: RankPool, num_ranks: int, schedule: str, kind: str) -> None:
-    runs = runs_of(schedule, kind)
-    results = ranks.run(num_ranks, outcomes, runs, timeout=120)
-    expected, *ours = zip(*results, strict=True)
+    compare(ranks, num_ranks, runs_of(schedule, kind))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("schedule", "kind"), [("zb-h1", "dense"), ("zb-v", "packed")])
+def test_shards_of_sequences_have_their_own_shapes(ranks: RankPool, schedule: str, kind: str) -> None:
+    compare(ranks, 4, runs_of(schedule, kind, tensor=2))
+
+
+def compare(ranks: RankPool, num_ranks: int, runs: list[Run]) -> None:
+    """Compare every run with the first one, that of stock."""
+    expected, *ours = zip(*ranks.run(num_ranks, outcomes, runs, timeout=120), strict=True)
     for (_, _, loop), got in zip(runs[1:], ours, strict=True):
         assert differences(expected, got) == [], loop.tells
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -34,14 +34,13 @@ class Loop(NamedTuple):
         kind: ``dense`` or ``packed``.
         counts: the number of microbatches of each step.
         tells: who gives the shapes: ``all`` ranks, the ``first``, or nobody, so that messages have headers.
-        options: more options of the model.
-        alters: scales the tokens that one rank gives, for lists that are wrong.
+        tensor: tensor-parallel ranks, with sequence parallelism; lengths are multiples of their number.
     """
 
     kind: str
     counts: tuple[int, ...]
     tells: str = "nobody"
-    options: Mapping[str, Any] = {}
+    tensor: int = 1
 
 
 class Outcome(NamedTuple):
@@ -52,7 +51,7 @@ class Outcome(NamedTuple):
     gradients: list[dict[str, str]]
 
 
-def build(num_ranks: int, virtual_size: int | None, kind: str, **options: Any) -> list[Any]:
+def build(num_ranks: int, virtual_size: int | None, kind: str, tensor: int = 1) -> list[Any]:
     """The chunks of this rank, whose weights depend only on their names in the whole model."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -74,7 +73,9 @@ def build(num_ranks: int, virtual_size: int | None, kind: str, **options: Any) -
         attention_dropout=0.0,
         calculate_per_token_loss=True,
         moe_token_dispatcher_type="alltoall",  # Megatron asks for it with the next one, also without experts
-        **{"variable_seq_lengths": True, **options},
+        variable_seq_lengths=True,
+        tensor_model_parallel_size=tensor,
+        sequence_parallel=tensor > 1,
     )
     config.finalize_model_grads_func = finalize_model_grads
 
@@ -93,15 +94,20 @@ def build(num_ranks: int, virtual_size: int | None, kind: str, **options: Any) -
     return [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
 
 
-def batches(count: int, seed: int, kind: str) -> list[dict[str, Any]]:
-    """Microbatches of random lengths."""
+def batches(count: int, seed: int, kind: str, multiple: int = 1) -> list[dict[str, Any]]:
+    """Microbatches of random lengths, which are multiples of a number."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(count):
         number, length = (
             int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 4), (4, LONGEST))
         )
-        sizes = [1 + (length + 5 * place) % LONGEST for place in range(number)] if kind == "packed" else [length]
+        length *= multiple
+        sizes = (
+            [multiple + (length + 5 * place * multiple) % LONGEST // multiple * multiple for place in range(number)]
+            if kind == "packed"
+            else [length]
+        )
         sequences = 1 if kind == "packed" else number
         text = torch.randint(VOCABULARY, (sequences, sum(sizes) + 1), generator=generator)
         made.append({"text": text, "packed": packed_params(sizes) if kind == "packed" else None})
@@ -154,32 +160,37 @@ def train(rank: int, schedule: str | None, virtual_size: int | None, loop: Loop)
         megatron.zero_bubble.apply(megatron.zero_bubble.ZeroBubbleConfig(schedule=schedule, fuse_wgrad=False))
     try:
         parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=dist.get_world_size(),
+            tensor_model_parallel_size=loop.tensor,
+            pipeline_model_parallel_size=dist.get_world_size() // loop.tensor,
             virtual_pipeline_model_parallel_size=virtual_size,
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(7)
-        chunks = build(dist.get_world_size(), virtual_size, loop.kind, **loop.options)
-        return _steps(rank, chunks, loop)
+        chunks = build(dist.get_world_size() // loop.tensor, virtual_size, loop.kind, loop.tensor)
+        return _steps(chunks, loop)
     finally:
         megatron.zero_bubble.revert()
         parallel_state.destroy_model_parallel()
 
 
-def _steps(rank: int, chunks: Sequence[Any], loop: Loop) -> Outcome:
+def _steps(chunks: Sequence[Any], loop: Loop) -> Outcome:
+    from megatron.core import parallel_state
+
     import megatron.zero_bubble
 
+    is_first = parallel_state.get_pipeline_model_parallel_rank() == 0
+    shard = parallel_state.get_tensor_model_parallel_rank()
     found = Outcome([], [], [])
     for step, count in enumerate(loop.counts):
-        data = batches(count, step, loop.kind)
-        knows = loop.tells == "all" or rank == 0
+        data = batches(count, step, loop.kind, loop.tensor)
+        knows = loop.tells == "all" or is_first
         given = megatron.zero_bubble.shapes(shapes_of(data) if knows else None, None if loop.tells == "all" else 0)
         with nullcontext() if loop.tells == "nobody" else given:
             found.scores.append(passes(chunks, data, forward_only=True))
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             found.losses.append(passes(chunks, data))
-        found.gradients.append(_digests(chunks))
+        found.gradients.append({f"{name} ({shard})": digest for name, digest in _digests(chunks).items()})
         with torch.no_grad():
             for chunk in chunks:
                 for parameter in chunk.parameters():
@@ -217,11 +228,13 @@ def differences(stock: Sequence[Outcome], ours: Sequence[Outcome]) -> list[str]:
 Run = tuple[str | None, int | None, Loop]
 
 
-def runs_of(schedule: str, kind: str) -> list[Run]:
+def runs_of(schedule: str, kind: str, tensor: int = 1) -> list[Run]:
     """Stock Megatron, and the schedule with everyone who may give the shapes."""
     counts, stock = COUNTS.get(schedule, ANY_COUNTS), TWO_STAGES if schedule in COUNTS else ONE_STAGE
-    ours: list[Run] = [(schedule, STAGES.get(schedule, ONE_STAGE), Loop(kind, counts, tells)) for tells in TELLS]
-    return [(None, stock, Loop(kind, counts)), *ours]
+    ours: list[Run] = [
+        (schedule, STAGES.get(schedule, ONE_STAGE), Loop(kind, counts, tells, tensor)) for tells in TELLS
+    ]
+    return [(None, stock, Loop(kind, counts, tensor=tensor)), *ours]
 
 
 def rows_of_two_ranks(rank: int, kind: str) -> list[str]:
