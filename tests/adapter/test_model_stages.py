@@ -108,3 +108,86 @@ def test_one_chunk_of_a_rank_may_be_any_model() -> None:
     chunk = nn.Linear(1, 1)
     chunk.pre_process, chunk.post_process = True, False  # type: ignore[assignment]
     copy_embedding([chunk])
+
+
+def build_predicting(layout: str, build: Any) -> list[float]:
+    """The sums of the weights of the embedding in the chunks that ``build`` makes of a model on a V of 2 ranks."""
+    import torch
+    from megatron.core import tensor_parallel
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer import TransformerConfig
+
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_model_parallel_layout=layout,
+        mtp_num_layers=1,
+        pipeline_dtype=torch.float32,
+    )
+    layers = gpt_layer_specs.get_gpt_layer_local_spec()
+
+    def make(**stage: Any) -> Any:
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(config, layers, False, stage["vp_stage"])
+        return GPTModel(config, layers, 32, 8, position_embedding_type="rope", mtp_block_spec=mtp, **stage)
+
+    chunks = build(make)
+    return [chunk.embedding.word_embeddings.weight.sum().item() for chunk in chunks if hasattr(chunk, "embedding")]
+
+
+def predictions_on_a_v(rank: int) -> tuple[str, list[float]]:
+    """The refusal of ``build_stages``, and the sums of the weights that ``ModelStages`` with the layout builds."""
+    from megatron.core import parallel_state
+
+    layout = "Et|t|m|L"
+    of_groups: dict[str, Any] = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "create_gloo_process_groups": False,
+    }
+    megatron.zero_bubble.apply("zb-v")
+    try:
+        parallel_state.initialize_model_parallel(**of_groups)
+        with pytest.raises(UserError) as caught:
+            build_predicting(layout, megatron.zero_bubble.build_stages)
+        parallel_state.destroy_model_parallel()
+        stages = megatron.zero_bubble.ModelStages("zb-v", 2, layout=layout, tied=False)
+        parallel_state.initialize_model_parallel(**of_groups, get_embedding_ranks=stages.embedding_ranks)
+        return str(caught.value), build_predicting(layout, stages.build)
+    finally:
+        megatron.zero_bubble.revert()
+
+
+def test_predictions_on_another_stage_share_the_embedding_or_are_refused(ranks: RankPool) -> None:
+    """In a group without them, Megatron would leave their copy of the embedding at zero."""
+    (refusal, [first]), (other_refusal, [of_prediction]) = ranks.run(2, predictions_on_a_v)
+    start = "the embedding group must have every rank with multi-token prediction; got it in stage 2, on rank 1, which"
+    assert refusal == other_refusal
+    assert refusal.startswith(start)
+    assert first == of_prediction != 0
+
+
+def groups_of_a_line(rank: int) -> str:
+    """The refusal of a V in groups that were made for a line."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
+    )
+    megatron.zero_bubble.apply("zb-v")
+    try:
+        with pytest.raises(UserError) as caught:
+            megatron.zero_bubble.build_stages(lambda **_: pytest.fail("no rank may begin to build"))
+        return str(caught.value)
+    finally:
+        megatron.zero_bubble.revert()
+
+
+def test_a_wrong_embedding_group_is_refused_on_every_rank(ranks: RankPool) -> None:
+    """The ranks between the ends are in neither group, and would find nothing wrong."""
+    (refusal,) = set(ranks.run(4, groups_of_a_line))
+    assert refusal.startswith("the stages with the embedding are on ranks [0], which must form the embedding group; ")
+    assert "; got [0, 3]; " in refusal

@@ -204,7 +204,7 @@ def test_replicas_reach_the_same_decision(ranks: RankPool) -> None:
 
 def rejected_by_one(rank: int) -> str:
     from megatron.zero_bubble.errors import UserError
-    from megatron.zero_bubble.optimizer.global_state import refused_together
+    from megatron.zero_bubble.runtime.refusals import refused_together
 
     try:
         with refused_together():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from megatron.zero_bubble.formats.layout_string import predictions_of
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.runnable import is_megatrons_own
+from megatron.zero_bubble.runtime.refusals import refused_together
 from megatron.zero_bubble.runtime.groups import ranks_of
 
 
@@ -100,9 +101,12 @@ def build_chunks(
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     _check_sizes(placement, group.size(), parallel_state.get_virtual_pipeline_model_parallel_world_size())
-    _check_ends(placement, with_embedding, ranks_of(group))
+    with refused_together(group):
+        _check_ends(placement, with_embedding, ranks_of(group))
     stages = placement.stages_of(group.rank())
     chunks = [_chunk(make, placement, stage, chunk) for chunk, stage in enumerate(stages)]
+    with refused_together(group):
+        _check_predictions(stages, chunks)
     if divides_vocabulary:
         shard_vocabulary(chunks, placement)
     copy_embedding(chunks)
@@ -156,6 +160,21 @@ def _check_ends(placement: Placement, with_embedding: Collection[int], ranks: li
             "call apply() before initialize_model_parallel, or give it get_embedding_ranks=ModelStages(schedule, "
             "num_ranks).embedding_ranks"
         )
+
+
+def _check_predictions(stages: Sequence[int], chunks: Sequence[torch.nn.Module]) -> None:
+    """Check that multi-token prediction shares the embedding: without the group, its copy would stay zero."""
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    members = [] if group is None else ranks_of(group)
+    for stage, chunk in zip(stages, chunks, strict=True):
+        if getattr(chunk, "mtp_process", False) and dist.get_rank() not in members:
+            raise UserError(
+                f"the embedding group must have every rank with multi-token prediction; got it in stage {stage}, on "
+                f"rank {dist.get_rank()}, which is not in that group; give initialize_model_parallel "
+                "get_embedding_ranks=stages.embedding_ranks, and build the chunks with stages.build, of stages = "
+                "ModelStages(schedule, num_ranks, layout=pipeline_model_parallel_layout, tied=whether the output layer "
+                "shares the embedding)"
+            )
 
 
 def _check_model(chunk: torch.nn.Module, placement: Placement) -> None:

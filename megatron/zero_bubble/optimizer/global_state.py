@@ -9,8 +9,7 @@ anyway.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -125,21 +124,6 @@ def joined(sums: Sequence[float]) -> float:
     """The count over all ranks: rounded if they count in fp32, else exact."""
     total, is_rounded, *digits = sums
     return total if is_rounded else sum(int(digit) * _BASE**place for place, digit in enumerate(digits))
-
-
-@contextlib.contextmanager
-def refused_together() -> Iterator[None]:
-    """Context that raises a UserError of one rank on all ranks. A collective call of all ranks of the job."""
-    problem = None
-    try:
-        yield
-    except UserError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    first = next(filter(None, problems), None)
-    if first is not None:
-        raise UserError(first)
 
 
 class GlobalState:

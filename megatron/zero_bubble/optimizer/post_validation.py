@@ -32,7 +32,6 @@ from megatron.zero_bubble.optimizer.global_state import (
     RankChain,
     Replicas,
     joined,
-    refused_together,
     split,
 )
 from megatron.zero_bubble.optimizer.loss_scale import LossScale
@@ -42,6 +41,7 @@ from megatron.zero_bubble.optimizer.step import OptimizerStep, Outcome, PartialS
 from megatron.zero_bubble.optimizer.step_options import StepOptions
 from megatron.zero_bubble.optimizer.surface import OptimizerSurface, check_optimizers
 from megatron.zero_bubble.platforms.device import device_of
+from megatron.zero_bubble.runtime.refusals import refused_together
 from megatron.zero_bubble.runtime.groups import destroy, new_group
 
 _NEGLIGIBLE = 1e-3

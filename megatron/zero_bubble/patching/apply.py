@@ -180,7 +180,8 @@ def build_stages(make_chunk: Callable[..., torch.nn.Module]) -> list[torch.nn.Mo
 
     Raises:
         UserError: the schedule is for another number of pipeline ranks or of stages per rank than the model-parallel
-            groups or the model's configuration; or the embedding group has other ranks than the first and last stage.
+            groups or the model's configuration; or the embedding group has other ranks than the first and last stage,
+            where multi-token prediction on another stage needs ``ModelStages(..., layout=...)``. On every rank.
     """
     num_ranks = parallel_state.get_pipeline_model_parallel_group().size()
     if _active.sources is None:
