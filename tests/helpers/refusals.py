@@ -21,6 +21,7 @@ MEGATRONS_VALUES = {
     "experimental_attention_variant": "gated_delta_net",
     "label_smoothing_factor": "0.1",
     "hybrid_layer_pattern": "M-M*",
+    "hybrid_override_pattern": "M-M*",
     "tp_comm_overlap": "--tensor-model-parallel-size 2 --sequence-parallel",
 }
 """Unsupported values of the options that are not switches, and flags without which Megatron refuses a switch."""

@@ -223,3 +223,11 @@ def test_exclusions_are_symmetric() -> None:
     assert rule.sentence({"a": 1, "b": "x"}) == (
         "one and other exclude each other, because why; got a=1 and b=x; leave one of them out"
     )
+
+
+@pytest.mark.parametrize("how", [{"num_slices": 4}, {"vocabulary": True}], ids=str)
+@pytest.mark.parametrize("name", ["hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"])
+def test_hybrid_models_are_refused_however_a_job_names_them(name: str, how: dict[str, Any]) -> None:
+    """Before the start: slices and vocabulary parallelism would find another model only in the first iteration."""
+    with pytest.raises(UserError, match=name.replace("_", "[-_]")):
+        check_options(SimpleNamespace(**{name: MEGATRONS_VALUES.get(name, True)}), **how)

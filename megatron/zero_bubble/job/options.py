@@ -38,6 +38,8 @@ _DROP_FLUSH = "drop --overlap-p2p-communication-warmup-flush"
 _SCAN = "a slice would need the state of the scan after the slice before it"
 _OTHER_MODEL = "it divides the vocabulary layers of GPTModel"
 _NO_VOCABULARY = "give --zero-bubble-vocabulary-parallel off"
+_HYBRID = (("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("is_hybrid_model", False))
+"""What a hybrid model has: a pattern of layers, by the older flag until core_r0.16, or none, where all have a scan."""
 _EXPERTS = "experts are sharded over other groups, which this version does not support"
 OPTIONS = (
     Rule(GRAPHS, "enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
@@ -77,8 +79,8 @@ OPTIONS = (
     Rule(SLICES, "experimental_attention_variant", None, "its layers do not keep keys and values"),
     Rule(SLICES, "sft", False, "samples are packed, and slices attend to all before them"),
     Rule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
-    Rule(SLICES, "hybrid_layer_pattern", None, _SCAN, "train without slices"),
-    Rule(VOCABULARY, "hybrid_layer_pattern", None, _OTHER_MODEL, _NO_VOCABULARY),
+    *(Rule(SLICES, name, value, _SCAN, "train without slices") for name, value in _HYBRID),
+    *(Rule(VOCABULARY, name, value, _OTHER_MODEL, _NO_VOCABULARY) for name, value in _HYBRID),
     Rule(VOCABULARY, "context_parallel_size", 1, "every rank has rows for whole sequences"),
     Rule(VOCABULARY, "mtp_num_layers", None, "multi-token prediction has an output layer of its own"),
     Rule(VOCABULARY, "label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss"),
