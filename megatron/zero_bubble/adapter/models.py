@@ -3,49 +3,49 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Hashable
 from typing import Any
 
-
-@dataclass
-class _Known:
-    """A model, by its configuration, which all its chunks share."""
-
-    config: weakref.ref[Any]
-    number: int
-    is_checked: bool = False
+import torch
 
 
 class Models:
-    """Which models have run, in the order of their first iterations, and whether their options were checked."""
+    """Which models have run, in the order of their first iterations, and for which plans their options were checked.
+
+    A model is known by its first chunk, and its options by its configuration, which a job may copy for every call.
+    Neither is kept alive.
+    """
 
     def __init__(self) -> None:
-        self._known: list[_Known] = []
+        self._numbers: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._count = 0
+        self._checked: list[tuple[weakref.ref[Any], set[Hashable]]] = []
 
-    def number(self, config: Any) -> int:
-        """The number of a model, counted from 0; the same on all ranks of the pipeline."""
-        return self._find(config).number
+    def number(self, chunk: torch.nn.Module) -> int:
+        """The number of the model with this first chunk, counted from 0; the same on all ranks of the pipeline."""
+        if chunk not in self._numbers:
+            self._numbers[chunk] = self._count
+            self._count += 1
+        return self._numbers[chunk]
 
-    def is_unchecked(self, config: Any) -> bool:
-        """Whether the options of a model have not been checked for the plan in use."""
-        return not self._find(config).is_checked
+    def is_unchecked(self, config: Any, plan: Hashable) -> bool:
+        """Whether the options of a model have not been checked for a plan, which is named by its key."""
+        return plan not in self._plans_of(config)
 
-    def mark_checked(self, config: Any) -> None:
-        """Called when the options of a model are found to be supported."""
-        self._find(config).is_checked = True
+    def mark_checked(self, config: Any, plan: Hashable) -> None:
+        """Called when a plan is found to support the options of a model."""
+        self._plans_of(config).add(plan)
 
-    def forget_checks(self) -> None:
-        """Called when there is a new plan, under which other options may be supported."""
-        for each in self._known:
-            each.is_checked = False
+    def forget_checks(self, plan: Hashable) -> None:
+        """Called when there is a new plan of this key, which may support other options."""
+        for _, plans in self._checked:
+            plans.discard(plan)
 
-    def _find(self, config: Any) -> _Known:
-        # Configurations have no hash, and equal ones may belong to different models.
-        self._known = [each for each in self._known if each.config() is not None]
-        for each in self._known:
-            if each.config() is config:
-                return each
-        self._known.append(_Known(weakref.ref(config), self._count))
-        self._count += 1
-        return self._known[-1]
+    def _plans_of(self, config: Any) -> set[Hashable]:
+        """The plans that support a configuration. It has no hash, and equal ones may belong to different models."""
+        self._checked = [each for each in self._checked if each[0]() is not None]
+        for reference, plans in self._checked:
+            if reference() is config:
+                return plans
+        self._checked.append((weakref.ref(config), set()))
+        return self._checked[-1][1]

@@ -249,7 +249,7 @@ class Pipeline:
         self.store.clear()
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        links = self._links(prepared, step)
+        links = self._links(prepared, call)
         if observer is not None:
             observer.planned(prepared.schedule)
         channels = partial(agreed.channels, partial(boundary.channels, links.transport))
@@ -269,12 +269,12 @@ class Pipeline:
             return losses
         return self._reports.deliver(losses, prepared.last_stage_rank, boundary.device)
 
-    def _links(self, prepared: PreparedPlan, step: StepArguments) -> Links:
+    def _links(self, prepared: PreparedPlan, call: Call) -> Links:
         """What moves values between ranks in this iteration."""
         assert self._connection is not None
-        validates = not step.forward_only and self._optimizer is not None and self._optimizer.is_pending
+        validates = not call.step.forward_only and self._optimizer is not None and self._optimizer.is_pending
         steps = prepared.steps | {"validate"} if validates else prepared.steps
-        number = self._models.number(step.config)  # each model has kernels of its own
+        number = self._models.number(call.chunks[0])  # each model has kernels of its own
         return self._connection.links({(number, each) for each in steps})
 
     def _train(self, iteration: Iteration) -> None:
@@ -356,12 +356,12 @@ class Pipeline:
         prepared = self._prepared.get(key)
         is_new = prepared is None or (prepared.schedule, prepared.lowerings) != (schedule, lowerings)
         if is_new:
-            self._models.forget_checks()
-        if self._models.is_unchecked(config):
+            self._models.forget_checks(key)
+        if self._models.is_unchecked(config, key):
             check_options(config, num_slices=schedule.num_slices, vocabulary=algorithm_of(schedule) is not None)
             for each in self._parts:
                 each.check(config, schedule)
-            self._models.mark_checked(config)
+            self._models.mark_checked(config, key)
         if prepared is None or is_new:
             check_runnable(schedule, group.size(), num_microbatches)
             comparison.check()
