@@ -80,3 +80,16 @@ def test_without_a_schedule_nothing_is_replaced(capsys: pytest.CaptureFixture[st
     switch_on({"RANK": "0"})
     assert sys.meta_path == hooks
     assert capsys.readouterr().out == ""
+
+
+def test_a_wrong_schedule_is_refused_before_megatron_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by an import of megatron-core somewhere in a framework, whose traceback would hide the sentence."""
+    from megatron.zero_bubble.auto import switch_on
+    from megatron.zero_bubble.errors import UserError
+
+    monkeypatch.delitem(sys.modules, "megatron.core.pipeline_parallel.schedules", raising=False)
+    hooks = list(sys.meta_path)
+    with pytest.raises(UserError, match="unknown schedule 'zb-h9'; choose one of") as caught:
+        switch_on({"ZERO_BUBBLE_SCHEDULE": "zb-h9"})
+    assert caught.value.__context__ is None
+    assert sys.meta_path == hooks

@@ -31,24 +31,29 @@ from megatron.zero_bubble.job.installed import check_installed
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _BRIDGE = "megatron.bridge"
 _PRETRAIN = "megatron.bridge.training.pretrain"
+_ANY = 2
+"""Some number of pipeline ranks, which is not known yet."""
 
 
 def switch_on(environment: Mapping[str, str]) -> None:
     """Apply the schedule that the variables name, now or when megatron-core's schedules are imported.
 
     Raises:
-        UserError: see ``job.environment.flags_in``; or CPU ranks after megatron-core has been imported.
+        UserError: see ``job.environment.flags_in``; an unknown schedule; or CPU ranks after megatron-core has been
+            imported.
     """
     options = flags_in(environment)
+    config = config_of(options) if has_schedule(options) else None
+    if config is not None:
+        config.sources()(_ANY)  # refuse a bad schedule here, not in a later import of megatron-core
     check_installed("torch")  # megatron.core may come from a checkout that is not on the path yet
     if options.zero_bubble_device == "cpu":
         from megatron.zero_bubble.platforms.cpu import use_cpu_ranks
 
         use_cpu_ranks()
     _with_bridge(on_cpu=options.zero_bubble_device == "cpu")
-    if not has_schedule(options):
+    if config is None:
         return
-    config = config_of(options)
     if _SCHEDULES in sys.modules:
         _apply(config)
         return
