@@ -112,3 +112,46 @@ def test_reloaded_channels_are_opened_before_the_first_pass(ranks: RankPool) -> 
         assert done[0] == [(0, 1), (1, 0)]
         assert done.count([(0, 1), (1, 0)]) == 1
         assert "send" in done
+
+
+def steps_ahead(rank: int) -> list[Any]:
+    """The logs of a loop with plain steps, and of one with steps ahead, whose groups are reloaded between steps."""
+    from megatron.core import parallel_state
+
+    import megatron.zero_bubble
+    from tests.adapter.test_post_validated_loop import ITERATIONS, passes, report, setup, train
+
+    logs: list[Any] = [[], []]
+    initialize(None)
+    train(logs[0], lambda _state: None)
+    parallel_state.destroy_model_parallel()
+    config = megatron.zero_bubble.ZeroBubbleConfig(schedule="zb-h2", post_validation=True, fuse_wgrad=False)
+    with reloadable():
+        initialize(None)
+        pipeline = megatron.zero_bubble.apply(config)
+        try:
+            model, optimizer, scheduler, data = setup()
+            ahead = pipeline.post_validated(optimizer, model)
+            for iteration in range(ITERATIONS):
+                if iteration in (2, 7):
+                    ahead.settle()
+                    WAYS["groups reloaded in wrappers"](None, "")
+                for chunk in model:
+                    chunk.zero_grad_buffer()
+                ahead.zero_grad()
+                losses = passes(model, data, iteration)
+                report(ahead.take_outcomes(), scheduler, logs[1])
+                ahead.step_ahead((iteration, losses))
+            ahead.settle()
+            report(ahead.take_outcomes(), scheduler, logs[1])
+        finally:
+            megatron.zero_bubble.revert()
+            parallel_state.destroy_model_parallel()
+    return logs
+
+
+@pytest.mark.full
+def test_steps_are_validated_in_reloaded_groups(ranks: RankPool) -> None:
+    for stock, ahead in ranks.run(2, steps_ahead, timeout=120):
+        assert len(stock) == 14
+        assert ahead == stock
