@@ -64,9 +64,10 @@ class FilledRows(NamedTuple):
 def steep_draft(problem: Problem, effort: float) -> Draft | None:
     """Search from the steep seeds; None if there are none that fit in memory."""
     is_compiled = compiled() is not None
-    passes = 3 * problem.num_stages * problem.num_microbatches * problem.share_of_a_vee
+    passes = 3 * problem.num_stages * problem.num_microbatches
     per_pass = _BUDGET_PER_PASS[is_compiled] * min(1.0, _FULL_BUDGET_RANKS / problem.num_ranks)
-    budget = effort * (_BUDGET[is_compiled] + per_pass * passes)
+    share = problem.share_of_a_vee if problem.num_ranks > _MANY_RANKS else 1.0
+    budget = effort * (_BUDGET[is_compiled] + per_pass * share * passes)
     small = problem.miniature(_MINIATURE_RANKS)
     workbench = Workbench(small, budget, ends=small is problem)
     ways = dict.fromkeys(product(steep(problem), _HASTES), _EAGERNESSES[0])
