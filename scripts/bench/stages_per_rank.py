@@ -1,15 +1,16 @@
 """Compare automatic schedules with several stages per rank to all others, for random settings.
 
-    python -m scripts.bench.stages_per_rank 200
+    bash scripts/bench.sh stages_per_rank 200
 
 draws as many settings (2 to 16 ranks, 1 to 4p microbatches, 2 to 6 stages per rank, costs, memory, limits) and prints
 one line for each: the length with one stage per rank or a V, with a loop and with a wave, each with its gap to the
-lower bound. No result may be longer than a named schedule of the same placement that fits in the same memory, and none
-of ``--num-chunks`` longer than without it: every such case is printed, and counted at the end.
+lower bound. No result on a loop may be longer than a named schedule that fits in the same memory, none may exceed the
+limit, and none be below the bound: every such case is printed, and the exit status is then 1.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 from collections.abc import Iterator
@@ -83,9 +84,13 @@ def longer_than_named(setting: Setting, ms: float) -> Iterator[str]:
             yield f"{schedule.name} takes {setting.ms(schedule):.3f} ms"
 
 
-def main(count: int) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("count", type=int, help="number of settings")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first setting (default: 0)")
+    options = parser.parse_args()
     failures, gains = 0, []
-    for seed in range(count):
+    for seed in range(options.first, options.first + options.count):
         setting = random_setting(seed)
         today = setting.ms(setting.search("auto", None))
         line, shortest = f"{seed}: p={setting.p} m={setting.m} v={setting.v} today {today:.2f}", today
@@ -104,9 +109,10 @@ def main(count: int) -> int:
         if setting.m <= setting.p and setting.p >= 4:
             gains.append(1 - shortest / today)
         print(line, flush=True)
-    print(f"{failures} of {count} wrong; median gain at m <= p, p >= 4: {median(gains):.2%} ({len(gains)} settings)")
+    gain = f"{median(gains):.2%}" if gains else "none"
+    print(f"{failures} wrong of {options.count}; median gain at m <= p, p >= 4: {gain} ({len(gains)} settings)")
     return min(failures, 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main())
