@@ -129,7 +129,8 @@ function rowsOf(setting) {
   return rows;
 }
 
-const WHERE = {linear: "one stage per rank", vee: "two stages per rank in a V", interleaved: "interleaved stages"};
+const WHERE = {linear: "one stage per rank", vee: "two stages per rank in a V", interleaved: "interleaved stages",
+  wave: "several stages per rank in a wave"};
 
 /** The flags of one command. Without a limit, it uses one that no schedule reaches, so that there is always a bound. */
 function queryOf(own, setting) {
