@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 from megatron.zero_bubble.adapter.stage import MegatronStage
+from megatron.zero_bubble.runtime.agreement import AgreedChannels, Agreement
 from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.headers import HeaderedChannels
+from megatron.zero_bubble.runtime.transport import Transport
 from tests.helpers.ranks import RankPool
 from tests.loops.varied import KINDS, SCHEDULES, Run, differences, outcomes, runs_of, train
 
@@ -38,6 +42,22 @@ def compare(ranks: RankPool, num_ranks: int, runs: list[Run]) -> None:
     expected, *ours = zip(*ranks.run(num_ranks, outcomes, runs, timeout=120), strict=True)
     for (_, _, loop), got in zip(runs[1:], ours, strict=True):
         assert differences(expected, got) == [], loop.tells
+
+
+def left_after(rank: int) -> list[str]:
+    """What channels leave for the garbage collector, and with them process groups and their threads."""
+    gc.collect()
+    gc.disable()
+    try:
+        train(rank, *runs_of("zb-h1", "dense")[1])
+        kinds = (HeaderedChannels, AgreedChannels, Agreement, Transport)
+        return [type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds)]
+    finally:
+        gc.enable()
+
+
+def test_nothing_waits_for_the_garbage_collector(ranks: RankPool) -> None:
+    assert ranks.run(2, left_after) == [[], []]
 
 
 class Waits:

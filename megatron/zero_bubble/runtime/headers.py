@@ -45,7 +45,8 @@ class HeaderedChannels:
     def __init__(self, transport: Transport, hosts: Hosts, new: Callable[[Sequence[int]], torch.Tensor]) -> None:
         self._transport, self._hosts, self._new = transport, hosts, new
         self._sent: dict[_Output, torch.Size] = {}
-        self._arriving: dict[_Output, _Expected] = {}
+        # Nothing here refers to what refers to this, or process groups would live until the next search for garbage.
+        self._arriving: dict[_Output, Numbers] = {}
         self._headers: dict[Message, Numbers] = {}
         self._tensors: set[Message] = set()
         self._pending: dict[Channel, deque[_Expected]] = {}
@@ -67,7 +68,7 @@ class HeaderedChannels:
             if tensor is not None:
                 self._sent[_output(message)] = tensor.shape
         elif tensor is None:
-            tensor = self._new(self._arriving[_output(message)].shape())
+            tensor = self._new(_shape(self._arriving[_output(message)]))
         if tensor is not None:
             self._transport.send(message, tensor)
             self._tensors.add(message)
@@ -81,7 +82,7 @@ class HeaderedChannels:
         expected = _Expected(self, message)
         if message.is_activation:
             expected.header = self._hosts.receive(message.channel, 1 + _MOST_DIMENSIONS, TAG, expected.lost)
-            self._arriving[_output(message)] = expected
+            self._arriving[_output(message)] = expected.header
         pending = self._pending.setdefault(message.channel, deque())
         pending.append(expected)
         if not message.is_activation and len(pending) == 1:
@@ -136,14 +137,18 @@ class _Expected(Awaited):
         """The shape, for which the host may have to wait; empty if nothing follows."""
         if self.header is None:
             return self._channels.shape_of_gradient(self.message)
-        number, *sizes = self.header.wait()
-        return sizes[:number]
+        return _shape(self.header)
 
     def wait(self, needed_by: object) -> Any:
         """See ``Receive``; None if the ranks have stopped and nothing follows."""
         self._purpose = f"run {needed_by}"
         self._channels.post_up_to(self)
         return None if self.receive is None else self.receive.wait(needed_by)
+
+
+def _shape(header: Numbers) -> Sequence[int]:
+    number, *sizes = header.wait()
+    return sizes[:number]
 
 
 def _output(message: Message) -> _Output:

@@ -26,8 +26,8 @@ class Numbers:
     """
 
     def __init__(self, work: dist.Work, content: array[int], buffer: torch.Tensor, failure: Failure) -> None:
-        self._work: dist.Work | None = work
-        self._content, self._buffer, self._failure = content, buffer, failure
+        self._transfer: tuple[dist.Work, Failure] | None = work, failure
+        self._content, self._buffer = content, buffer
 
     def wait(self) -> Sequence[int]:
         """Wait for the end of the transfer; may be called again.
@@ -35,12 +35,12 @@ class Numbers:
         Raises:
             PeerError: the other rank died, or took longer than the timeout of the group.
         """
-        if self._work is not None:
-            work, self._work = self._work, None
+        if self._transfer is not None:
+            (work, failure), self._transfer = self._transfer, None
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._failure(reason_of(error)) from error
+                raise failure(reason_of(error)) from error
         return self._content
 
 
