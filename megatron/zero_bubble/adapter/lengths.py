@@ -226,6 +226,11 @@ def compared(lengths: Lengths, hosts: Callable[[], Hosts | None]) -> Iterator[Le
         with suppress(PeerError):  # a rank that died may have had the same mistake
             comparison.settle()
         raise
+    except PeerError as error:
+        if "imed out" not in str(error):  # it has gone, perhaps because it knows something else
+            with suppress(PeerError):
+                comparison.check()
+        raise
     comparison.check()
     comparison.settle()
 
