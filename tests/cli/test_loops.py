@@ -52,8 +52,10 @@ def test_numbers_of_stages_that_a_placement_cannot_have_are_refused(flags: str, 
     assert sentence in said(f"{AUTO} {flags}", capsys, 2)
 
 
+@pytest.mark.full
 def test_a_comparison_has_a_row_and_a_bound_per_placement(capsys: Capture) -> None:
-    table = json.loads(said(f"compare {SIZE} --num-chunks 4 --max-chunks 1 --format json", capsys))
+    size = f"{SIZE} --num-ranks 2 --num-microbatches 2"
+    table = json.loads(said(f"compare {size} --num-chunks 4 --max-chunks 1 --format json", capsys))
     rows = {(row["schedule"], row["placement"]): row["span_ms"] for row in table["rows"]}
     bounds = table["lower_bound_ms"]
     assert list(bounds) == ["linear", "vee", "loop x4", "wave x4"]
