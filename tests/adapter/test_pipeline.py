@@ -64,6 +64,8 @@ def test_configuration_says_when_receives_are_posted(forward_only: bool) -> None
     lower = lower_forward_only if forward_only else lower_training
     assert ops(post_receives="late") == list(lower(schedule, "late").ops)
     assert ops() == list(lower(schedule, "early").ops) != ops(post_receives="late")
+    with_headers = configured()._plan(schedule, (), forward_only, needs_headers=True)
+    assert list(with_headers.ops) == ops(post_receives="late")
 
 
 def test_configuration_says_what_the_process_groups_get(monkeypatch: pytest.MonkeyPatch) -> None:

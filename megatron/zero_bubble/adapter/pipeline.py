@@ -28,6 +28,7 @@ from megatron.zero_bubble.adapter.models import Models
 from megatron.zero_bubble.adapter.options import Options
 from megatron.zero_bubble.adapter.part import Call, IterationFacts, Joined, Part
 from megatron.zero_bubble.adapter.prepared import (
+    Lowering,
     PreparedPlan,
     check_queues,
     check_same_plan,
@@ -366,14 +367,18 @@ class Pipeline:
             check_runnable(schedule, group.size(), num_microbatches)
             comparison.check()
             lengths.check({**self._options.choices, **chosen_by(schedule)})
-            validates = self._options.rollback is not None
-            # A receive needs a shape, and a header comes no earlier than its message.
-            receives = "late" if lengths.need_headers else self._options.post_receives
-            plan = lowered(schedule, lowerings, forward_only, receives, validates)
+            plan = self._plan(schedule, lowerings, forward_only, lengths.need_headers)
             check_queues(group, plan)
             self._connect(group, plan)
             prepared = self._prepared[key] = PreparedPlan.of(schedule, lowerings, plan, group.rank(), forward_only)
         return prepared
+
+    def _plan(
+        self, schedule: Schedule, lowerings: Sequence[Lowering], forward_only: bool, needs_headers: bool = False
+    ) -> Plan:
+        # A receive needs a shape, and a header comes no earlier than its message.
+        post_receives = "late" if needs_headers else self._options.post_receives
+        return lowered(schedule, lowerings, forward_only, post_receives, self._options.rollback is not None)
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
         """Check that all ranks have the same plan, and open its channels."""
