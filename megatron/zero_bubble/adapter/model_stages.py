@@ -24,8 +24,8 @@ from megatron.zero_bubble.formats.layout_string import predictions_of
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.runnable import is_megatrons_own
-from megatron.zero_bubble.runtime.refusals import refused_together
 from megatron.zero_bubble.runtime.groups import ranks_of
+from megatron.zero_bubble.runtime.refusals import refused_together
 
 
 class ModelStages:

@@ -41,8 +41,8 @@ from megatron.zero_bubble.optimizer.step import OptimizerStep, Outcome, PartialS
 from megatron.zero_bubble.optimizer.step_options import StepOptions
 from megatron.zero_bubble.optimizer.surface import OptimizerSurface, check_optimizers
 from megatron.zero_bubble.platforms.device import device_of
-from megatron.zero_bubble.runtime.refusals import refused_together
 from megatron.zero_bubble.runtime.groups import destroy, new_group
+from megatron.zero_bubble.runtime.refusals import refused_together
 
 _NEGLIGIBLE = 1e-3
 """Probability of a clipped step up to which a step is taken ahead even if the schedule gains nothing from it."""
