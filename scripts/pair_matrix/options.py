@@ -55,7 +55,7 @@ def _shards(unit: int, more: str = "") -> str:
 OPTIONS: dict[str, tuple[Value, ...]] = {
     "schedule": (
         *map(_schedule, ("zb-h1", "1f1b", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v", "interleaved-1f1b")),
-        *map(_schedule, ("breadth-first", "gis", "gis-h", "pipe-offload", "zero-pp")),
+        *map(_schedule, ("breadth-first", "gis", "gis-h", "pipe-offload", "zb-interleaved", "zero-pp")),
         *map(_schedule, ("seq-1f1b", "seq-zb-h1", "seq-interleaved-1f1b", "zb-auto")),
         Value("zb-auto-on-a-v", schedule="--zero-bubble-schedule zb-auto --zero-bubble-placement vee"),
     ),

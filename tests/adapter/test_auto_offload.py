@@ -38,7 +38,7 @@ def train(rank: int, flags: str, schedules: Sequence[str]) -> list[Ran]:
         outcome, start = parity._train_once(args, parity._splits(args), start, pipeline)
         offloading = pipeline.part(Offloading)
         select = None if offloading is None else offloading._select
-        prepared = next(each for (_, forward_only), each in pipeline._prepared.items() if not forward_only)
+        prepared = next(each for (_, forward_only, *_), each in pipeline._prepared.items() if not forward_only)
         figures = select._figures if isinstance(select, AutoMoves) else None
         ran.append(Ran(outcome, figures, tuple(move for lowering in prepared.lowerings for move in lowering.what)))
     return ran

@@ -15,7 +15,6 @@ from megatron.zero_bubble.analysis.bounds.room import time_to_make_room
 from megatron.zero_bubble.analysis.bounds.setting import Setting
 from megatron.zero_bubble.analysis.bounds.ways import by_ways
 from megatron.zero_bubble.search import zb_auto
-from megatron.zero_bubble.search.placements import choice_of
 from tests.helpers.instances import Instance, peak_memory, random_schedule
 
 LITTLE = 0.01
@@ -57,15 +56,13 @@ def searched(rng: random.Random, on: Placement) -> tuple[Schedule, Instance]:
     case, p = random_pipeline(rng, on), on.num_ranks
     least = max(least_memory(case.memory, case.placement))
     limit = least * rng.choice((1.0, rng.uniform(1, p), rng.uniform(1, 2 * p)))
-    placement, num_chunks = choice_of(on)
     schedule = zb_auto(
         case.costs,
         case.memory,
         p,
         case.num_microbatches,
         limit,
-        placement=placement,
-        num_chunks=num_chunks,
+        placement=(on,),
         objective=rng.choice(("span", "makespan")),
         effort=LITTLE,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench import stages_frontier
-from bench.stages_frontier import PLACED, Setting, bubbles, draw_all, panels
+from bench.stages_frontier import Setting, bubbles, draw_all, panels
 
 
 def test_more_memory_never_means_a_larger_bubble(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,7 +321,7 @@ def rejects_the_job(flags: list[str], sentence: str) -> None:
             "--zero-bubble-schedule zb-auto --num-virtual-stages-per-pipeline-rank 2",
             (
                 "the schedule has 1 stage per rank, the job 2; drop --num-layers-per-virtual-pipeline-stage or "
-                "--num-virtual-stages-per-pipeline-rank"
+                "--num-virtual-stages-per-pipeline-rank, or give --zero-bubble-placement loop"
             ),
         ),
         (

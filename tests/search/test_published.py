@@ -10,7 +10,7 @@ from megatron.zero_bubble import SCHEDULES, PassCosts, PassMemory, Placement, Sc
 from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.search import fit, zb_auto
-from megatron.zero_bubble.search.placements import PlacementChoice
+from megatron.zero_bubble.search.placements import PlacementChoice, name_of
 from megatron.zero_bubble.search.problem import Problem
 from megatron.zero_bubble.search.published import published
 from tests.helpers.rows import some
@@ -109,5 +109,7 @@ def searched(schedule: Schedule, times: tuple[float, ...], wgrad_memory: float, 
     limit = max(simulate(schedule, *own).peak_activation)
     finest = Placement.vee(schedule.num_ranks)
     costs, memory = PassCosts.uniform(finest, *times), PassMemory.uniform(finest, 1.0, wgrad_memory)
-    found = zb_auto(costs, memory, schedule.num_ranks, schedule.num_microbatches, limit, objective=metric)
+    chunks = on.num_stages // on.num_ranks if name_of(on) == "loop" else None
+    sizes = schedule.num_ranks, schedule.num_microbatches
+    found = zb_auto(costs, memory, *sizes, limit, num_chunks=chunks, objective=metric)
     return simulate(found, costs.fit(found.placement), memory.fit(found.placement)).bubble_rate(metric)

@@ -136,7 +136,7 @@ class PackedCosts(PassCosts):
     Attributes:
         sequence: tokens of the sequence that the figures are for.
         loads: that of every microbatch.
-        fixed_tokens: see ``LengthCost.of_share``.
+        fixed_tokens: tokens that take as long as the fixed part of a microbatch, see ``LengthCost.of_share``.
     """
 
     sequence: int = 1
