@@ -8,6 +8,7 @@ torch.distributed.pipelining, and the table has the measured over the planned ti
 
     bash scripts/bench.sh emulated_compute --clock virtual
     bash scripts/bench.sh emulated_compute --clock wall [--num-ranks 8] [--num-microbatches 16] [--pass-ms 50]
+    bash scripts/bench.sh emulated_compute --clock wall --num-microbatches 8 --pass-ms 100 --num-chunks 4
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from bench import page, ranks
 
 if TYPE_CHECKING:
     from bench.peers import Contestant, Emulation
+    from megatron.zero_bubble import Schedule
+    from megatron.zero_bubble.search.placements import PlacementName
 
 STOCK = "stock 1f1b"
 STOCK_INTERLEAVED = "stock interleaved"
@@ -31,6 +34,7 @@ OURS = (
     *("1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"),
     *("seq-1f1b", "seq-zb-h1"),
 )
+OURS_ON_LOOPS = ("interleaved-1f1b", "gis", "zb-interleaved")
 VIRTUAL_RANKS = (2, 4, 8)
 VIRTUAL_LIMIT_MS = 0.01
 HEAD_START_S = 0.1
@@ -74,6 +78,9 @@ def _parse() -> argparse.Namespace:
         nargs="+",
         default=[50.0],
         help="times of F, B and W, or one time for all of them (wall)",
+    )
+    parser.add_argument(
+        "--num-chunks", type=int, help="compare only schedules with so many stages per rank, and zb-v (wall)"
     )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -134,7 +141,7 @@ def _wall(options: argparse.Namespace) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=options.num_ranks)
     forward_ms, backward_ms, wgrad_ms = options.pass_ms if len(options.pass_ms) == 3 else options.pass_ms * 3
     emulation = Emulation(options.num_ranks, options.num_microbatches, forward_ms, backward_ms, wgrad_ms, options.kib)
-    contestants = _contestants(emulation, dist.get_rank())
+    contestants = _contestants(emulation, dist.get_rank(), options.num_chunks)
     times = ranks.interleaved({name: timed(c.run) for name, c in contestants.items()}, options.rounds)
     variants = {
         name: {"planned_ms": contestant.planned_ms, "rounds_ms": times[name]}
@@ -144,7 +151,7 @@ def _wall(options: argparse.Namespace) -> dict[str, Any]:
     return {**settings, "variants": variants}
 
 
-def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
+def _contestants(emulation: Emulation, rank: int, num_chunks: int | None) -> dict[str, Contestant]:
     """All contestants, ready to run on this rank."""
     import torch.distributed as dist
 
@@ -158,23 +165,42 @@ def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
 
     assert dist.group.WORLD is not None
     transport = Transport(Directions.of(dist.group.WORLD), ())
+    sizes = {"num_ranks": emulation.num_ranks, "num_microbatches": emulation.num_microbatches}
 
-    def ours(name: str) -> Contestant:
-        schedule = build(name, num_ranks=emulation.num_ranks, num_microbatches=emulation.num_microbatches)
+    def ours(schedule: Schedule) -> Contestant:
         costs = emulation.costs(schedule.placement)
         plan, stage = lower(schedule), SleepingStage(schedule, costs, emulation.message_shape)
         transport.open(plan.channels)
         return peers.Contestant(schedule, costs, lambda: execute(plan, stage, transport))
 
+    if num_chunks is not None:
+        return {
+            STOCK_INTERLEAVED: peers.stock(emulation, num_chunks),
+            **{name: ours(build(name, **sizes, num_chunks=num_chunks)) for name in OURS_ON_LOOPS},
+            **{f"zb-auto {name}": ours(_searched(emulation, name, num_chunks)) for name in ("loop", "wave")},
+            "zb-v": ours(build("zb-v", **sizes)),
+            "torch interleaved zb": peers.torch_interleaved_zero_bubble(emulation, rank, num_chunks),
+        }
     return {
         STOCK: peers.stock(emulation),
         STOCK_INTERLEAVED: peers.stock(emulation, num_chunks=2),
-        **{name: ours(name) for name in OURS},
+        **{name: ours(build(name, **sizes)) for name in OURS},
         "torch 1f1b": peers.torch_1f1b(emulation, rank),
         "torch zb1p": peers.torch_zb1p(emulation, rank),
         "torch interleaved zb": peers.torch_interleaved_zero_bubble(emulation, rank),
         "torch zbv": peers.torch_zbv(emulation, rank),
     }
+
+
+def _searched(emulation: Emulation, placement: PlacementName, num_chunks: int) -> Schedule:
+    """The automatic schedule in the memory of 1F1B, if messages take no time."""
+    from megatron.zero_bubble import PassMemory, Placement
+    from megatron.zero_bubble.search import zb_auto
+
+    line = Placement.linear(emulation.num_ranks)
+    memory, limit = PassMemory.uniform(line, 1.0, 0.5), min(emulation.num_ranks, emulation.num_microbatches)
+    question = emulation.costs(line), memory, emulation.num_ranks, emulation.num_microbatches, limit
+    return zb_auto(*question, placement=placement, num_chunks=num_chunks, objective="makespan")
 
 
 def timed(run: Callable[[], None], before: Callable[[], object] = lambda: None) -> Callable[[], float]:

@@ -123,10 +123,11 @@ def torch_zb1p(emulation: Emulation, rank: int) -> Contestant:
     return _torch_split("torch zb1p", emulation, stages, schedule, Placement.linear(emulation.num_ranks))
 
 
-def torch_interleaved_zero_bubble(emulation: Emulation, rank: int) -> Contestant:
-    """torch's ``ScheduleInterleavedZeroBubble`` with two stages per rank, each with half the cost."""
-    placement = Placement.interleaved(emulation.num_ranks, 2)
-    model = _SleepingModel(emulation.forward_ms / 2, emulation.backward_ms / 2, emulation.wgrad_ms / 2)
+def torch_interleaved_zero_bubble(emulation: Emulation, rank: int, num_chunks: int = 2) -> Contestant:
+    """torch's ``ScheduleInterleavedZeroBubble`` with several stages per rank, each with its part of the cost."""
+    placement = Placement.interleaved(emulation.num_ranks, num_chunks)
+    times = emulation.forward_ms, emulation.backward_ms, emulation.wgrad_ms
+    model = _SleepingModel(*(ms / num_chunks for ms in times))
     stages = [_torch_stage(s, placement.num_stages, model) for s in placement.stages_of(rank)]
     schedule = ScheduleInterleavedZeroBubble(stages, emulation.num_microbatches, _loss, scale_grads=False)
     return _torch_split("torch interleaved zb", emulation, stages, schedule, placement)
