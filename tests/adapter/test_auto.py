@@ -68,7 +68,7 @@ IN_A_WAVE = "--zero-bubble-placement wave"
 DISTRIBUTED = "--bf16 --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 1000"
 
 
-@pytest.mark.parametrize("options", some(["", ON_A_V, DISTRIBUTED], ON_A_V, DISTRIBUTED))
+@pytest.mark.parametrize("options", some(["", ON_A_V, DISTRIBUTED], DISTRIBUTED))
 def test_switching_schedules_changes_no_bit(ranks: RankPool, options: str) -> None:
     layout = Layout(2, data=2 if "--bf16" in options else 1, num_layers=4)
     flags = layout.flags(5, f"--train-iters {STEPS} {options}")

@@ -46,6 +46,7 @@ def test_fitted_schedule_runs_in_the_predicted_order(tmp_path: Path) -> None:
         assert len(costs["vocabulary"]["output_ms"]) == 2 and min(costs["vocabulary"]["output_wgrad_ms"]) > 0
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_variants_run_in_the_requested_sizes(tmp_path: Path) -> None:
     """In bfloat16, with the passes of "exact" recorded, those on a stream timed only, and the memory of both."""

@@ -62,7 +62,7 @@ def test_dry_run_reads_the_schedule_file_once(
         (f"plan --schedule zb-h1 {SIZES} --costs FILE", COSTS_FILE),
         (f"plan --schedule zb-auto {SIZES} --costs FILE --memory-limit 1p", COSTS_FILE),
         (f"plan --schedule v-min {SIZES} --costs FILE --memory-limit 1GiB --step-ms 3", COSTS_FILE),
-        (f"compare {SIZES} --costs FILE", COSTS_FILE),
+        pytest.param(f"compare {SIZES} --costs FILE", COSTS_FILE, marks=pytest.mark.full),
         (f"compare {SIZES} --costs FILE --equal-passes", COSTS_FILE),
         (f"dry-run {LAYOUT} --costs FILE {JOB} --zero-bubble-schedule zb-h1", COSTS_FILE),
         (f"plan --schedule-file FILE {TIMES} --memory-limit 1p", SCHEDULE_FILE),

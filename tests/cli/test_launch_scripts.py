@@ -227,6 +227,7 @@ def test_slurm_script_passes_node_rank_and_master_address(stubs: Path, tasks: di
     assert "NNODES must be the number of allocated nodes, 2, got 3" in wrong.stderr
 
 
+@pytest.mark.full
 def test_two_nodes_train_with_the_slurm_script(stubs: Path, tmp_path: Path) -> None:
     """Two torchruns on this machine, with one process each, connect and train."""
     with socket.socket() as free:
