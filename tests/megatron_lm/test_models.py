@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.megatron_lm import VARIABLE, Checkout, Log, checkouts, gpt_job, pretrain_gpt, running, stock
-from tests.megatron_lm.test_parity import on_a_v_after, same
+from tests.megatron_lm.test_parity import same
+from tests.megatron_lm.test_placements import on_a_v_after
 
 CHECKOUTS = checkouts()
 pytestmark = [

@@ -40,32 +40,32 @@ class Row(NamedTuple):
     rounding: float = 1e-5
 
 
-_UNTIED = "--untie-embeddings-and-output-weights"
+UNTIED = "--untie-embeddings-and-output-weights"
 _RAMPUP = "--rampup-batch-size 2 2 12 --train-samples 60 --lr-decay-samples 50"
-_MOE = f"{_UNTIED} --num-experts 4 --swiglu --disable-bias-linear"
+_MOE = f"{UNTIED} --num-experts 4 --swiglu --disable-bias-linear"
 _BF16, _FP16 = 2e-2, 5e-3
 # Per number of stages: enough microbatches for every phase of a schedule.
 NUM_MICROBATCHES = {2: 6, 4: 8}
 _LAYOUTS = {2: "Et|t*3L", 4: "Et|t*2|t*3|t*2L"}
-PLAIN = Row(_UNTIED)
+PLAIN = Row(UNTIED)
 # Every variant that stock Megatron-LM can train on CPU ranks.
 FEATURES = {
     "tied": Row(""),
-    "distopt": Row(f"{_UNTIED} --use-distributed-optimizer"),
-    "bf16": Row(f"{_UNTIED} --bf16"),
-    "bf16-distopt": Row(f"{_UNTIED} --bf16 --use-distributed-optimizer"),
-    "fp16": Row(f"{_UNTIED} --fp16 --initial-loss-scale 256"),
-    "tp2-sp": Row(f"{_UNTIED} --tensor-model-parallel-size 2 --sequence-parallel", ranks_per_stage=2),
-    "tp2": Row(f"{_UNTIED} --tensor-model-parallel-size 2", ranks_per_stage=2),
-    "dp2": Row(_UNTIED, ranks_per_stage=2, samples=2),
-    "dp2-overlap": Row(f"{_UNTIED} --overlap-grad-reduce", ranks_per_stage=2, samples=2),
+    "distopt": Row(f"{UNTIED} --use-distributed-optimizer"),
+    "bf16": Row(f"{UNTIED} --bf16"),
+    "bf16-distopt": Row(f"{UNTIED} --bf16 --use-distributed-optimizer"),
+    "fp16": Row(f"{UNTIED} --fp16 --initial-loss-scale 256"),
+    "tp2-sp": Row(f"{UNTIED} --tensor-model-parallel-size 2 --sequence-parallel", ranks_per_stage=2),
+    "tp2": Row(f"{UNTIED} --tensor-model-parallel-size 2", ranks_per_stage=2),
+    "dp2": Row(UNTIED, ranks_per_stage=2, samples=2),
+    "dp2-overlap": Row(f"{UNTIED} --overlap-grad-reduce", ranks_per_stage=2, samples=2),
     "dp2-all-overlaps": Row(
-        f"{_UNTIED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        f"{UNTIED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
         ranks_per_stage=2,
         samples=2,
     ),
     "dp2-unaligned": Row(
-        f"{_UNTIED} --use-distributed-optimizer --overlap-grad-reduce --no-align-grad-reduce",
+        f"{UNTIED} --use-distributed-optimizer --overlap-grad-reduce --no-align-grad-reduce",
         ranks_per_stage=2,
         samples=2,
     ),
@@ -82,32 +82,29 @@ FEATURES = {
     "moe-ep2": Row(
         f"{_MOE} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2", ranks_per_stage=2, samples=2
     ),
-    "mtp": Row(f"{_UNTIED} --mtp-num-layers 1"),
+    "mtp": Row(f"{UNTIED} --mtp-num-layers 1"),
     "mtp-tied": Row("--mtp-num-layers 1", moves=False),  # stock cannot save these
     "mtp-tied-bf16": Row("--mtp-num-layers 1 --bf16", moves=False),
     "mtp-unaligned": Row(
-        f"{_UNTIED} --mtp-num-layers 1 --overlap-grad-reduce --no-align-grad-reduce",
+        f"{UNTIED} --mtp-num-layers 1 --overlap-grad-reduce --no-align-grad-reduce",
         ranks_per_stage=2,
         samples=2,
     ),
-    "per-token": Row(f"{_UNTIED} --calculate-per-token-loss"),
-    "recompute-full": Row(
-        f"{_UNTIED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    ),
-    "recompute-selective": Row(f"{_UNTIED} --recompute-activations"),
+    "per-token": Row(f"{UNTIED} --calculate-per-token-loss"),
+    "recompute-full": Row(f"{UNTIED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "recompute-selective": Row(f"{UNTIED} --recompute-activations"),
     "llama": Row(
-        f"{_UNTIED} --swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention "
-        "--num-query-groups 2",
+        f"{UNTIED} --swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2",
     ),
-    "ce-fusion": Row(f"{_UNTIED} --cross-entropy-loss-fusion"),
+    "ce-fusion": Row(f"{UNTIED} --cross-entropy-loss-fusion"),
     "logging": Row(
-        f"{_UNTIED} --log-num-zeros-in-grad --log-params-norm --timing-log-level 2 --log-throughput",
+        f"{UNTIED} --log-num-zeros-in-grad --log-params-norm --timing-log-level 2 --log-throughput",
     ),
-    "rampup": Row(f"{_UNTIED} {_RAMPUP}"),
-    "evaluation": Row(f"{_UNTIED} --eval-interval 4 --eval-iters 2"),
-    "signal-handler": Row(f"{_UNTIED} --exit-signal-handler --manual-gc --manual-gc-interval 3"),
-    "rerun": Row(f"{_UNTIED} --rerun-mode validate_results"),
-    "layout": Row(_UNTIED + " --pipeline-model-parallel-layout {layout}", moves=False),
+    "rampup": Row(f"{UNTIED} {_RAMPUP}"),
+    "evaluation": Row(f"{UNTIED} --eval-interval 4 --eval-iters 2"),
+    "signal-handler": Row(f"{UNTIED} --exit-signal-handler --manual-gc --manual-gc-interval 3"),
+    "rerun": Row(f"{UNTIED} --rerun-mode validate_results"),
+    "layout": Row(UNTIED + " --pipeline-model-parallel-layout {layout}", moves=False),
 }
 # The same features in few combinations, to run them with every version, schedule and number of stages.
 COMBINED = {
@@ -121,7 +118,7 @@ COMBINED = {
         rounding=_BF16,
     ),
     "half": Row(
-        f"{_UNTIED} --fp16 --initial-loss-scale 256 --tensor-model-parallel-size 2 --recompute-granularity full "
+        f"{UNTIED} --fp16 --initial-loss-scale 256 --tensor-model-parallel-size 2 --recompute-granularity full "
         f"--recompute-method uniform --recompute-num-layers 1 {_RAMPUP}",
         ranks_per_stage=2,
         rounding=_FP16,
@@ -187,12 +184,12 @@ def near(own: Log, expected: Log, rounding: float) -> None:
     assert len(own.of("zero-bubble: schedule ")) == 1
 
 
-def _until(iteration: int, folder: Path) -> tuple[str, ...]:
+def until(iteration: int, folder: Path) -> tuple[str, ...]:
     """Return flags of a job that saves after ``iteration`` and ends."""
     return ("--save", str(folder), "--save-interval", str(iteration), "--exit-interval", str(iteration))
 
 
-def _switched(own: Log) -> None:
+def switched(own: Log) -> None:
     said = own.of("zero-bubble: zb-auto: ")
     assert any("switched to the planned schedule" in line for line in said), own.text[-4000:]
 
@@ -215,7 +212,7 @@ def test_logs_equal_stock_while_zb_auto_switches(checkout: Checkout, pipeline: i
     job = job_of(checkout, pipeline, PLAIN, "--train-iters 60")
     own = pretrain_gpt(*job, "zb-auto")
     same(own, stock(*job))
-    _switched(own)
+    switched(own)
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
@@ -273,7 +270,7 @@ def test_logs_equal_stock_with_unusual_stages(checkout: Checkout, name: str, sch
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
 def test_uneven_layers_equal_stock_with_the_same_layout(checkout: Checkout) -> None:
     """The output layer of this model takes longer than half of its layers; stock has to be given the layout."""
-    flags = f"--pipeline-model-parallel-size 2 --num-layers 5 {_UNTIED}"
+    flags = f"--pipeline-model-parallel-size 2 --num-layers 5 {UNTIED}"
     own = pretrain_gpt(checkout, 2, flags, "zb-h1")
     assert own.of("zero-bubble: layers by stage: ") == ["zero-bubble: layers by stage: Et*5|L"]
     same(own, stock(checkout, 2, f"{flags} --pipeline-model-parallel-layout Et*5|L"))
@@ -288,12 +285,12 @@ def test_checkpoint_continues_in_stock(checkout: Checkout, schedule: str, form: 
     Since core_r0.16 a resumed stock run differs slightly from an uninterrupted one, so that both sides are resumed.
     """
     job = job_of(checkout, 2, PLAIN, f"--ckpt-format {form}")
-    assert _continued(job, schedule, 4, tmp_path) == _continued(job, None, 4, tmp_path)
+    assert continued(job, schedule, 4, tmp_path) == continued(job, None, 4, tmp_path)
 
 
-def _continued(job: _Job, schedule: str | None, after: int, folder: Path, more: tuple[str, ...] = ()) -> list[str]:
+def continued(job: _Job, schedule: str | None, after: int, folder: Path, more: tuple[str, ...] = ()) -> list[str]:
     """Run a job with the schedule for ``after`` iterations, continue it in stock, and return the figures of both."""
-    saved = pretrain_gpt(*job, schedule, (*more, *_until(after, folder / str(schedule))))
+    saved = pretrain_gpt(*job, schedule, (*more, *until(after, folder / str(schedule))))
     assert f"exiting program at iteration {after}" in saved.text, saved.text[-2000:]
     assert len(saved.of("zero-bubble: schedule ")) == (schedule is not None)
     own = pretrain_gpt(*job, None, ("--load", str(folder / str(schedule))))
@@ -302,130 +299,3 @@ def _continued(job: _Job, schedule: str | None, after: int, folder: Path, more: 
     assert len(own.figures) >= 10 - after
     assert len(own.weights) > 10
     return [*saved.figures, *own.figures, *own.weights]
-
-
-# With another placement a seed yields other initial weights, so these jobs continue from a stock checkpoint. The order
-# of the sum in the gradient norm differs as well, and clipped steps would differ by rounding, so no step is clipped.
-_MOVING = "--clip-grad 1000 --ckpt-format torch_dist"
-
-
-def _moved(checkout: Checkout, pipeline: int, row: Row, folder: Path) -> None:
-    job = job_of(checkout, pipeline, row, _MOVING)
-    save, load = [*_until(2, folder)], ["--load", str(folder)]
-    if "--use-distributed-optimizer" in row.flags:
-        # Megatron-LM cannot load a distributed optimizer with torch's Adam, the only one on CPUs. Before core_r0.16 it
-        # cannot save it either.
-        save.append("--no-save-optim")
-        load.append("--no-load-optim")
-    saved = stock(*job, tuple(save))
-    assert "exiting program at iteration 2" in saved.text, saved.text[-2000:]
-    own = pretrain_gpt(*job, "zb-v", load)
-    has_copies = "--untie-embeddings-and-output-weights" not in row.flags or "--mtp-num-layers" in row.flags
-    if checkout.minor in ("0.13", "0.14") and has_copies:
-        assert "cannot load a checkpoint if one rank holds" in own.text
-        return
-    same(own, stock(*job, tuple(load)))
-
-
-@pytest.mark.parametrize(("checkout", "pipeline"), CASES)
-def test_logs_equal_stock_on_a_v(checkout: Checkout, pipeline: int, tmp_path: Path) -> None:
-    _moved(checkout, pipeline, PLAIN, tmp_path)
-
-
-@pytest.mark.parametrize(("checkout", "pipeline"), CASES)
-@pytest.mark.parametrize("name", [name for name, row in COMBINED.items() if row.moves])
-def test_logs_equal_stock_on_a_v_with_combined_features(
-    checkout: Checkout, pipeline: int, name: str, tmp_path: Path
-) -> None:
-    _moved(checkout, pipeline, COMBINED[name], tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("checkout", "pipeline"), CASES)
-@pytest.mark.parametrize("name", [name for name, row in FEATURES.items() if row.moves])
-def test_logs_equal_stock_on_a_v_with_each_feature(
-    checkout: Checkout, pipeline: int, name: str, tmp_path: Path
-) -> None:
-    _moved(checkout, pipeline, FEATURES[name], tmp_path)
-
-
-@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-def test_logs_equal_stock_on_a_v_with_the_layout_of_deepseek(checkout: Checkout, tmp_path: Path) -> None:
-    """Multi-token prediction and the loss are alone on the last two stages, on two ranks."""
-    if int(checkout.minor.partition(".")[2]) < 16:
-        pytest.skip("this version does not train multi-token prediction before the last stage")
-    flags = f"--pipeline-model-parallel-size 4 --num-layers 8 --global-batch-size 8 {_UNTIED} --mtp-num-layers 1"
-    line, vee = ("--pipeline-model-parallel-layout " + text for text in ("Ett|tt|tt|ttmL", "Ett|t|t|t|t|tt|m|L"))
-    own, expected = on_a_v_after(checkout, 4, flags, tmp_path, line, vee)
-    same(own, expected)
-    assert all("mtp_1 loss" in figures for figures in own.figures if figures.startswith("iteration"))
-
-
-def on_a_v_after(
-    checkout: Checkout, num_ranks: int, flags: str, folder: Path, line: str = "", vee: str = ""
-) -> tuple[Log, Log]:
-    """Continue a stock checkpoint under zb-v and in stock.
-
-    Args:
-        line, vee: more flags of the stock jobs, and of the job on a V.
-    """
-    stock(checkout, num_ranks, f"{flags} {line} {_MOVING}", tuple(_until(2, folder)))
-    load = ("--load", str(folder))
-    own = pretrain_gpt(checkout, num_ranks, f"{flags} {vee} {_MOVING}", "zb-v", load)
-    return own, stock(checkout, num_ranks, f"{flags} {line} {_MOVING}", load)
-
-
-@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-def test_logs_equal_stock_interleaved_with_multi_token_prediction(checkout: Checkout) -> None:
-    job = job_of(checkout, 2, FEATURES["mtp-tied"], "--num-virtual-stages-per-pipeline-rank 2")
-    same(pretrain_gpt(*job, "interleaved-1f1b"), stock(*job))
-
-
-@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-def test_checkpoint_of_a_v_continues_in_stock(checkout: Checkout, tmp_path: Path) -> None:
-    """The V continues from a stock checkpoint, and stock continues from the V's checkpoint as from its own."""
-    job = job_of(checkout, 2, PLAIN, _MOVING)
-    begun = tmp_path / "begun"
-    stock(*job, _until(2, begun))
-    load = ("--load", str(begun))
-    assert _continued(job, "zb-v", 6, tmp_path, load) == _continued(job, None, 6, tmp_path, load)
-
-
-_ON_A_LOOP = {"zb-interleaved": (), "zb-auto": ("--zero-bubble-placement", "loop")}
-_VIRTUAL = {
-    2: "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
-    4: "--num-layers 8 --num-layers-per-virtual-pipeline-stage 1",
-}
-
-
-@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-@pytest.mark.parametrize("num_chunks", [2, 4])
-@pytest.mark.parametrize("schedule", _ON_A_LOOP)
-def test_jobs_that_interleave_change_nothing_else(checkout: Checkout, num_chunks: int, schedule: str) -> None:
-    """Stages, initial weights and the order of gradients are those of Megatron's virtual pipeline."""
-    flags = f"--pipeline-model-parallel-size 2 --global-batch-size 6 {_UNTIED} {_VIRTUAL[num_chunks]}"
-    job = checkout, 2, f"{flags} --train-iters 60" if schedule == "zb-auto" else flags
-    own = pretrain_gpt(*job, schedule, _ON_A_LOOP[schedule])
-    same(own, stock(*job))
-    if schedule == "zb-auto":
-        _switched(own)
-
-
-@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-def test_logs_equal_stock_in_a_wave(checkout: Checkout, tmp_path: Path) -> None:
-    """Four stages per rank, after a checkpoint of stock, which has one."""
-    flags = f"--pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 6 {_UNTIED} {_MOVING}"
-    stock(checkout, 2, flags, tuple(_until(2, tmp_path)))
-    load = ("--load", str(tmp_path))
-    own = pretrain_gpt(checkout, 2, flags, "zb-auto", (*load, "--zero-bubble-placement", "wave"))
-    same(own, stock(checkout, 2, flags, load))
-
-
-@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-def test_checkpoint_of_a_wave_continues_in_stock(checkout: Checkout, tmp_path: Path) -> None:
-    job = checkout, 2, f"--pipeline-model-parallel-size 2 --num-layers 8 --global-batch-size 6 {_UNTIED} {_MOVING}"
-    begun = tmp_path / "begun"
-    stock(*job, _until(2, begun))
-    load = ("--load", str(begun))
-    wave = (*load, "--zero-bubble-placement", "wave")
-    assert _continued(job, "zb-auto", 6, tmp_path, wave) == _continued(job, None, 6, tmp_path, load)
