@@ -38,13 +38,7 @@ def build(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         num_attention_heads=4,
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=virtual_size,
-        overlap_p2p_comm=virtual_size is not None,  # stock needs it with 2 ranks
-        batch_p2p_comm=virtual_size is None,
-        pipeline_dtype=torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **on_pipeline(2, virtual_size),
         **{**({"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"} if packs else {}), **options},
     )
     config.finalize_model_grads_func = finalize_model_grads
@@ -77,6 +71,19 @@ def build(
         no_syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_syncs if virtual_size else no_syncs[0]
     return wrapped
+
+
+def on_pipeline(num_ranks: int, virtual_size: int | None) -> dict[str, Any]:
+    """What all models have in their configurations: a pipeline, float32 and no dropout."""
+    return {
+        "pipeline_model_parallel_size": num_ranks,
+        "virtual_pipeline_model_parallel_size": virtual_size,
+        "overlap_p2p_comm": virtual_size is not None,  # stock needs it with 2 ranks
+        "batch_p2p_comm": virtual_size is None,
+        "pipeline_dtype": torch.float32,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
 
 
 class PackedAttention(torch.nn.Module):

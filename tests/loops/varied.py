@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.loops.models import PackedAttention, named, packed_params
+from tests.loops.models import PackedAttention, named, on_pipeline, packed_params
 
 LAYERS_PER_RANK, HIDDEN, VOCABULARY, LONGEST = 2, 16, 32, 24
 ONE_STAGE, TWO_STAGES = None, 2
@@ -64,13 +64,7 @@ def build(num_ranks: int, virtual_size: int | None, kind: str, tensor: int = 1) 
         num_layers=LAYERS_PER_RANK * num_ranks,
         hidden_size=HIDDEN,
         num_attention_heads=2,
-        pipeline_model_parallel_size=num_ranks,
-        virtual_pipeline_model_parallel_size=virtual_size,
-        overlap_p2p_comm=virtual_size is not None,  # stock needs it with 2 ranks
-        batch_p2p_comm=virtual_size is None,
-        pipeline_dtype=torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        **on_pipeline(num_ranks, virtual_size),
         calculate_per_token_loss=True,
         moe_token_dispatcher_type="alltoall",  # Megatron asks for it with the next one, also without experts
         variable_seq_lengths=True,
