@@ -26,11 +26,11 @@ from megatron.zero_bubble.search.placements import PlacementChoice
 P, WGRAD_MEMORY = 8, 0.5
 LIMITS = tuple(halves / 2 for halves in range(5, 2 * P + 1))
 PLACED: dict[str, tuple[PlacementChoice, int | None]] = {
-    "one stage per rank": ("linear", None),
-    "two, on a V": ("vee", None),
-    "two, on a loop": ("loop", 2),
-    "four, on a loop": ("loop", 4),
-    "four, in a wave": ("wave", 4),
+    "one per rank": ("linear", None),
+    "two per rank, on a V": ("vee", None),
+    "two per rank, on a loop": ("loop", 2),
+    "four per rank, on a loop": ("loop", 4),
+    "four per rank, in a wave": ("wave", 4),
 }
 
 
@@ -92,7 +92,7 @@ def draw_all(drawn: Sequence[Panel]) -> str:
     y = Axis.shares(
         "bubble rate (makespan)", 0.0, max(rate for p in drawn for line in p.lines for _, rate in line.points)
     )
-    legend = {name: f"{name} per rank" if "per rank" not in name else name for name in PLACED}
+    legend = {name: name for name in PLACED}
     return draw(f"Bubble rate over memory by stages per rank, {P} ranks", drawn, legend, x, y)
 
 
