@@ -8,7 +8,7 @@ torch.distributed.pipelining, and the table has the measured over the planned ti
 
     bash scripts/bench.sh emulated_compute --clock virtual
     bash scripts/bench.sh emulated_compute --clock wall [--num-ranks 8] [--num-microbatches 16] [--pass-ms 50]
-    bash scripts/bench.sh emulated_compute --clock wall --num-microbatches 8 --pass-ms 100 --num-chunks 4
+    bash scripts/bench.sh emulated_compute --clock wall --num-microbatches 8 --measure-transfers --num-chunks 4
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from bench import page, ranks
@@ -78,6 +79,12 @@ def _parse() -> argparse.Namespace:
         nargs="+",
         default=[50.0],
         help="times of F, B and W, or one time for all of them (wall)",
+    )
+    parser.add_argument(
+        "--measure-transfers",
+        action="store_true",
+        help="measure the time of a message between the ranks first, and plan with it, as with recorded costs; without "
+        "it, messages take no time in the plans (wall)",
     )
     parser.add_argument(
         "--num-chunks", type=int, help="compare only schedules with so many stages per rank, and zb-v (wall)"
@@ -140,7 +147,9 @@ def _wall(options: argparse.Namespace) -> dict[str, Any]:
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=options.num_ranks)
     forward_ms, backward_ms, wgrad_ms = options.pass_ms if len(options.pass_ms) == 3 else options.pass_ms * 3
-    emulation = Emulation(options.num_ranks, options.num_microbatches, forward_ms, backward_ms, wgrad_ms, options.kib)
+    transfer_ms = transfer_time_ms(options.kib) if options.measure_transfers else 0.0
+    sizes = options.num_ranks, options.num_microbatches
+    emulation = Emulation(*sizes, forward_ms, backward_ms, wgrad_ms, options.kib, transfer_ms)
     contestants = _contestants(emulation, dist.get_rank(), options.num_chunks)
     times = ranks.interleaved({name: timed(c.run) for name, c in contestants.items()}, options.rounds)
     variants = {
@@ -148,7 +157,29 @@ def _wall(options: argparse.Namespace) -> dict[str, Any]:
         for name, contestant in contestants.items()
     }
     settings = {key: getattr(options, key) for key in ("num_ranks", "num_microbatches", "pass_ms", "kib", "rounds")}
-    return {**settings, "variants": variants}
+    return {**settings, "transfer_ms": transfer_ms, "variants": variants}
+
+
+def transfer_time_ms(kib: int, rounds: int = 50) -> float:
+    """The median time in ms in which a message of ``kib`` KiB reaches the next rank, while all ranks send; the same on
+    all ranks.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sent, received = torch.zeros(kib, 1, 256), torch.empty(kib, 1, 256)
+    times = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        pending = dist.isend(sent, (rank + 1) % world)
+        dist.recv(received, (rank - 1) % world)
+        assert pending is not None
+        pending.wait()
+        times.append(time.perf_counter() - begun)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, median(times) * 1e3)
+    return median(everyone)
 
 
 def _contestants(emulation: Emulation, rank: int, num_chunks: int | None) -> dict[str, Contestant]:

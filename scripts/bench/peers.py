@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,9 +33,10 @@ class Emulation:
     backward_ms: float
     wgrad_ms: float
     kib: int
+    transfer_ms: float = 0.0
 
     def costs(self, placement: Placement) -> PassCosts:
-        return PassCosts.uniform(placement, self.forward_ms, self.backward_ms, self.wgrad_ms)
+        return PassCosts.uniform(placement, self.forward_ms, self.backward_ms, self.wgrad_ms, self.transfer_ms)
 
     @property
     def message_shape(self) -> tuple[int, int, int]:
@@ -169,7 +170,7 @@ def _torch_split(
     backward_ms = (0.0, *costs.backward_ms[1:])
     wgrad_ms = (costs.backward_ms[0] + costs.wgrad_ms[0], *costs.wgrad_ms[1:])
     return Contestant(
-        planned, PassCosts(costs.forward_ms, backward_ms, wgrad_ms), _torch_step(emulation, stages, schedule)
+        planned, replace(costs, backward_ms=backward_ms, wgrad_ms=wgrad_ms), _torch_step(emulation, stages, schedule)
     )
 
 

@@ -202,7 +202,7 @@ def _scaled(figures: Figures) -> dict[str, Any]:
 SECTIONS = {
     "emulated": Section(
         "Emulated compute",
-        settings("num_ranks", "num_microbatches", "pass_ms", "kib", "rounds"),
+        settings("num_ranks", "num_microbatches", "pass_ms", "kib", "transfer_ms", "rounds"),
         named("schedule", "variants"),
         (
             Column("schedule", "schedule", "", _whose),
@@ -211,9 +211,10 @@ SECTIONS = {
             Column("measured / planned", "over_planned", ".3f", ratio("rounds_ms", "planned_ms")),
         ),
         "{num_ranks} gloo ranks on {machine[cores]} cores, {num_microbatches} microbatches, passes that sleep (F "
-        "{f:g}, B {b:g}, W {w:g} ms on a rank, half of it for each stage where a rank has two), real messages of "
-        "{kib} KiB. What exceeds the plan is runtime overhead, transfers, and the scheduling of {num_ranks} processes "
-        "by the operating system. Every round runs each schedule once; medians of {rounds} rounds, least and most in "
+        "{f:g}, B {b:g}, W {w:g} ms on a rank, of which each stage has an equal part), real messages of {kib} KiB that "
+        "take {transfer_ms:.2f} ms in the plans. What exceeds the plan is runtime overhead, transfers, and the "
+        "scheduling of {num_ranks} processes by the operating system. Every round runs each schedule once; medians of "
+        "{rounds} rounds, least and most in "
         "brackets.",
         lambda of: dict(zip("fbw", of["pass_ms"] * (3 // len(of["pass_ms"])), strict=True)),
     ),
