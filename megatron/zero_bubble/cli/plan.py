@@ -11,6 +11,7 @@ from megatron.zero_bubble.cli.choices import choices_of, choices_of_files
 from megatron.zero_bubble.cli.divisions import division_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_summary
+from megatron.zero_bubble.cli.lengths import Lengths, add_lengths, loads_of
 from megatron.zero_bubble.cli.offload import add_offload, offload_summary, offloading, offloads
 from megatron.zero_bubble.cli.plan_text import limit_text, period_text, plan_text
 from megatron.zero_bubble.cli.progress import working
@@ -84,6 +85,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     add_vocabulary(verb)
     add_offload(verb)
     add_shards(verb)
+    add_lengths(verb)
     verb.add_argument(
         "--equal-passes",
         action="store_true",
@@ -129,6 +131,9 @@ def plan(options: argparse.Namespace) -> str:
     """Make the plan and format it as ``--format`` requests."""
     made = answer(question_of(options))
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
+    own = loads_of(options)
+    lengths = None if own is None else Lengths.of(made, own)
+    timeline = timeline if lengths is None else lengths.timeline()
     if options.format == "svg":
         return zoomable(render_svg(timeline))
     if options.format in _OF_TORCH:
@@ -139,6 +144,8 @@ def plan(options: argparse.Namespace) -> str:
     divided = division_text(costs, timeline.schedule.placement)
     text = plan_text(timeline, costs) + (divided if layouts is None else layout_summary(layouts))
     text += "".join(f"{each}\n" for each in made.dropped)
+    if lengths is not None:
+        return text + lengths.text()
     if layouts is None and units is None and algorithm_of(timeline.schedule) is None:
         slower = slower_than_1f1b(timeline, costs, options.objective)
         text += "" if slower is None else f"{slower}\n"
@@ -224,12 +231,14 @@ def _num_chunks(options: argparse.Namespace, costs: Figures) -> tuple[int | None
 
 
 def _figures_of(options: argparse.Namespace, planned: PlanFile | None) -> Figures:
+    loads = loads_of(options)
     if planned is None:
-        return figures(options)
+        return figures(options, None, None if loads is None else len(loads))
     file = planned.schedule
     for flag, count, own in (
         ("--num-ranks", options.num_ranks, file.num_ranks),
         ("--num-microbatches", options.num_microbatches, file.num_microbatches),
+        ("the number of --lengths", None if loads is None else len(loads), file.num_microbatches),
     ):
         if count not in (None, own):
             raise UserError(f"{flag} must equal the value in the schedule file, {own}; got {count}; leave it out")

@@ -61,7 +61,7 @@ FUSED = Choice("fused weight gradients", is_value("fuse_wgrad", True))
 RECORDS = Choice("recorded iterations", chosen("trace", "record_costs"))
 MEASUREMENTS = Choice("measurements of passes", chosen("trace", "record_costs", "log_bubble"))
 BALANCE = Choice("balanced microbatches", chosen("balance_microbatches"), "balanced microbatches")
-LENGTHS = Choice("microbatches of different lengths", chosen("variable_seq_lengths", "shapes"))
+LENGTHS = Choice("microbatches of different lengths", chosen("variable_seq_lengths", "shapes", "lengths"))
 _TO_ONE_LENGTH = "pad all microbatches to one length, or leave the other one out"
 _OTHER_LENGTHS = "the other one needs equally many microbatches of equal length on all replicas, in this version"
 
