@@ -31,6 +31,8 @@ from megatron.zero_bubble.planning.balance import load_of, pack
 from megatron.zero_bubble.planning.ordering import Simulator
 
 HIDDEN, FIXED_PART = 5120, 1 / 16
+ON_DEMAND = "on demand"
+DIVISIONS = ("padded", "sorted", "even", ON_DEMAND)
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 
 
@@ -124,7 +126,7 @@ def order_row(row: OrderRow, name: str, batches: int) -> dict[str, float]:
     cost, found = simulated.cost, []
     for _ in range(batches):
         lengths = DATA[row.data].lengths(row.number, generator)
-        given = _fewest(lengths, cost, row.most_tokens)
+        given = fewest(lengths, cost, row.most_tokens)
         generator.shuffle(given)
         loads = [load_of(microbatch, lengths) for microbatch in given]
         [own] = balance(
@@ -146,7 +148,7 @@ def order_row(row: OrderRow, name: str, batches: int) -> dict[str, float]:
     return {what: round(mean(each[what] for each in found), 1) for what in found[0]}
 
 
-def _fewest(
+def fewest(
     lengths: Sequence[int], cost: LengthCost, most_tokens: int | None, at_least: int = 1
 ) -> list[tuple[int, ...]]:
     """One sample per microbatch, or as few microbatches as the cap allows, but ``at_least`` so many."""
@@ -175,49 +177,78 @@ def replica_row(row: tuple[int, int, int, int], name: str, batches: int = 6) -> 
 
 
 def on_demand_row(row: OnDemandRow, batches: int) -> dict[str, float]:
-    """The times of an iteration over that of ``balance`` with communication on demand, from all batches together.
-
-    ``padded``: every sample is a microbatch that is padded to the longest of the iteration. ``sorted`` and ``even``:
-    all replicas have equally many packed microbatches, and those of the same number take as long as the longest of
-    them. Replicas get their samples as they come (``sorted``), or such that these microbatches are alike (``even``).
-    """
-    generator, simulated, longest = random.Random(1), simulator(row.schedule, row.ranks), DATA[row.data].longest
-    cost, totals = simulated.cost, dict.fromkeys(("padded", "sorted", "even", "on demand"), 0.0)
+    """The times of an iteration over that of ``balance`` with communication on demand, from all batches together."""
+    generator, simulated, totals = random.Random(1), simulator(row.schedule, row.ranks), dict.fromkeys(DIVISIONS, 0.0)
     for _ in range(batches):
         lengths = DATA[row.data].lengths(row.replicas * row.each, generator)
-        as_given = [lengths[replica :: row.replicas] for replica in range(row.replicas)]
-        parts = _equal_numbers(lengths, row.replicas, cost) if row.equal else [lengths]
-        own = [
-            [[of[sample] for sample in microbatch] for microbatch in replica]
-            for of in parts
-            for replica in balance(of, row.replicas // len(parts), row.ranks, longest, row.schedule, cost)
-        ]
-        totals["padded"] += simulated.makespan([Load.of([max(lengths)])] * row.each)
-        totals["sorted"] += simulated.best(_lockstep(as_given, cost, longest))[0]
-        even = _lockstep(parts, cost, longest) if row.equal else _alike(lengths, row.replicas, cost, longest)
-        totals["even"] += simulated.best(even)[0]
-        totals["on demand"] += max(simulated.makespan(list(map(Load.of, replica))) for replica in own)
-    return {what: round(total / totals["on demand"], 2) for what, total in totals.items() if what != "on demand"}
+        for how, replicas in divisions(row, lengths, simulated).items():
+            totals[how] += iteration_time(how, replicas, simulated)
+    return {how: round(totals[how] / totals[ON_DEMAND], 2) for how in DIVISIONS if how != ON_DEMAND}
 
 
-def _lockstep(parts: Sequence[Sequence[int]], cost: LengthCost, most_tokens: int) -> list[Load]:
-    """The longest microbatch of each number, if each replica packs its own samples and sorts its microbatches."""
-    most = max(len(_fewest(part, cost, most_tokens)) for part in parts)
-    packed = [_fewest(part, cost, most_tokens, most) for part in parts]
+def divisions(row: OnDemandRow, lengths: Sequence[int], simulated: Simulator) -> dict[str, list[list[Load]]]:
+    """The microbatches of each replica, in the order in which they run, by the ways of dividing samples.
+
+    ``padded``: every sample is a microbatch that is padded to the longest of the iteration. ``sorted`` and ``even``:
+    all replicas have equally many packed microbatches. Replicas get their samples as they come (``sorted``), or such
+    that microbatches of the same number are alike (``even``). ``on demand``: those of ``balance``.
+    """
+    cost, longest = simulated.cost, DATA[row.data].longest
+    as_given = [lengths[replica :: row.replicas] for replica in range(row.replicas)]
+    parts = _equal_numbers(lengths, row.replicas, cost) if row.equal else [lengths]
+    own = [
+        [load_of(microbatch, of) for microbatch in replica]
+        for of in parts
+        for replica in balance(of, row.replicas // len(parts), row.ranks, longest, row.schedule, cost)
+    ]
+    even = _lockstep(parts, cost, longest) if row.equal else _alike(lengths, row.replicas, cost, longest)
+    return {
+        "padded": [[Load.of([max(lengths)])] * row.each] * row.replicas,
+        "sorted": _in_best_order(_lockstep(as_given, cost, longest), simulated),
+        "even": _in_best_order(even, simulated),
+        ON_DEMAND: own,
+    }
+
+
+def iteration_time(how: str, replicas: Sequence[Sequence[Load]], simulated: Simulator) -> float:
+    """The time of the slowest replica on demand; by collectives, microbatches of the same number take as long as the
+    longest of them.
+    """
+    if how == ON_DEMAND:
+        return max(map(simulated.makespan, replicas))
+    return simulated.makespan(_longest(list(zip(*replicas, strict=True)), simulated.cost))
+
+
+def _longest(rows: Sequence[Sequence[Load]], cost: LengthCost) -> list[Load]:
+    return [max((load for load in row if load.tokens), key=cost.microbatch) for row in rows]
+
+
+def _in_best_order(rows: Sequence[Sequence[Load]], simulated: Simulator) -> list[list[Load]]:
+    """The microbatches of each replica, from those that run at the same time."""
+    order = simulated.best(_longest(rows, simulated.cost))[1]
+    return [[rows[at][replica] for at in order] for replica in range(len(rows[0]))]
+
+
+def _lockstep(parts: Sequence[Sequence[int]], cost: LengthCost, most_tokens: int) -> list[tuple[Load, ...]]:
+    """The microbatches of each number, if each replica packs its own samples and sorts its microbatches; without tokens
+    on a replica that has fewer samples.
+    """
+    most = max(len(fewest(part, cost, most_tokens)) for part in parts)
+    packed = [fewest(part, cost, most_tokens, most) for part in parts]
     rows = [
         sorted((load_of(microbatch, part) for microbatch in own), key=cost.microbatch, reverse=True)
         for part, own in zip(parts, packed, strict=True)
     ]
-    return [max((load for load in loads if load), key=cost.microbatch) for loads in zip_longest(*rows)]
+    return list(zip_longest(*rows, fillvalue=Load(0, 0)))
 
 
-def _alike(lengths: Sequence[int], replicas: int, cost: LengthCost, most_tokens: int) -> list[Load]:
-    """The longest microbatch of each number, if those of the same number are as alike as possible."""
+def _alike(lengths: Sequence[int], replicas: int, cost: LengthCost, most_tokens: int) -> list[tuple[Load, ...]]:
+    """The microbatches of each number, if those of the same number are as alike as possible."""
     number = -(-sum(lengths) // (most_tokens * replicas)) * replicas
     while (found := pack(range(len(lengths)), lengths, cost, most_tokens, number)) is None:
         number += replicas
     loads = sorted((load_of(microbatch, lengths) for microbatch in found), key=cost.microbatch, reverse=True)
-    return loads[::replicas]
+    return [tuple(loads[at : at + replicas]) for at in range(0, number, replicas)]
 
 
 def _equal_numbers(lengths: Sequence[int], replicas: int, cost: LengthCost) -> list[list[int]]:
