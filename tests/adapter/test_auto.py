@@ -214,8 +214,14 @@ def test_failing_planner_keeps_the_schedule(ranks: RankPool, missing: str) -> No
     assert said[0].startswith("no plan, the schedule stays as it is: [Errno 2] No such file or directory: ")
 
 
-def sizes_planned_for(rank: int, sizes: list[int], hopeless: list[int]) -> list[int]:
-    """Return the numbers of microbatches for which a planner is started; those in ``hopeless`` have no plan."""
+def sizes_planned_for(
+    rank: int, sizes: list[int], hopeless: list[int], group: Any = None, options: dict[str, Any] | None = None
+) -> list[int]:
+    """Return the numbers of microbatches for which a planner is started; those in ``hopeless`` have no plan.
+
+    Args:
+        group: the pipeline, if the lengths of microbatches vary.
+    """
     from megatron.zero_bubble.adapter import auto, measured
 
     now, asked = sizes[0], []
@@ -242,11 +248,12 @@ def sizes_planned_for(rank: int, sizes: list[int], hopeless: list[int]) -> list[
         patch.setattr(measured, "gather_trace", trace)
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
         memory: Any = SimpleNamespace(gather=lambda group: PassMemory((1.0, 1.0), (1.0, 1.0)))
-        schedule = auto.AutoSchedule(auto.AutoOptions(warm_up=0, measured=1), memory, lambda line: None)
+        own: dict[str, Any] = {"warm_up": 0, "measured": 1, **(options or {})}
+        schedule = auto.AutoSchedule(auto.AutoOptions(**own), memory, lambda line: None)
         observer = measured.Measured(passes, [schedule])
-        assert torch.distributed.group.WORLD is not None
         for now in sizes:
-            with observed(observer, IterationStart(torch.distributed.group.WORLD, now)):
+            start = IterationStart(group or torch.distributed.group.WORLD, now, varies=group is not None)
+            with observed(observer, start):
                 pass
     return asked
 

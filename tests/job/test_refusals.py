@@ -118,7 +118,6 @@ EXCLUDED_BY_LENGTHS: dict[str, tuple[str, Any]] = {
     "sequence slices": ("num_slices", 2),
     "vocabulary parallelism": ("vocabulary", "2"),
     "offloading": ("offload", "all"),
-    "zb-auto": ("schedule", "zb-auto"),
     "recorded iterations": ("trace", "x"),
 }
 """The field and a value that choose it, for what excludes microbatches of different lengths."""

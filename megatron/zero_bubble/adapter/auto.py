@@ -3,6 +3,10 @@
 Rank 0 starts the planner, a process at the lowest priority (``planner``), so that no rank waits for it. While it runs,
 rank 0 broadcasts in every iteration whether it has finished, so that all ranks switch in the same iteration; they
 receive the schedule from rank 0. The order of passes does not change the results, so the loss curve is unaffected.
+
+If the lengths of microbatches vary, so may the number of them, from call to call and from replica to replica. Then each
+replica plans for itself, by its own first rank. What is measured is the mean microbatch, for which every number of
+microbatches is planned when it first occurs.
 """
 
 from __future__ import annotations
@@ -14,13 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.adapter.measured import Replanner, size_of
 from megatron.zero_bubble.adapter.planner import Planner
+from megatron.zero_bubble.adapter.recent import Recent
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.units import parse_memory_limit
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.ir import WHOLE, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
@@ -29,8 +37,12 @@ from megatron.zero_bubble.measure.gather import median_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
+from megatron.zero_bubble.runtime.groups import backend_of
 from megatron.zero_bubble.runtime.observer import IterationStart
 from megatron.zero_bubble.search.placements import PlacementName
+
+_MOST_PLANS = 64
+"""Plans kept, of different numbers of microbatches; as many as a pipeline keeps."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +88,8 @@ class AutoSchedule(Replanner):
         self._options = options
         self._memory = memory
         self._say = say
-        self._planned: dict[tuple[int, int], Schedule] = {}  # by ranks and microbatches
-        self._first: dict[tuple[int, int, bool], Schedule] = {}
+        self._planned: Recent[tuple[int, int], Schedule] = Recent(_MOST_PLANS)  # by ranks and microbatches
+        self._first: Recent[tuple[int, int, bool], Schedule] = Recent(_MOST_PLANS)
         self._recomputes = False
         self._costs: PassCosts | None = None
         self._hopeless: set[tuple[int, int]] = set()
@@ -85,27 +97,34 @@ class AutoSchedule(Replanner):
         self._planner: Planner | None = None
         self._planning_for = (0, 0)
         self._waiting = False
+        self._memory_of: PassMemory | None = None
 
     def make(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """The schedule of the next iteration: the planned one if it is ready, else the first one."""
         size = num_ranks, num_microbatches
-        if size in self._planned:
-            return self._planned[size]
-        if (first := (*size, self._recomputes)) not in self._first:
+        if (planned := self._planned.get(size)) is not None:
+            return planned
+        key = *size, self._recomputes
+        if (first := self._first.get(key)) is None:
             options = self._options
             of_job = options.placement, num_ranks, options.slices, options.vocabulary
             source = ScheduleSource.automatic(*of_job, self._recomputes, options.num_chunks)
-            self._first[first] = source.make(num_microbatches)
-        return self._first[first]
+            first = self._first[key] = source.make(num_microbatches)
+        return first
 
     def begin(self, start: IterationStart) -> bool:
         """Switch to a finished plan; returns whether to measure the passes of this iteration."""
         size = start.group.size(), start.num_microbatches
+        if start.varies:
+            self._check_limit()
         if start.chunks:
             self._recomputes = get_model_config(start.chunks[0]).recompute_granularity == "full"
         if self._waiting:
-            self._switch_if_planned()
-        self._plan_for(size)
+            self._switch_if_planned(_Deciders.of(start))
+        if start.varies and self._costs is not None:
+            self._plan_from_known(size, _Deciders.of(start))
+        else:
+            self._plan_for(size)
         return not self._waiting and self.iteration >= self._next_measurement
 
     def close(self) -> None:
@@ -119,70 +138,141 @@ class AutoSchedule(Replanner):
         if size not in self._planned and size not in self._hopeless:
             self._next_measurement = min(self._next_measurement, max(self.iteration, self._options.warm_up))
 
+    def _plan_from_known(self, size: tuple[int, int], deciders: _Deciders) -> None:
+        """Plan for a new number of microbatches; the costs of the mean microbatch do not depend on it."""
+        if self._waiting or size in self._planned or size in self._hopeless:
+            return
+        if deciders.is_first:
+            self._planner = Planner(self._request(size))
+        self._waiting, self._planning_for = True, size
+
+    def _check_limit(self) -> None:
+        """Refuse a limit that lengths do not fit into.
+
+        Raises:
+            UserError: a memory limit in bytes.
+        """
+        if parse_memory_limit(self._options.memory_limit)[1] != "p":
+            raise UserError(
+                "a memory limit in bytes needs microbatches of equal length, because a plan counts microbatches, and "
+                f"longer ones need more; got {self._options.memory_limit}; give the limit in units of the memory of "
+                "1F1B, such as 1p, which holds for microbatches as long as the longest"
+            )
+
+    def _request(self, size: tuple[int, int]) -> Request:
+        assert self._costs is not None and self._memory_of is not None, "both are measured before the first plan"
+        options = self._options
+        return Request(
+            costs_to_json(self._costs, self._memory_of),
+            *size,
+            options.memory_limit,
+            options.placement,
+            "span" if options.post_validation else "makespan",
+            options.slices,
+            options.vocabulary,
+            options.num_chunks,
+        )
+
     def evaluate(self, timelines: list[Timeline], start: IterationStart) -> None:
         """After a measurement, log predicted and measured times; rank 0 decides whether to start the planner."""
         group, num_microbatches = start.group, start.num_microbatches
         size = group.size(), num_microbatches
-        costs = median_costs(timelines, self._costs)
-        memory = self._memory.gather(group)
+        deciders = _Deciders.of(start)
+        costs = median_costs(timelines, self._costs, varies=start.varies)
+        self._memory_of = self._memory.gather(group)
         replan = False
-        if dist.get_rank() == 0:
+        if deciders.is_first:
             schedule = self.make(group.size(), num_microbatches)
             predicted = simulate(schedule, costs).makespan_ms
             measured = median(timeline.makespan_ms for timeline in timelines)
-            self._say(
-                f"zb-auto: iteration {self.iteration + 1}, {schedule.name}: predicted {predicted:.1f} ms from the "
-                f"measured passes, measured {measured:.1f} ms"
+            of = "the mean microbatch" if start.varies else "the measured passes"
+            self._log(
+                f"iteration {self.iteration + 1}, {schedule.name}: predicted {predicted:.1f} ms from {of}, measured "
+                f"{measured:.1f} ms"
             )
             known = size in self._planned or size in self._hopeless
-            replan = self._costs is None or not known or self._drifted(schedule, costs)
-            if replan:
-                self._costs = costs
-                options = self._options
-                self._planner = Planner(
-                    Request(
-                        costs_to_json(costs, memory),
-                        group.size(),
-                        num_microbatches,
-                        options.memory_limit,
-                        options.placement,
-                        "span" if options.post_validation else "makespan",
-                        options.slices,
-                        options.vocabulary,
-                        options.num_chunks,
-                    )
-                )
-        self._waiting = bool(_from_first_rank(int(replan)))
+            replan = self._costs is None or not known or self._drifted(schedule, costs, start.varies)
+        self._waiting = bool(deciders.number(int(replan)))
+        if self._waiting:
+            self._costs = costs
+            if deciders.is_first:
+                self._planner = Planner(self._request(size))
+            if start.varies:  # plans for other numbers of microbatches are out of date too
+                self._planned.clear()
+                self._hopeless.clear()
         self._planning_for = size
         self._next_measurement = self.iteration + self._options.check_every
 
-    def _drifted(self, schedule: Schedule, costs: PassCosts) -> bool:
+    def _drifted(self, schedule: Schedule, costs: PassCosts, varies: bool) -> bool:
+        """Whether an iteration takes another time than with the costs of the last plan; if lengths vary, in proportion
+        to its F, because a mean microbatch may be longer than another.
+        """
         assert self._costs is not None, "costs are set when the first plan is requested"
-        before, now = (simulate(schedule, figures).makespan_ms for figures in (self._costs, costs))
+        before, now = (
+            simulate(schedule, figures).makespan_ms / (sum(figures.forward_ms) if varies else 1.0)
+            for figures in (self._costs, costs)
+        )
         return abs(now - before) > self._options.drift * before
 
-    def _switch_if_planned(self) -> None:
-        if not _from_first_rank(int(self._planner is not None and self._planner.finished())):
+    def _switch_if_planned(self, deciders: _Deciders) -> None:
+        if not deciders.number(int(self._planner is not None and self._planner.finished())):
             return
         self._waiting = False
         box: list[Any] = [None]
         if self._planner is not None:
             box[0], said = self._planner.result()
             self._planner = None
-            self._say(f"zb-auto: iteration {self.iteration + 1}: {said}")
+            self._log(f"iteration {self.iteration + 1}: {said}")
             if box[0] is not None and self._options.post_validation and self._costs is not None:
-                self._say(f"zb-auto: {planned_gain(simulate(box[0], self._costs))}")
-        dist.broadcast_object_list(box, src=0)
+                self._log(planned_gain(simulate(box[0], self._costs)))
+        deciders.broadcast(box)
         if box[0] is None:
             self._hopeless.add(self._planning_for)
         else:
             self._planned[size_of(box[0])] = box[0]
-            self._next_measurement = self.iteration + 1
+            if not deciders.of_replica:
+                self._next_measurement = self.iteration + 1
+
+    def _log(self, text: str) -> None:
+        """Log on rank 0; other replicas may plan too."""
+        if dist.get_rank() == 0:
+            self._say(f"zb-auto: {text}")
 
 
-def _from_first_rank(number: int) -> int:
-    """Broadcast ``number`` from rank 0 to all ranks of the job."""
-    device = "cpu" if dist.get_backend() == "gloo" else "cuda"
-    box = torch.tensor([number], device=device)
-    dist.broadcast(box, src=0)
-    return int(box.item())
+@dataclass(frozen=True)
+class _Deciders:
+    """Who decides for whom: the first of some ranks for all of them.
+
+    Attributes:
+        groups: of the job, in which the first rank's word is passed on, one after the other.
+        of_replica: whether every replica decides for itself.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    of_replica: bool
+
+    @classmethod
+    def of(cls, start: IterationStart) -> _Deciders:
+        if not start.varies:
+            assert dist.group.WORLD is not None
+            return cls((dist.group.WORLD,), False)
+        context, tensor = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
+        return cls((context, tensor, start.group), True)
+
+    @property
+    def is_first(self) -> bool:
+        return all(group.rank() == 0 for group in self.groups)
+
+    def number(self, own: int) -> int:
+        """The number of the first rank."""
+        for group in self.groups:
+            device = "cpu" if backend_of(group) == "gloo" else "cuda"
+            box = torch.tensor([own], device=device)
+            dist.broadcast(box, dist.get_process_group_ranks(group)[0], group)
+            own = int(box.item())
+        return own
+
+    def broadcast(self, box: list[Any]) -> None:
+        """Fill ``box`` with what the first rank has in it."""
+        for group in self.groups:
+            dist.broadcast_object_list(box, dist.get_process_group_ranks(group)[0], group)

@@ -16,7 +16,7 @@ class Replanner(ABC):
     """Plans from measured iterations. Its methods are called on all ranks.
 
     Args:
-        measured: iterations per measurement, all of one size.
+        measured: iterations per measurement, all of one size unless lengths vary.
 
     Attributes:
         iteration: the number of iterations so far.
@@ -36,8 +36,10 @@ class Replanner(ABC):
         """Plan from a measurement, whose last iteration had ``start``."""
 
     def add(self, timeline: Timeline, start: IterationStart) -> None:
-        """Add a measured iteration to the measurement, which begins again if the batch size has changed."""
-        if self._timelines and size_of(self._timelines[0].schedule) != size_of(timeline.schedule):
+        """Add a measured iteration to the measurement, which begins again if the batch size has changed; not so if
+        lengths vary, because then every iteration may have another.
+        """
+        if not start.varies and self._timelines and size_of(self._timelines[0].schedule) != size_of(timeline.schedule):
             self._timelines.clear()
         self._timelines.append(timeline)
         if len(self._timelines) == self._measured:

@@ -38,7 +38,9 @@ def gather_trace(name: str, marks: Marks, group: dist.ProcessGroup) -> Trace:
     return Trace.of(name, tuple(rows)) if ran is None else Trace.of(name, tuple(rows), ran.slices, ran.make_flow)
 
 
-def median_costs(timelines: list[Timeline], before: PassCosts | None = None, whole: Whole | None = None) -> PassCosts:
+def median_costs(
+    timelines: list[Timeline], before: PassCosts | None = None, whole: Whole | None = None, varies: bool = False
+) -> PassCosts:
     """Costs from measured iterations: the median pass times of every stage and the median transfer time, those of
     vocabulary parallelism if the schedule has its passes, those of copies to the host and back of every stage of which
     something moves, and those of the gathers and reductions of every stage that is sharded.
@@ -54,11 +56,14 @@ def median_costs(timelines: list[Timeline], before: PassCosts | None = None, who
         before: what an earlier measurement of the same stages gave, if there was one.
         whole: the sequence that the costs are for, if microbatches have different loads. Their times are added up per
             iteration, and divided by the parts of ``whole`` that they are; the shares of attention are its own.
+        varies: whether microbatches have different lengths, which nobody knows. The costs are then those of one that
+            takes as long as the mean of an iteration.
     """
     durations: dict[tuple[int, Kind], dict[int, list[float]]] = {}
     transfers = _Transfers()
-    for timeline in timelines:
-        for key, times in _durations(timeline, whole).items():
+    of_iterations = _of_mean_microbatches(timelines) if varies else [_durations(each, whole) for each in timelines]
+    for timeline, of_iteration in zip(timelines, of_iterations, strict=True):
+        for key, times in of_iteration.items():
             for slice_, of_slice in times.items():
                 durations.setdefault(key, {}).setdefault(slice_, []).extend(of_slice)
         transfers.add(timeline)
@@ -104,6 +109,30 @@ def _durations(timeline: Timeline, whole: Whole | None) -> dict[tuple[int, Kind]
             if timeline.loads and whole is not None:
                 parts[key] = parts.get(key, 0.0) + whole.parts(work.kind, timeline.loads[work.microbatch])
     return {key: {0: [sum(durations[key][0]) / part]} for key, part in parts.items()} or durations
+
+
+def _of_mean_microbatches(timelines: Sequence[Timeline]) -> list[dict[tuple[int, Kind], dict[int, list[float]]]]:
+    """Per iteration, the times of its mean microbatch by stage and kind.
+
+    Iterations have other lengths, so they are scaled such that F of all stages takes equally long in each: as long as
+    in the median iteration. A pass that only some microbatches have, such as a fused BW, is compared with their F.
+    """
+    found, wholes = [], []
+    for timeline in timelines:
+        times = {span.pass_: span.end_ms - span.start_ms for row in timeline.spans for span in row}
+        sums: dict[tuple[int, Kind], tuple[float, float]] = {}
+        for work, ms in times.items():
+            own, of_forwards = sums.get((work.stage, work.kind), (0.0, 0.0))
+            sums[work.stage, work.kind] = own + ms, of_forwards + times[work._replace(kind=Kind.F)]
+        schedule = timeline.schedule
+        forward = [sums[stage, Kind.F][0] / schedule.num_microbatches for stage in range(schedule.num_stages)]
+        found.append({key: own / base * forward[key[0]] if base else 0.0 for key, (own, base) in sums.items()})
+        wholes.append(sum(forward))
+    usual = median(wholes)
+    return [
+        {key: {0: [ms * usual / whole if whole else ms]} for key, ms in of_mean.items()}
+        for of_mean, whole in zip(found, wholes, strict=True)
+    ]
 
 
 def _parts(fused: dict[int, list[float]], stage: int, before: PassCosts | None) -> dict[Kind, dict[int, list[float]]]:

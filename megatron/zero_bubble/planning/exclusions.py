@@ -95,7 +95,6 @@ EXCLUSIONS = (
     Rule(LENGTHS, SLICES, False, "sequences are cut at the same tokens in all microbatches", _TO_ONE_LENGTH),
     Rule(LENGTHS, VOCABULARY, False, "its collectives have the rows of one length", _TO_ONE_LENGTH),
     Rule(LENGTHS, OFFLOAD, False, "moves are chosen by the bytes and times of one length", _TO_ONE_LENGTH),
-    Rule(LENGTHS, PLANS, False, "zb-auto measures and searches with one time per pass", "choose another schedule"),
     Rule(LENGTHS, RECORDS, False, "passes of different lengths have no common times", _TO_ONE_LENGTH),
 )
 """What cannot be combined in this version."""

@@ -26,6 +26,7 @@ class IterationStart(NamedTuple):
             gradients of the linears, [tokens, features] each.
         saved: collects what forwards save for their backwards; None under Megatron's own schedules.
         histories: returns the tensors that slices of sequences share, of a stage and microbatch or of all.
+        varies: whether microbatches may have different lengths, and replicas different numbers of them.
     """
 
     group: dist.ProcessGroup
@@ -34,6 +35,7 @@ class IterationStart(NamedTuple):
     operands: Callable[[Pass], Iterable[torch.Tensor]] = lambda _: ()
     histories: Callable[..., Iterable[torch.Tensor]] = lambda *_: ()
     saved: SavedTensors | None = None
+    varies: bool = False
 
 
 class IterationObserver:
