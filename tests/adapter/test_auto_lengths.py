@@ -16,7 +16,7 @@ from tests.loops.varied import KINDS, ONE_STAGE, Loop, Outcome, Run, differences
 
 COUNTS = (5, 3, 5, 4, 6, 3, 3, 4, 4, 6, 6, 5, 5)
 """Two to warm up and four to measure, of several sizes; then each number is planned where it occurs, and runs."""
-DEFAULT = ("dense", "nobody")
+DEFAULT = ("dense", "nobody", 1)
 
 
 def outcomes(rank: int, runs: Sequence[Run]) -> tuple[list[Outcome], list[str]]:
@@ -26,17 +26,20 @@ def outcomes(rank: int, runs: Sequence[Run]) -> tuple[list[Outcome], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tells"),
-    [pytest.param(*row, marks=() if row == DEFAULT else pytest.mark.full) for row in product(KINDS, ("nobody", "all"))],
+    ("kind", "tells", "tensor"),
+    [
+        pytest.param(*row, marks=() if row == DEFAULT else pytest.mark.full)
+        for row in (*product(KINDS, ("nobody", "all"), (1,)), ("packed", "nobody", 2))
+    ],
 )
-def test_plans_change_no_bit(ranks: RankPool, kind: str, tells: str) -> None:
-    runs: list[Run] = [(name, ONE_STAGE, Loop(kind, COUNTS, tells)) for name in (None, "zb-auto")]
-    results = ranks.run(2, outcomes, runs, timeout=120)
+def test_plans_change_no_bit(ranks: RankPool, kind: str, tells: str, tensor: int) -> None:
+    runs: list[Run] = [(name, ONE_STAGE, Loop(kind, COUNTS, tells, tensor)) for name in (None, "zb-auto")]
+    results = ranks.run(2 * tensor, outcomes, runs, timeout=200)
     stock, ours = zip(*(found for found, _ in results), strict=True)
     assert differences(stock, ours) == []
-    said = results[0][1]
-    assert said == ["switched to the planned schedule: zb-auto, 1 slices"] * 4, "one per number of microbatches"
-    assert results[1][1] == [], "only the first rank plans"
+    first, *others = (said for _, said in results)
+    assert first == ["switched to the planned schedule: zb-auto, 1 slices"] * 4, "one per number of microbatches"
+    assert not any(others), "only the first rank plans"
 
 
 def planned_on_replicas(rank: int, sizes: Sequence[Sequence[int]], limit: str = "1p") -> list[int]:
