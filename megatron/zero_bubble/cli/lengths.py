@@ -24,9 +24,9 @@ def add_lengths(verb: argparse.ArgumentParser) -> None:
         "--lengths",
         metavar="N,N,...",
         help="tokens of each microbatch, in order; samples packed into one are joined by +, as in 4096,1024+2048. The "
-        "plan is that for as many equal microbatches, as in a run, and its times and picture are those of these "
-        "lengths. Costs are for a sequence of the length that --config or the costs file has, else for the mean of the "
-        "tokens. Memory counts each microbatch as one such sequence",
+        "plan is that for as many equal microbatches, as in a run, which json and csv have too; times and picture are "
+        "those of these lengths. Costs are for a sequence as long as --config or the costs file says, else for the "
+        "mean of the tokens. Memory counts each microbatch as one such sequence",
     )
 
 
