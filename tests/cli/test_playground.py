@@ -91,6 +91,19 @@ def test_results_equal_plans_for_drawn_settings(address: str, capsys: Capture, c
             assert (status, f"zero-bubble plan: {sentence}\n") == (400, err)
 
 
+def test_lengths_have_the_times_that_plan_prints(address: str, capsys: Capture) -> None:
+    asked = {**ASKED, "schedule": "zb-h1", "lengths": "4096,300,2048+1024,8000", "memory-limit": "1p"}
+    del asked["num-microbatches"]
+    assert main(["plan", *(word for flag, value in asked.items() for word in (f"--{flag}", value))]) == 0
+    printed, answer = capsys.readouterr().out, ask(address, asked)
+    for metric in ("span", "makespan"):
+        assert f"\n{metric:10}{answer['plan'][f'{metric}_ms']:12.3f}" in printed
+    assert answer["lengths"] and answer["lengths"] in printed
+    assert "gap" not in answer["plan"] and answer["limit"]["kept"], "the bound is for equal microbatches"
+    times = drawing(address, asked)["times"]
+    assert max(end for row in times for _, end in row) == answer["plan"]["makespan_ms"]
+
+
 def test_times_and_arrivals_match_the_passes(address: str) -> None:
     asked = {**ASKED, "schedule": "zb-v", "equal-passes": ""}
     plan, answer = ask(address, asked)["plan"], drawing(address, asked)

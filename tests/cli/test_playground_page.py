@@ -167,6 +167,18 @@ def test_slider_updates_the_table_to_plans_figures(page: WebDriver, capsys: Capt
     assert "W=8.5" in page.current_url and "objective=makespan" in page.current_url
 
 
+def test_lengths_are_typed_and_hide_the_number_of_microbatches(page: WebDriver, capsys: Capture) -> None:
+    page.find_element("name", "lengths").send_keys("4096,300,8000")
+    settle(page)
+    assert not page.find_element("id", "number-m").is_displayed()
+    words = "--num-ranks 3 --lengths 4096,300,8000 --forward-ms 10 --backward-ms 11 --wgrad-ms 8 --comm-ms 0.5".split()
+    assert main(["plan", "--schedule", "zb-h1", *words]) == 0
+    printed = capsys.readouterr().out
+    span, makespan = (shown(line_of(page, "zb-h1"))[at] for at in (0, 2))
+    assert f"\nspan      {span:12.3f}" in printed and f"\nmakespan  {makespan:12.3f}" in printed
+    assert "lengths=4096%2C300%2C8000" in page.current_url
+
+
 def test_url_restores_the_setting(page: WebDriver, address: str) -> None:
     page.find_element("css selector", "input[value=linear]").click()
     settle(page)

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple, NoReturn
 from urllib.parse import parse_qsl
 
 from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.cli.lengths import Lengths, loads_of
 from megatron.zero_bubble.cli.plan import add_plan, question_of
 from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.costs.lengths import Load
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_content
 from megatron.zero_bubble.ir import Compute, Pass, Schedule
@@ -40,6 +42,7 @@ _FLAGS = (
     *("num-slices", "slice-cuts", "attention-share"),
     *("vocabulary", "output-ms", "output-wgrad-ms", "embedding-ms", "embedding-wgrad-ms", "collective-ms"),
     *("offload", "host-ms"),
+    "lengths",
 )
 _WITHOUT_VALUE = ("equal-passes",)
 _TIMES = [flag for flag in _FLAGS if flag.endswith("-ms")]
@@ -58,10 +61,15 @@ _MOST_OFFLOADED, _MOST_OFFLOADED_SEARCHED = 16384, 512
 
 
 class PageQuestion(NamedTuple):
-    """A parsed query string: the command to copy, and what it asks."""
+    """A parsed query string: the command to copy, and what it asks.
+
+    Attributes:
+        loads: those of the microbatches, if they differ.
+    """
 
     command: str
     question: Question
+    loads: tuple[Load, ...] | None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,7 +99,7 @@ def read_question(query: str) -> PageQuestion:
         words += [f"--{flag}"] if bare else [f"--{flag}", value]
     options = parser.parse_args(arguments)
     _check_size(options)
-    return PageQuestion(shlex.join(words), question_of(options))
+    return PageQuestion(shlex.join(words), question_of(options), loads_of(options))
 
 
 class PageAnswer(NamedTuple):
@@ -99,7 +107,8 @@ class PageAnswer(NamedTuple):
 
     Attributes:
         figures: the plan as ``--format json`` prints it, without its order; ``limit`` states whether the plan is within
-            the memory limit, and is None without a limit.
+            the memory limit, and is None without a limit. With microbatches of different lengths, times are those of
+            these lengths, there is no lower bound, and ``lengths`` says what their best order takes.
         drawing: the plan's ``order``; ``times`` has ``[start, end]`` of every pass in it, in ms; ``waits_for`` has the
             passes that it depends on, each with the time in ms at which its result arrives; ``copies`` has, per rank,
             ``[op, start, end]`` of every copy to host memory or back.
@@ -121,7 +130,13 @@ def page_answer(asked: PageQuestion) -> PageAnswer:
     if certificate is not None:
         kept, sentence = limit_verdict(timeline, costs, certificate)
         limit = {"kept": kept, "sentence": sentence}
-    plan = plan_content(timeline, certificate)
+    plan, more = plan_content(timeline, certificate), {}
+    if asked.loads is not None:
+        lengths = Lengths.of(made, asked.loads)
+        timeline = lengths.timeline()
+        of_bound = ("lower_bound_ms", "lower_bound_reason", "gap")
+        equal = {key: value for key, value in plan.items() if key not in of_bound}
+        plan, more = equal | plan_content(timeline), {"lengths": lengths.text()}
     if made.offloaded is not None:
         plan |= offload_content(made.offloaded)
     drawing = {
@@ -130,7 +145,7 @@ def page_answer(asked: PageQuestion) -> PageAnswer:
         "waits_for": _arrivals(timeline, costs.on(timeline.schedule.placement)[0]),
         "copies": _copies(timeline),
     }
-    return PageAnswer({"command": asked.command, "plan": plan, "limit": limit}, drawing)
+    return PageAnswer({"command": asked.command, "plan": plan, "limit": limit, **more}, drawing)
 
 
 def catalogue() -> dict[str, Any]:
@@ -154,6 +169,9 @@ def catalogue() -> dict[str, Any]:
 
 
 def _check_size(options: argparse.Namespace) -> None:
+    own = loads_of(options)
+    if own is not None:
+        options = argparse.Namespace(**{**vars(options), "num_microbatches": len(own)})
     for flag, most in MOST.items():
         size = getattr(options, flag.replace("-", "_"))
         if size is not None and size > most:

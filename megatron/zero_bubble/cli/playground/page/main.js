@@ -141,6 +141,7 @@ function paintPictures(known, answers) {
     const moved = plan.offload ? `${percent(plan.offloaded_share)} of the forwards move, ` : "";
     const rates = `${slices}${vocabulary}${moved}bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan`;
     picture.figures.textContent = limit.kept ? rates : `${rates}; over the memory limit`;
+    picture.figures.title = answer.lengths ?? "";
     picture.element.classList.toggle("over", !limit.kept);
     return picture;
   });

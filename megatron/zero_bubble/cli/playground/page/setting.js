@@ -15,8 +15,8 @@ const CONTROLS = [
     unit: "p", start: "1", min: 0.3, max: 2.05, step: 0.05},
   {key: "v", flag: "num-chunks", label: "stages per rank v", hint: "for the interleaved schedules", start: "2", min: 2,
     max: most["num-chunks"]},
-  {key: "a", flag: "attention-share", label: "attention in F", hint: "share of F, only for slices: later ones have more",
-    start: "0", min: 0, max: 1, step: 0.05},
+  {key: "a", flag: "attention-share", label: "attention in F",
+    hint: "share of F, only for slices, of which later ones have more, and for lengths", start: "0", min: 0, max: 1, step: 0.05},
   {key: "S", flag: "output-ms", label: "S output layer", hint: "forward of a rank's shard of the output layer",
     unit: "ms", start: "2.5", min: 0, max: 20, step: 0.5, shard: true},
   {key: "T", flag: "output-wgrad-ms", label: "T its gradient", hint: "of the weights of a rank's shard", unit: "ms",
@@ -24,7 +24,7 @@ const CONTROLS = [
   {key: "H", flag: "host-ms", label: "copy to the host", hint: "of the activations of a microbatch on one rank, or back",
     unit: "ms", start: "10", min: 0.5, max: 60, step: 0.5, copy: true},
 ];
-const CHOICES = {placement: "any", objective: "span", slices: "1", vocabulary: "off", offload: "none"};
+const CHOICES = {placement: "any", objective: "span", slices: "1", vocabulary: "off", offload: "none", lengths: ""};
 const form = document.getElementById("setting");
 
 /** The form's values, as the text that was typed, so that the command has the same text. */
@@ -67,6 +67,7 @@ function buildControls(changed) {
       document.getElementById(name).append(element("label", {}, radio, ` ${value}`));
     }
   }
+  form.elements.lengths.addEventListener("input", changed);
   form.addEventListener("change", changed);
   form.addEventListener("submit", (event) => event.preventDefault());
 }
@@ -83,8 +84,9 @@ const isDivided = ({vocabulary}) => vocabulary !== CHOICES.vocabulary;
 /** Whether activations move to host memory. */
 const isOffloaded = ({offload = CHOICES.offload}) => offload !== CHOICES.offload;
 
-/** Whether a control applies to the setting. */
-const applies = ({shard, copy}, setting) => (!shard || isDivided(setting)) && (!copy || isOffloaded(setting));
+/** Whether a control applies to the setting; the lengths say how many microbatches there are. */
+const applies = ({key, shard, copy}, setting) =>
+  (!shard || isDivided(setting)) && (!copy || isOffloaded(setting)) && (key !== "m" || !setting.lengths);
 
 /** Set the sliders to the numbers, and show those that apply. */
 function moveSliders(setting) {
@@ -108,7 +110,8 @@ function rowsOf(setting) {
     if (shape === "interleaved") own["num-chunks"] = setting.v;
     const elsewhere = setting.placement !== "any" && setting.placement !== shape;
     const whole = sliced && setting.slices === "1";
-    const why = sliced && isDivided(setting) ? "cuts sequences, which vocabulary parallelism does not support"
+    const why = sliced && setting.lengths ? "cuts sequences, which must be equally long"
+      : sliced && isDivided(setting) ? "cuts sequences, which vocabulary parallelism does not support"
       : whole ? "cuts sequences; select 2 or more slices per sequence"
       : elsewhere ? `has ${WHERE[shape]}, but the selected placement is ${setting.placement}` : "";
     const plain = shape === "interleaved" ? `${name} x${setting.v}` : name;
@@ -122,7 +125,7 @@ function rowsOf(setting) {
   const own = {schedule: CATALOGUE.auto, placement: setting.placement === "any" ? "auto" : setting.placement};
   const summary = "the shortest schedule found for these costs within the memory limit";
   rows.push({id: CATALOGUE.auto, summary, why: "", query: queryOf(own, setting), searched: true});
-  if (setting.slices !== "1" && !isDivided(setting)) {
+  if (setting.slices !== "1" && !isDivided(setting) && !setting.lengths) {
     const query = queryOf({...own, "num-slices": setting.slices}, setting);
     rows.push({id: cut(CATALOGUE.auto), summary: `${summary}, of slices`, why: "", query, searched: true});
   }
@@ -135,15 +138,16 @@ const WHERE = {linear: "one stage per rank", vee: "two stages per rank in a V", 
 /** The flags of one command. Without a limit, it uses one that no schedule reaches, so that there is always a bound. */
 function queryOf(own, setting) {
   const query = new URLSearchParams(own);
+  const count = setting.lengths ? setting.lengths.split(",").length : setting.m;
   for (const control of CONTROLS) {
     const {key, flag} = control;
     if (!applies(control, setting)) continue;
-    if (key === "v" || (key === "a" && (!own["num-slices"] || setting.a === "0"))) continue;
+    if (key === "v" || (key === "a" && (!(own["num-slices"] || setting.lengths) || setting.a === "0"))) continue;
     if (key === "message" && setting.message === "0") continue;
-    if (key === "limit") query.set(flag, `${setting.limit || setting.m}p`);
+    if (key === "limit") query.set(flag, `${setting.limit || count}p`);
     else if ((setting[key] ?? "") !== "") query.set(flag, setting[key]);
   }
-  for (const key of ["objective", "vocabulary", "offload"]) {
+  for (const key of ["objective", "vocabulary", "offload", "lengths"]) {
     if ((setting[key] ?? CHOICES[key]) !== CHOICES[key]) query.set(key, setting[key]);
   }
   return String(query);

@@ -50,10 +50,10 @@ function answerLine({id, summary}, {plan, limit, command}, worst) {
     cell("makespan", ms(plan.makespan_ms), plan.makespan_ms),
     bubbleCell("makespan", plan.bubble_rate_makespan, worst.makespan),
     memoryCell(plan, worst.peak),
-    cell("bound", ms(plan.lower_bound_ms), plan.lower_bound_ms),
-    limit.kept ? cell("gap", percent(plan.gap), plan.gap) : cell("gap", "–", plan.gap),
+    cell("bound", plan.lower_bound_ms === undefined ? "–" : ms(plan.lower_bound_ms), plan.lower_bound_ms),
+    limit.kept && plan.gap !== undefined ? cell("gap", percent(plan.gap), plan.gap) : cell("gap", "–", plan.gap),
     element("td", {}, copyButton(id, command)));
-  line.querySelector(".bound").title = plan.lower_bound_reason;
+  line.querySelector(".bound").title = plan.lower_bound_reason ?? "only for equal microbatches";
   return line;
 }
 
