@@ -7,7 +7,7 @@ of every tensor before the tensor, or ours with headers or with known shapes.
 
 Microbatches run in one of three orders:
 
-- given: as they were packed.
+- given: random.
 - verl: sorted by their time, the smallest at both ends.
 - balance: the order that ``megatron.zero_bubble.balance`` would choose for the schedule.
 
@@ -119,7 +119,7 @@ def _parse() -> argparse.Namespace:
 
 
 def drawn(number: int, seed: int) -> list[Load]:
-    """The loads of ``number`` microbatches, in the order in which the samples were packed."""
+    """The loads of ``number`` microbatches, in random order."""
     generator, cost = random.Random(seed), LengthCost.of_hidden_size(HIDDEN)
     lengths: list[int] = []
     while len(packed := fewest(lengths, cost, MOST_TOKENS) if lengths else []) < number:

@@ -42,11 +42,13 @@ def test_plans_change_no_bit(ranks: RankPool, kind: str, tells: str, tensor: int
     assert not any(others), "only the first rank plans"
 
 
-def planned_on_replicas(rank: int, sizes: Sequence[Sequence[int]], limit: str = "1p") -> list[int]:
+def planned_on_replicas(rank: int, sizes: Sequence[Sequence[int]], limit: str = "1p", experts: int = 1) -> list[int]:
     """The numbers of microbatches that this rank starts planners for, on two replicas with their own sizes."""
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=2, expert_model_parallel_size=experts, create_gloo_process_groups=False
+    )
     try:
         own, group = sizes[parallel_state.get_data_parallel_rank()], parallel_state.get_pipeline_model_parallel_group()
         return sizes_planned_for(rank, list(own), [], group, {"measured": 2, "memory_limit": limit})
@@ -58,6 +60,11 @@ def test_every_replica_plans_for_its_own_numbers_of_microbatches(ranks: RankPool
     """Replicas meet in nothing of this, so none waits for another; ranks 0 and 2 have stage 0 and 1 of a replica."""
     planned = ranks.run(4, planned_on_replicas, [[4, 6, 6, 4, 4], [5, 5, 7, 9, 7]])
     assert planned == [[6, 4], [5, 7, 9], [], []]
+
+
+def test_replicas_that_share_experts_plan_together(ranks: RankPool) -> None:
+    """Their passes exchange tokens, so that they need the same order."""
+    assert ranks.run(4, planned_on_replicas, [[4, 6, 6, 4, 4]] * 2, "1p", 2) == [[6, 4], [], [], []]
 
 
 def test_a_limit_in_bytes_is_refused(ranks: RankPool) -> None:

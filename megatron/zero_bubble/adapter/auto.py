@@ -5,8 +5,8 @@ rank 0 broadcasts in every iteration whether it has finished, so that all ranks 
 receive the schedule from rank 0. The order of passes does not change the results, so the loss curve is unaffected.
 
 If the lengths of microbatches vary, so may the number of them, from call to call and from replica to replica. Then each
-replica plans for itself, by its own first rank. What is measured is the mean microbatch, for which every number of
-microbatches is planned when it first occurs.
+replica plans for itself, by its own first rank; those that share experts plan together. What is measured is the mean
+microbatch, for which every number of microbatches is planned when it first occurs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.zero_bubble.measure.gather import median_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
-from megatron.zero_bubble.runtime.groups import backend_of
+from megatron.zero_bubble.runtime.groups import backend_of, ranks_of, torchs
 from megatron.zero_bubble.runtime.observer import IterationStart
 from megatron.zero_bubble.search.placements import PlacementName
 
@@ -245,7 +245,8 @@ class _Deciders:
 
     Attributes:
         groups: of the job, in which the first rank's word is passed on, one after the other.
-        of_replica: whether every replica decides for itself.
+        of_replica: whether every replica decides for itself, or those together that exchange tokens with experts, which
+            must run the same passes in the same order.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
@@ -256,8 +257,12 @@ class _Deciders:
         if not start.varies:
             assert dist.group.WORLD is not None
             return cls((dist.group.WORLD,), False)
-        context, tensor = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
-        return cls((context, tensor, start.group), True)
+        within = (
+            parallel_state.get_expert_model_parallel_group(),
+            parallel_state.get_context_parallel_group(),
+            parallel_state.get_tensor_model_parallel_group(),
+        )
+        return cls(tuple(map(torchs, (*within, start.group))), True)
 
     @property
     def is_first(self) -> bool:
@@ -268,11 +273,11 @@ class _Deciders:
         for group in self.groups:
             device = "cpu" if backend_of(group) == "gloo" else "cuda"
             box = torch.tensor([own], device=device)
-            dist.broadcast(box, dist.get_process_group_ranks(group)[0], group)
+            dist.broadcast(box, ranks_of(group)[0], group)
             own = int(box.item())
         return own
 
     def broadcast(self, box: list[Any]) -> None:
         """Fill ``box`` with what the first rank has in it."""
         for group in self.groups:
-            dist.broadcast_object_list(box, dist.get_process_group_ranks(group)[0], group)
+            dist.broadcast_object_list(box, ranks_of(group)[0], group)

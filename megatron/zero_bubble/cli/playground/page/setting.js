@@ -118,7 +118,8 @@ function rowsOf(setting) {
     const id = sliced && !whole ? cut(plain) : plain;
     rows.push({id, summary, why, query: queryOf(own, setting)});
     if (adapts) {
-      const query = queryOf({schedule: name}, setting);
+      const {"equal-passes": _, ...fitted} = own;
+      const query = queryOf(fitted, setting);
       rows.push({id: `${name} fitted`, summary: `${summary}; refitted to these costs`, why, query, searched: true});
     }
   }
