@@ -130,6 +130,14 @@ def test_table_equals_plan_for_drawn_settings(page: WebDriver, capsys: Capture, 
             assert sorted(shlex.split(answer["command"])) == sorted(["zero-bubble", "plan", *words])
 
 
+def test_fitted_rows_have_the_stages_per_rank_of_the_setting(page: WebDriver, capsys: Capture) -> None:
+    answer = page.execute_async_script(ASK, {**SMALL, "v": "3"}, "zb-interleaved fitted")
+    words = "--num-ranks 3 --num-microbatches 4 --forward-ms 10 --backward-ms 11 --wgrad-ms 8 --comm-ms 0.5".split()
+    expected = plan(capsys, "--schedule", "zb-interleaved", "--num-chunks", "3", *words, "--memory-limit", "1p")
+    assert isinstance(expected, dict)
+    assert answer["values"] == figures(expected)
+
+
 def test_every_schedule_has_a_table_row_and_a_chart(page: WebDriver) -> None:
     names = {name_of(line) for line in lines(page)}
     expected = {
