@@ -54,6 +54,21 @@ def has_the_groups_for_expert_bias() -> None:
     assert process_groups(None).tp_dp_cp is whole
 
 
+def names_the_argument_of_a_model() -> None:
+    """megatron-core 0.13 has none for process groups, and 0.14 another one."""
+    from megatron.zero_bubble.adapter import versions
+
+    def of_0_13(config: Any, vp_stage: Any = None) -> None: ...
+
+    def of_0_14(config: Any, vp_stage: Any = None, model_comm_pgs: Any = None) -> None: ...
+
+    assert versions.groups_argument("groups") == {"pg_collection": "groups"}
+    for model, expected in ((of_0_13, {}), (of_0_14, {"model_comm_pgs": "groups"})):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(versions, "GPTModel", model)
+            assert versions.groups_argument("groups") == expected
+
+
 def collects_groups_without_a_collection() -> None:
     """megatron-core 0.14 has no collection of all process groups."""
     from types import SimpleNamespace
@@ -75,6 +90,7 @@ def collects_groups_without_a_collection() -> None:
         passes_all_arguments_to_a_wrapper,
         uses_upstreams_builder,
         has_the_groups_for_expert_bias,
+        names_the_argument_of_a_model,
         collects_groups_without_a_collection,
     ],
     ids=lambda test: test.__name__,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.loops.loops import LOOPS, Pipeline
-from tests.loops.models import digests
+from tests.loops.models import destroy_groups, digests
 
 LINE, V, INTERLEAVED = Pipeline(None, False), Pipeline(2, False), Pipeline(2, True)
 SCHEDULES = {"zb-h1": LINE, "zb-v": V, "interleaved-1f1b": INTERLEAVED}
@@ -41,7 +41,7 @@ def run(loop: str, schedule: str | None, pipeline: Pipeline) -> Outcome:
 
     import megatron.zero_bubble
 
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     if schedule is not None:
         megatron.zero_bubble.apply(megatron.zero_bubble.ZeroBubbleConfig(schedule=schedule, fuse_wgrad=False))
     try:
@@ -56,7 +56,7 @@ def run(loop: str, schedule: str | None, pipeline: Pipeline) -> Outcome:
         return exact(seen), weights
     finally:
         megatron.zero_bubble.revert()
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
 
 
 def exact(value: Any) -> Any:

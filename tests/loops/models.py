@@ -73,6 +73,14 @@ def build(
     return wrapped
 
 
+def destroy_groups() -> None:
+    """Destroy Megatron's process groups, as at the start of a job."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state._EMBEDDING_GLOBAL_RANKS = None  # which 0.13 leaves, and then takes for the ranks of the next group
+
+
 def on_pipeline(num_ranks: int, virtual_size: int | None) -> dict[str, Any]:
     """What all models have in their configurations: a pipeline, float32 and no dropout."""
     return {

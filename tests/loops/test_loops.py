@@ -38,10 +38,16 @@ def test_a_loop_equals_stock(ranks: RankPool, loop: str, schedules: tuple[str, .
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("names", [FIXED, OTHERS, KINDS], ids=("fixed lengths", "packed loops", "different lengths"))
+@pytest.mark.parametrize(
+    ("names", "num_ranks"),
+    [(FIXED, 2), (OTHERS, 2), (KINDS, 2), (KINDS, 4)],
+    ids=("fixed lengths", "packed loops", "different lengths", "different lengths on four ranks"),
+)
 @pytest.mark.parametrize("checkout", checkouts(), ids=str)
-def test_all_loops_equal_stock_on_other_versions(checkout: Checkout, names: Sequence[str], tmp_path: Path) -> None:
-    check_on(checkout, {name: (name, {}) for name in names}, tmp_path)
+def test_all_loops_equal_stock_on_other_versions(
+    checkout: Checkout, names: Sequence[str], num_ranks: int, tmp_path: Path
+) -> None:
+    check_on(checkout, {name: (name, {}) for name in names}, tmp_path, num_ranks)
 
 
 def second_model(rank: int) -> list[str]:

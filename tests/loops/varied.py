@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.loops.models import PackedAttention, named, on_pipeline, packed_params
+from tests.loops.models import PackedAttention, destroy_groups, named, on_pipeline, packed_params
 
 LAYERS_PER_RANK, HIDDEN, VOCABULARY, LONGEST = 2, 16, 32, 24
 ONE_STAGE, TWO_STAGES = None, 2
@@ -149,7 +149,7 @@ def train(rank: int, schedule: str | None, virtual_size: int | None, loop: Loop)
 
     import megatron.zero_bubble
 
-    parallel_state.destroy_model_parallel()
+    destroy_groups()
     if schedule is not None:
         megatron.zero_bubble.apply(megatron.zero_bubble.ZeroBubbleConfig(schedule=schedule, fuse_wgrad=False))
     try:
@@ -164,7 +164,7 @@ def train(rank: int, schedule: str | None, virtual_size: int | None, loop: Loop)
         return _steps(chunks, loop)
     finally:
         megatron.zero_bubble.revert()
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
 
 
 def _steps(chunks: Sequence[Any], loop: Loop) -> Outcome:
@@ -231,12 +231,9 @@ def runs_of(schedule: str, kind: str, tensor: int = 1) -> list[Run]:
     return [(None, stock, Loop(kind, counts, tensor=tensor)), *ours]
 
 
-def rows_of_two_ranks(rank: int, kind: str) -> list[str]:
-    """What differs from stock under any schedule, on rank 0."""
-    found = []
-    for schedule in SCHEDULES:
-        results: list[Any] = [None, None]
-        dist.all_gather_object(results, outcomes(rank, runs_of(schedule, kind)))
-        expected, *ours = zip(*results, strict=True)
-        found += [f"{schedule}: {line}" for got in ours for line in differences(expected, got)]
-    return found if rank == 0 else []
+def compared(rank: int, kind: str, schedule: str) -> list[str]:
+    """What differs from stock, on rank 0."""
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, outcomes(rank, runs_of(schedule, kind)))
+    expected, *ours = zip(*results, strict=True)
+    return [f"{schedule}: {line}" for got in ours for line in differences(expected, got)] if rank == 0 else []

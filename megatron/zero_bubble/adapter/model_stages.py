@@ -17,6 +17,7 @@ from megatron.zero_bubble.adapter.placement import (
     groups_as,
     megatron_rank,
 )
+from megatron.zero_bubble.adapter.versions import groups_argument
 from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import stages_with_embedding
@@ -79,7 +80,8 @@ class ModelStages:
         Args:
             make: makes one chunk from the arguments of megatron-core's ``GPTModel`` that depend on the stage, by
                 keyword: ``pre_process`` (has the embedding), ``post_process`` (has the output layer), and, with several
-                stages per rank, ``vp_stage`` and ``pg_collection``. It must not wrap the chunk.
+                stages per rank, ``vp_stage`` and the process groups (``pg_collection``; ``model_comm_pgs`` in 0.14,
+                none in 0.13). It must not wrap the chunk.
 
         Raises:
             UserError: as ``megatron.zero_bubble.build_stages``.
@@ -121,7 +123,7 @@ def _chunk(make: Callable[..., torch.nn.Module], placement: Placement, stage: in
         return module
     rank_of_chunk = megatron_rank(placement, parallel_state.get_pipeline_model_parallel_rank(), chunk)
     with as_pipeline_rank(rank_of_chunk):
-        module = make(**ends, vp_stage=chunk, pg_collection=groups_as(rank_of_chunk))
+        module = make(**ends, vp_stage=chunk, **groups_argument(groups_as(rank_of_chunk)))
     _check_model(module, placement)
     module.vp_stage = chunk  # type: ignore[assignment]
     describe_state_as(module, rank_of_chunk)

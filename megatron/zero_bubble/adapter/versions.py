@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, process_groups_config
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 
 from megatron.zero_bubble.errors import UserError
@@ -115,6 +116,11 @@ def models_process_groups() -> Any:
         if hasattr(process_groups_config, name):
             return getattr(process_groups_config, name).use_mpu_process_groups()
     return None
+
+
+def groups_argument(groups: Any) -> dict[str, Any]:
+    """The keyword argument with which a model's constructor takes its process groups; 0.13 has none."""
+    return supported_kwargs(GPTModel, pg_collection=groups, model_comm_pgs=groups)
 
 
 def skips_stages_without_embedding() -> bool:

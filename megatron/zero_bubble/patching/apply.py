@@ -173,7 +173,8 @@ def build_stages(make_chunk: Callable[..., torch.nn.Module]) -> list[torch.nn.Mo
     Args:
         make_chunk: makes one chunk from the arguments of megatron-core's ``GPTModel`` that depend on the stage, by
             keyword: ``pre_process`` (has the embedding), ``post_process`` (has the output layer), and, with several
-            stages per rank, ``vp_stage`` and ``pg_collection``. It must not wrap the chunk.
+            stages per rank, ``vp_stage`` and the process groups (``pg_collection``; ``model_comm_pgs`` in megatron-core
+            0.14, none in 0.13). It must not wrap the chunk.
 
     Returns:
         the chunks in the order in which ``forward_backward_func(model=...)`` takes them.
