@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +36,21 @@ class Loop(NamedTuple):
         counts: the number of microbatches of each step.
         tells: who gives the shapes: ``all`` ranks, the ``first``, or nobody, so that messages have headers.
         tensor: tensor-parallel ranks, with sequence parallelism; lengths are multiples of their number.
+        model: ``plain``, or with ``experts``, or that makes ``predictions`` of the token after the next.
+        experts: ranks over which experts are divided, which are data-parallel otherwise.
     """
 
     kind: str
     counts: tuple[int, ...]
     tells: str = "nobody"
     tensor: int = 1
+    model: str = "plain"
+    experts: int = 1
+
+    @property
+    def pipeline(self) -> int:
+        """The number of pipeline ranks in a job of all ranks."""
+        return dist.get_world_size() // (self.tensor * self.experts)
 
 
 class Outcome(NamedTuple):
@@ -51,11 +61,36 @@ class Outcome(NamedTuple):
     gradients: list[dict[str, str]]
 
 
-def build(num_ranks: int, virtual_size: int | None, kind: str, tensor: int = 1) -> list[Any]:
-    """The chunks of this rank, whose weights depend only on their names in the whole model."""
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "experts": {
+        "num_moe_experts": 4,
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 0.01,
+        "moe_router_topk": 2,
+        "add_bias_linear": False,  # megatron-core adds it in place, to what may be a view
+    },
+    "predictions": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5},
+}
+
+
+def build(
+    num_ranks: int,
+    virtual_size: int | None,
+    kind: str,
+    model: str = "plain",
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **of_ddp: Any,
+) -> list[Any]:
+    """The chunks of this rank, whose weights depend only on their names in the whole model.
+
+    Args:
+        options: those of Megatron's ``TransformerConfig``.
+        of_ddp: those of its ``DistributedDataParallelConfig``.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer import TransformerConfig
 
     import megatron.zero_bubble
@@ -65,18 +100,23 @@ def build(num_ranks: int, virtual_size: int | None, kind: str, tensor: int = 1) 
         hidden_size=HIDDEN,
         num_attention_heads=2,
         **on_pipeline(num_ranks, virtual_size),
-        calculate_per_token_loss=True,
-        moe_token_dispatcher_type="alltoall",  # Megatron asks for it with the next one, also without experts
-        variable_seq_lengths=True,
-        tensor_model_parallel_size=tensor,
-        sequence_parallel=tensor > 1,
+        **{
+            "calculate_per_token_loss": True,
+            "moe_token_dispatcher_type": "alltoall",  # Megatron asks for it with the next one, also without experts
+            "variable_seq_lengths": True,
+            **MODELS[model],
+            **options,
+        },
     )
     config.finalize_model_grads_func = finalize_model_grads
 
     def make_chunk(**stage: Any) -> Any:
-        spec = get_gpt_layer_local_spec()
+        spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
         if kind == "packed":
             spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        if config.mtp_num_layers:
+            more = {"vp_stage": stage["vp_stage"]} if "vp_stage" in stage else {}
+            stage["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **more)
         chunk = GPTModel(config, spec, VOCABULARY, 4 * LONGEST, position_embedding_type="rope", **stage)
         for name, parameter in named(chunk):
             if parameter.dim() > 1:
@@ -85,7 +125,7 @@ def build(num_ranks: int, virtual_size: int | None, kind: str, tensor: int = 1) 
         return chunk
 
     chunks = megatron.zero_bubble.build_stages(make_chunk)
-    return [DistributedDataParallel(config, DistributedDataParallelConfig(), chunk) for chunk in chunks]
+    return [DistributedDataParallel(config, DistributedDataParallelConfig(**of_ddp), chunk) for chunk in chunks]
 
 
 def batches(count: int, seed: int, kind: str, multiple: int = 1) -> list[dict[str, Any]]:
@@ -108,8 +148,11 @@ def batches(count: int, seed: int, kind: str, multiple: int = 1) -> list[dict[st
     return made
 
 
-def passes(chunks: Sequence[Any], data: Sequence[dict[str, Any]], **how: Any) -> list[str]:
-    """One call of the forward-backward function; returns the exact losses on the last rank."""
+def passes(chunks: Sequence[Any], data: Sequence[dict[str, Any]], factor: float | None = None, **how: Any) -> list[str]:
+    """One call of the forward-backward function; returns the exact losses on the last rank.
+
+    Losses are divided by tokens, in Megatron, or multiplied by ``factor``, here.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
@@ -121,6 +164,8 @@ def passes(chunks: Sequence[Any], data: Sequence[dict[str, Any]], **how: Any) ->
 
         def loss(output: torch.Tensor) -> Any:
             total = output.float().sum()
+            if factor is not None:
+                return total * factor, {"loss": float(total).hex()}
             return total, torch.tensor(output.numel(), dtype=torch.int), {"loss": float(total).hex()}
 
         return losses, loss
@@ -155,12 +200,18 @@ def train(rank: int, schedule: str | None, virtual_size: int | None, loop: Loop)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=loop.tensor,
-            pipeline_model_parallel_size=dist.get_world_size() // loop.tensor,
+            pipeline_model_parallel_size=loop.pipeline,
             virtual_pipeline_model_parallel_size=virtual_size,
+            expert_model_parallel_size=loop.experts,
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(7)
-        chunks = build(dist.get_world_size() // loop.tensor, virtual_size, loop.kind, loop.tensor)
+        divided = {
+            "tensor_model_parallel_size": loop.tensor,
+            "sequence_parallel": loop.tensor > 1,
+            "expert_model_parallel_size": loop.experts,
+        }
+        chunks = build(loop.pipeline, virtual_size, loop.kind, loop.model, divided)
         return _steps(chunks, loop)
     finally:
         megatron.zero_bubble.revert()
@@ -173,7 +224,7 @@ def _steps(chunks: Sequence[Any], loop: Loop) -> Outcome:
     import megatron.zero_bubble
 
     is_first = parallel_state.get_pipeline_model_parallel_rank() == 0
-    shard = parallel_state.get_tensor_model_parallel_rank()
+    shard = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
     found = Outcome([], [], [])
     for step, count in enumerate(loop.counts):
         data = batches(count, step, loop.kind, loop.tensor)
@@ -184,7 +235,7 @@ def _steps(chunks: Sequence[Any], loop: Loop) -> Outcome:
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             found.losses.append(passes(chunks, data))
-        found.gradients.append({f"{name} ({shard})": digest for name, digest in _digests(chunks).items()})
+        found.gradients.append({f"{name} {shard}": digest for name, digest in _digests(chunks).items()})
         with torch.no_grad():
             for chunk in chunks:
                 for parameter in chunk.parameters():
@@ -222,13 +273,13 @@ def differences(stock: Sequence[Outcome], ours: Sequence[Outcome]) -> list[str]:
 Run = tuple[str | None, int | None, Loop]
 
 
-def runs_of(schedule: str, kind: str, tensor: int = 1) -> list[Run]:
-    """Stock Megatron, and the schedule with everyone who may give the shapes."""
+def runs_of(schedule: str, kind: str, **of_loop: Any) -> list[Run]:
+    """Stock Megatron, and the schedule with everyone who may give the shapes; ``of_loop`` are fields of ``Loop``."""
     counts, stock = COUNTS.get(schedule, ANY_COUNTS), TWO_STAGES if schedule in COUNTS else ONE_STAGE
     ours: list[Run] = [
-        (schedule, STAGES.get(schedule, ONE_STAGE), Loop(kind, counts, tells, tensor)) for tells in TELLS
+        (schedule, STAGES.get(schedule, ONE_STAGE), Loop(kind, counts, tells, **of_loop)) for tells in TELLS
     ]
-    return [(None, stock, Loop(kind, counts, tensor=tensor)), *ours]
+    return [(None, stock, Loop(kind, counts, **of_loop)), *ours]
 
 
 def compared(rank: int, kind: str, schedule: str) -> list[str]:
