@@ -32,6 +32,10 @@ class Alone:
     def reduce(self) -> None: ...
 
 
+def call(num_microbatches: int, forward_only: bool) -> Any:
+    return SimpleNamespace(step=SimpleNamespace(num_microbatches=num_microbatches, forward_only=forward_only))
+
+
 def compare(rank: int, iterations: list[tuple[int, bool]], backend: str, read: str) -> str:
     """Begin an iteration on two replicas, of which the second begins when the first has started to compare.
 
@@ -46,7 +50,7 @@ def compare(rank: int, iterations: list[tuple[int, bool]], backend: str, read: s
         patch.setattr(parallel_state, "get_data_parallel_group", lambda with_context_parallel: world)
         patch.setattr(shards, "backend_of", lambda _group: backend)
         units = shards.ShardedUnits(lambda _ranks: Sharding(4), shards.Collectives())
-        units.begin(4, False)  # makes the group, together
+        units.begin(call(4, False))  # makes the group, together
         units.agree()
         units.sharder = Sharder(ThreadLane())
         units._optimizer = SimpleNamespace()  # also evaluations are sharded
@@ -54,7 +58,7 @@ def compare(rank: int, iterations: list[tuple[int, bool]], backend: str, read: s
         if rank == 1:
             dist.recv(torch.zeros(1), 0)  # the first replica has begun, and queued its passes if the answer can wait
         with units.sharder.iteration({0: Alone()}):
-            units.begin(*iterations[rank])
+            units.begin(call(*iterations[rank]))
             if read == WITH_THE_PASSES:
                 (weights,) = by_op[Gather](Gather(0, 0), ())
                 weights.wait("pass")
@@ -99,7 +103,7 @@ def over_gloo(rank: int) -> str:
         patch.setattr(parallel_state, "get_data_parallel_group", lambda with_context_parallel: world)
         units = shards.ShardedUnits(lambda _ranks: Sharding(4), shards.Collectives())
         with pytest.raises(UserError, match="must run the same number of microbatches"):
-            units.begin(4 + rank, False)
+            units.begin(call(4 + rank, False))
         units.close()
     return "refused"
 

@@ -37,6 +37,27 @@ def test_shards_of_sequences_have_their_own_shapes(ranks: RankPool, schedule: st
     compare(ranks, 4, runs_of(schedule, kind, tensor=2))
 
 
+SHARED = {"model": "experts", "experts": 2}
+PREDICTIONS = {"model": "predictions"}
+
+
+def test_experts_that_replicas_share_are_those_of_stock(ranks: RankPool) -> None:
+    compare(ranks, 4, runs_of("zb-h1", "packed", **SHARED)[:2])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("num_ranks", "of_loop"), [(4, SHARED), (2, {"model": "experts"}), (2, PREDICTIONS), (4, PREDICTIONS)], ids=str
+)
+@pytest.mark.parametrize(
+    ("schedule", "kind"), [("zb-h1", "dense"), ("zb-h1", "packed"), ("zb-h2", "packed"), ("zb-v", "packed")]
+)
+def test_experts_and_predictions_are_those_of_stock(
+    ranks: RankPool, num_ranks: int, schedule: str, kind: str, of_loop: dict[str, Any]
+) -> None:
+    compare(ranks, num_ranks, runs_of(schedule, kind, **of_loop))
+
+
 def compare(ranks: RankPool, num_ranks: int, runs: list[Run]) -> None:
     """Compare every run with the first one, that of stock."""
     expected, *ours = zip(*ranks.run(num_ranks, outcomes, runs, timeout=120), strict=True)

@@ -91,7 +91,7 @@ class IterationFacts:
 class Part:
     """A part of a pipeline. Each method does nothing by default; they are described in the order of their calls."""
 
-    def begin(self, num_microbatches: int, forward_only: bool) -> None:
+    def begin(self, call: Call) -> None:
         """Called first in every iteration, before its schedule is made. It may make collective calls."""
 
     def lowering(self, schedule: Schedule, forward_only: bool) -> Lowering | None:

@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.adapter.boundary import BoundaryMaker
 from megatron.zero_bubble.adapter.connection import Connection
+from megatron.zero_bubble.adapter.equal_counts import EqualCounts
 from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, per_chunk
 from megatron.zero_bubble.adapter.iteration import Iteration, Slicing
 from megatron.zero_bubble.adapter.lengths import Agreed, GivenShapes, LengthComparison, Lengths, compared
@@ -94,7 +95,7 @@ class Pipeline:
         self.microbatch = 0, 0
         self._vocabulary = VocabularyParallel(self.accumulate, options.recompute_logits)
         self._slicing = Slicing()
-        self._parts: tuple[Part, ...] = (self._vocabulary, self._slicing, *parts)
+        self._parts: tuple[Part, ...] = (self._vocabulary, self._slicing, EqualCounts(options.timeout), *parts)
         self._make_schedule = make_schedule
         self._memory = memory
         self._observers = Observers((*(() if memory is None else (memory,)), *observers))
@@ -234,7 +235,7 @@ class Pipeline:
         step, config, chunks = call.step, call.step.config, call.chunks
         self._follow_groups(call.groups.pp)
         for each in self._parts:
-            each.begin(step.num_microbatches, step.forward_only)
+            each.begin(call)
         with compared(call.lengths, self._hosts) as comparison:
             prepared = self._prepare(call.groups.pp, config, comparison, step.forward_only)
             prepared.check_chunks(chunks)

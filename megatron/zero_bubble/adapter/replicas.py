@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,27 @@ import torch.distributed as dist
 from megatron.zero_bubble.errors import PeerError, UserError
 from megatron.zero_bubble.runtime.groups import destroy, new_group
 from megatron.zero_bubble.runtime.transport import lost_connection
+
+
+class Together(NamedTuple):
+    """Why replicas must run the same number of microbatches.
+
+    Attributes:
+        replicas: which ones.
+        because: what they do together.
+        remedy: what else a job can do.
+    """
+
+    replicas: str
+    because: str
+    remedy: str
+
+
+SHARDED = Together(
+    "data-parallel replicas of sharded units",
+    "they gather weights and reduce gradients together",
+    "train without shard_weights",
+)
 
 
 class Comparison:
@@ -33,7 +55,7 @@ class Comparison:
         every = [torch.empty_like(own) for _ in range(self._group.size())]
         self._answer = dist.all_gather(every, own, group=self._group, async_op=True), every
 
-    def check(self) -> None:
+    def check(self, together: Together = SHARDED) -> None:
         """Wait until all replicas have begun the iteration, unless that is known.
 
         Raises:
@@ -57,9 +79,8 @@ class Comparison:
         if len(set(iterations)) > 1:
             what = [f"{count}{' (evaluation)' * evaluates}" for count, evaluates in iterations]
             raise UserError(
-                "all data-parallel replicas of sharded units must run the same number of microbatches per iteration, "
-                f"because they gather weights and reduce gradients together; got {', '.join(what)}; give all of them "
-                "the same, or train without shard_weights"
+                f"all {together.replicas} must run the same number of microbatches per iteration, because "
+                f"{together.because}; got {', '.join(what)}; give all of them the same, or {together.remedy}"
             )
 
     def close(self) -> None:

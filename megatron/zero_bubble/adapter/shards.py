@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.adapter.finalize import Finalize
-from megatron.zero_bubble.adapter.part import IterationFacts, Joined, Part
+from megatron.zero_bubble.adapter.part import Call, IterationFacts, Joined, Part
 from megatron.zero_bubble.adapter.placement import is_end
 from megatron.zero_bubble.adapter.prepared import Lowering, check_same_plan
 from megatron.zero_bubble.adapter.replicas import Comparison
@@ -188,7 +188,7 @@ class ShardedUnits(Part):
         ranks = schedule.placement.stage_to_rank
         self._ends_meet = ranks[0] == ranks[-1]
 
-    def begin(self, num_microbatches: int, forward_only: bool) -> None:
+    def begin(self, call: Call) -> None:
         """Begin to check that all replicas run the same iteration. A collective call of every iteration: a replica that
         changes its microbatches alone would be the only one that makes a new plan.
 
@@ -198,6 +198,7 @@ class ShardedUnits(Part):
         Raises:
             UserError: see ``agree``.
         """
+        num_microbatches, forward_only = call.step.num_microbatches, call.step.forward_only
         if not self._transport.is_collective or self._leaves_whole(forward_only):
             return  # a replica then runs on its own
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
