@@ -66,32 +66,39 @@ def test_send_timeout_names_peer_pass_and_channel(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("text", "reason", "silent"),
     [
         (
             "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:385. This is typically",
             "Connection closed by peer [10.0.0.7]:385",
+            False,
         ),
         (
             "[/build/gloo/x.cc:9] Read error [::1]:1: Connection reset by peer",
             "Read error [::1]:1: Connection reset by peer",
+            False,
         ),
         (
             "Timed out waiting 1000ms for recv operation to complete",
             "Timed out waiting 1000ms for recv operation to complete",
+            True,
         ),
-        ("mat1 and mat2 shapes cannot be multiplied", None),
-        ("", None),
+        ("mat1 and mat2 shapes cannot be multiplied", None, False),
+        ("", None, False),
     ],
 )
-def test_lost_connection_recognizes_gloo_errors(ranks: RankPool, text: str, reason: str | None) -> None:
-    assert ranks.run(1, reason_of, text) == [reason]
+def test_errors_of_gloo_are_recognized(ranks: RankPool, text: str, reason: str | None, silent: bool) -> None:
+    assert ranks.run(1, recognized, text) == [(reason, silent)]
 
 
-def reason_of(rank: int, text: str) -> str | None:
-    from megatron.zero_bubble.runtime.transport import lost_connection
+def recognized(rank: int, text: str) -> tuple[str | None, bool]:
+    """The reason, and whether the peer is silent."""
+    from megatron.zero_bubble.errors import PeerError
+    from megatron.zero_bubble.runtime.transport import is_silent, lost_connection
 
-    return lost_connection(RuntimeError(text))
+    error = PeerError("no message came")
+    error.__cause__ = RuntimeError(text)
+    return lost_connection(RuntimeError(text)), is_silent(error)
 
 
 def bound_devices(_rank: int) -> tuple[list[object], object]:

@@ -19,6 +19,7 @@ from megatron.zero_bubble.planning.rule import Choices
 from megatron.zero_bubble.runtime.agreement import AgreedChannels, Agreement
 from megatron.zero_bubble.runtime.handlers import Channels
 from megatron.zero_bubble.runtime.hosts import Hosts
+from megatron.zero_bubble.runtime.transport import is_silent
 
 _UNKNOWN, _KNOWN, _AT_SOURCE = range(3)
 
@@ -227,7 +228,7 @@ def compared(lengths: Lengths, hosts: Callable[[], Hosts | None]) -> Iterator[Le
             comparison.settle()
         raise
     except PeerError as error:
-        if "imed out" not in str(error):  # it has gone, perhaps because it knows something else
+        if not is_silent(error):  # it has gone, perhaps because it knows something else
             with suppress(PeerError):
                 comparison.check()
         raise

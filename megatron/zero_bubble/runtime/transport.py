@@ -27,8 +27,9 @@ from megatron.zero_bubble.runtime.handler import Awaited
 from megatron.zero_bubble.runtime.nccl import check_streams, without_p2p_warning
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 
-# Phrases in errors of gloo, NCCL and their store that mean a lost or silent peer.
-_LOST = re.compile("closed by peer|reset by peer|broken pipe|refused|remote process|timed? ?out", re.IGNORECASE)
+# Phrases in errors of gloo, NCCL and their store that mean a silent peer, and a lost or silent one.
+_SILENT = re.compile("timed? ?out", re.IGNORECASE)
+_LOST = re.compile(f"closed by peer|reset by peer|broken pipe|refused|remote process|{_SILENT.pattern}", re.IGNORECASE)
 # gloo's messages start with a location in its source and end with advice.
 _ONLY_THE_REASON = re.compile(r"^(?:\[[^]]*\.cc:\d+\] )?(.*?)(?:\. This is typically|\.?$)")
 
@@ -37,6 +38,11 @@ def lost_connection(error: BaseException) -> str | None:
     """The reason, as one phrase, if torch.distributed's ``error`` means a lost or silent rank; None otherwise."""
     text = str(error)
     return reason_of(error) if isinstance(error, RuntimeError) and _LOST.search(text) else None
+
+
+def is_silent(error: PeerError) -> bool:
+    """Whether a peer took too long; otherwise it has gone. torch.distributed has one class of errors for both."""
+    return _SILENT.search(str(error.__cause__)) is not None
 
 
 class Receive(Awaited):
