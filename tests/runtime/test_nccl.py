@@ -82,16 +82,19 @@ class _Stage:
     iteration: Iteration
     rank: int
 
+    def new(self, _work: Pass) -> torch.Tensor:
+        return torch.tensor(EMPTY)
+
     def run(self, work: Pass, inputs: Sequence[Any]) -> list[torch.Tensor]:
         iteration, flow = self.iteration, self.iteration.plan.schedule.flow
         needs, makes = flow.inputs(work), flow.outputs(work)
-        outputs = [torch.tensor(EMPTY) for _ in makes]
+        outputs = [self.new(work) for _ in makes]
 
         def kernel() -> None:
             iteration.computed += 1
             for value, tensor in zip(needs, inputs, strict=True):
-                if int(tensor) != iteration.numbers[value]:
-                    iteration.wrong.append(f"{work} got {int(tensor)} for {value}")
+                if (tensor != iteration.numbers[value]).any():
+                    iteration.wrong.append(f"{work} got {tensor.tolist()} for {value}")
             for value, tensor in zip(makes, outputs, strict=True):
                 tensor.fill_(iteration.numbers[value])
 
