@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.analysis.bubble import Bubble
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from megatron.zero_bubble.costs.lengths import LengthCost, Load
 from megatron.zero_bubble.ir import Compute
 from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
 from megatron.zero_bubble.platforms.cpu import CpuPlatform
@@ -39,7 +40,9 @@ def play(meter: BubbleMeter, clock: Clock, spans: list[Span]) -> None:
         meter.end(Compute(work))
 
 
-def measured(rank: int, timelines: list[Timeline], again_ms: float) -> tuple[Bubble | None, Bubble | None]:
+def measured(
+    rank: int, timelines: list[Timeline], again_ms: float, varies: bool = False
+) -> tuple[Bubble | None, Bubble | None]:
     """Replay one iteration per timeline; return two consecutive readings.
 
     With ``again_ms``, the first pass also runs ``again_ms`` earlier and is then discarded.
@@ -51,7 +54,8 @@ def measured(rank: int, timelines: list[Timeline], again_ms: float) -> tuple[Bub
     for timeline in timelines:
         spans = [Span(work, start + clock_error_ms, end + clock_error_ms) for work, start, end in timeline.spans[rank]]
         first = spans[0]
-        with observed(meter, IterationStart(dist.group.WORLD, timeline.schedule.num_microbatches)):
+        start = IterationStart(dist.group.WORLD, timeline.schedule.num_microbatches, varies=varies)
+        with observed(meter, start):
             if again_ms:
                 play(meter, clock, [Span(first.pass_, first.start_ms - again_ms, first.end_ms - again_ms)])
                 meter.restarted()
@@ -80,6 +84,19 @@ def test_planned_bubble_is_of_the_last_iteration(ranks: RankPool) -> None:
     assert [len(row) for row in long.schedule.order] == [18] * 3
     fused = PassCosts.uniform(long.schedule.placement, *COSTS[:3])
     assert bubble.planned == pytest.approx(simulate(long.schedule, fused).bubble_rate("span"), abs=0.05)
+
+
+def test_planned_bubble_of_different_lengths_is_that_of_their_passes(ranks: RankPool) -> None:
+    """With mean times, it would be that of equal lengths."""
+    loads = [tuple(Load.of([tokens]) for tokens in of) for of in ((1, 9, 2, 8, 1, 9), (12, 1, 1, 1, 1, 12))]
+    timelines = []
+    for own in loads:
+        schedule = build("zb-h1", num_ranks=3, num_microbatches=6)
+        timelines.append(simulate(schedule, LengthCost(3.0).passes(schedule.placement, own)))
+    expected = timelines[-1].bubble_rate("span")
+    (own, _), (mean, _) = (ranks.run(3, measured, timelines, 0.0, differ)[0] for differ in (True, False))
+    assert own is not None and own.planned == pytest.approx(expected)
+    assert mean is not None and mean.planned < 0.7 * expected
 
 
 def measured_one_by_one(rank: int, timelines: list[Timeline]) -> list[Bubble | None]:

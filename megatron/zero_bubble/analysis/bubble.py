@@ -32,12 +32,14 @@ class RankIterations(NamedTuple):
         order: the passes of the last iteration.
         pass_ms: mean time of a pass by stage, kind and slice.
         make_flow: makes the flow of the last iteration's schedule.
+        last_ms: time of each pass of the last iteration, if its microbatches may have different lengths.
     """
 
     iterations: tuple[RankIteration, ...]
     order: tuple[Pass, ...]
     pass_ms: Mapping[tuple[int, Kind, int], float]
     make_flow: Callable[[Schedule], Flow] = chain_of
+    last_ms: Mapping[Pass, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Bubble:
         measured: the share of the longest rank's time in which the busiest rank computed nothing.
         planned: the bubble rate of the last iteration's schedule, simulated with the mean pass times and without
             transfer times. ``measured`` exceeds it because of late messages, host gaps and passes of unequal length.
+            If the microbatches may have different lengths, the times are those of the last iteration's own passes.
     """
 
     num_iterations: int
@@ -63,7 +66,9 @@ def bubble_of(ranks: Sequence[RankIterations]) -> Bubble:
     schedule = _schedule(ranks)
     none = (0.0,) * schedule.num_stages
     means = {key: ms for rank in ranks for key, ms in rank.pass_ms.items()}
-    planned = simulate(schedule, _MeanTimes(none, none, none, pass_ms=means)).bubble_rate("span")
+    last = {work: ms for rank in ranks for work, ms in (rank.last_ms or {}).items()}
+    times = _MeasuredTimes(none, none, none, pass_ms=means, own_ms=last)
+    planned = simulate(schedule, times).bubble_rate("span")
     return Bubble(len(together), (span_ms - work_ms) / span_ms if span_ms else 0.0, planned)
 
 
@@ -81,10 +86,17 @@ def _schedule(ranks: Sequence[RankIterations]) -> Schedule:
 
 
 @dataclass(frozen=True)
-class _MeanTimes(PassCosts):
-    """Measured times instead of figures per stage, because slices of a sequence need not take equal times."""
+class _MeasuredTimes(PassCosts):
+    """Measured times instead of figures per stage: slices of a sequence need not take equal times, nor microbatches.
+
+    Attributes:
+        pass_ms: mean times by stage, kind and slice.
+        own_ms: times of single passes, which come first.
+    """
 
     pass_ms: Mapping[tuple[int, Kind, int], float] = field(default_factory=dict, hash=False)
+    own_ms: Mapping[Pass, float] = field(default_factory=dict, hash=False)
 
     def duration(self, p: Pass, slices: Slices = WHOLE) -> float:
-        return self.pass_ms.get((p.stage, p.kind, p.slice), 0.0)
+        own = self.own_ms.get(p)
+        return self.pass_ms.get((p.stage, p.kind, p.slice), 0.0) if own is None else own

@@ -32,23 +32,25 @@ class BubbleMeter(IterationObserver):
         self._running: _Marks = []
         self._started: Any = None  # start of the first pass, including passes that are repeated later
         self._begun: Any = None
-        self._unread: deque[tuple[Any, _Marks]] = deque()
+        self._unread: deque[tuple[Any, _Marks, bool]] = deque()
         self._iterations: list[RankIteration] = []
         self._order: tuple[Pass, ...] = ()
         self._make_flow: Callable[[Schedule], Flow] = chain_of
         self._times: dict[tuple[int, Kind, int], tuple[float, int]] = {}
+        self._last: dict[Pass, float] | None = None
+        self._varies = False
 
     def begin_iteration(self, start: IterationStart) -> None:
         while len(self._unread) > 1:
             self._take(*self._unread.popleft())
-        self._running, self._started = [], None
+        self._running, self._started, self._varies = [], None, start.varies
 
     def planned(self, schedule: Schedule) -> None:
         self._make_flow = schedule.make_flow
 
     def end_iteration(self, completed: bool) -> None:
         if completed and self._running:
-            self._unread.append((self._started, self._running))
+            self._unread.append((self._started, self._running, self._varies))
         self._running = []
 
     def read(self, group: dist.ProcessGroup) -> Bubble | None:
@@ -62,7 +64,7 @@ class BubbleMeter(IterationObserver):
             return None
         pass_ms = {key: total / count for key, (total, count) in self._times.items()}
         rows: list[Any] = [None] * group.size()
-        own = RankIterations(tuple(self._iterations), self._order, pass_ms, self._make_flow)
+        own = RankIterations(tuple(self._iterations), self._order, pass_ms, self._make_flow, self._last)
         dist.all_gather_object(rows, own, group=group)
         self._iterations.clear()
         self._times.clear()
@@ -81,12 +83,12 @@ class BubbleMeter(IterationObserver):
     def restarted(self) -> None:
         self._running.clear()
 
-    def _take(self, started: Any, marks: _Marks) -> None:
+    def _take(self, started: Any, marks: _Marks, varies: bool) -> None:
         """Add an iteration. The time of passes before a restart counts as bubble."""
         elapsed_ms = self._platform.elapsed_ms
         times = {work: elapsed_ms(start, end) for work, start, end in marks}
         self._iterations.append(RankIteration(elapsed_ms(started, marks[-1][2]), sum(times.values())))
-        self._order = tuple(times)
+        self._order, self._last = tuple(times), times if varies else None
         for work, ms in times.items():
             key = (work.stage, work.kind, work.slice)
             total, count = self._times.get(key, (0.0, 0))
