@@ -37,6 +37,12 @@ def test_shards_of_sequences_have_their_own_shapes(ranks: RankPool, schedule: st
     compare(ranks, 4, runs_of(schedule, kind, tensor=2))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved-1f1b"])
+def test_parts_of_sequences_have_their_own_shapes(ranks: RankPool, schedule: str) -> None:
+    compare(ranks, 4, runs_of(schedule, "dense", context=2))
+
+
 SHARED = {"model": "experts", "experts": 2}
 PREDICTIONS = {"model": "predictions"}
 

@@ -108,6 +108,18 @@ class PackedAttention(torch.nn.Module):
         return torch.cat([attend(*each) for each in documents], 1).transpose(0, 1).flatten(1)
 
 
+class ShardAttention(torch.nn.Module):
+    """Causal attention within the tokens of one rank, in the place of one over all parts of a sequence."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        """Returns (tokens, sequences, hidden) from (tokens, sequences, heads, size)."""
+        by_head = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(*by_head, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+
+
 def packed_params(sizes: Sequence[int]) -> Any:
     """What Megatron's layers must know of the documents of a packed sequence."""
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.loops.models import PackedAttention, destroy_groups, named, on_pipeline, packed_params
+from tests.loops.models import PackedAttention, ShardAttention, destroy_groups, named, on_pipeline, packed_params
 
 LAYERS_PER_RANK, HIDDEN, VOCABULARY, LONGEST = 2, 16, 32, 24
 ONE_STAGE, TWO_STAGES = None, 2
@@ -38,6 +38,7 @@ class Loop(NamedTuple):
         tensor: tensor-parallel ranks, with sequence parallelism; lengths are multiples of their number.
         model: ``plain``, or with ``experts``, or that makes ``predictions`` of the token after the next.
         experts: ranks over which experts are divided, which are data-parallel otherwise.
+        context: ranks that take a part of each sequence, which attends to itself only.
     """
 
     kind: str
@@ -46,11 +47,12 @@ class Loop(NamedTuple):
     tensor: int = 1
     model: str = "plain"
     experts: int = 1
+    context: int = 1
 
     @property
     def pipeline(self) -> int:
         """The number of pipeline ranks in a job of all ranks."""
-        return dist.get_world_size() // (self.tensor * self.experts)
+        return dist.get_world_size() // (self.tensor * self.experts * self.context)
 
 
 class Outcome(NamedTuple):
@@ -112,12 +114,14 @@ def build(
 
     def make_chunk(**stage: Any) -> Any:
         spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
-        if kind == "packed":
-            spec.submodules.self_attention.submodules.core_attention = PackedAttention
+        if kind == "packed" or config.context_parallel_size > 1:
+            attention = PackedAttention if kind == "packed" else ShardAttention
+            spec.submodules.self_attention.submodules.core_attention = attention
         if config.mtp_num_layers:
             more = {"vp_stage": stage["vp_stage"]} if "vp_stage" in stage else {}
             stage["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **more)
-        chunk = GPTModel(config, spec, VOCABULARY, 4 * LONGEST, position_embedding_type="rope", **stage)
+        positions = "rope" if config.context_parallel_size == 1 else "learned_absolute"
+        chunk = GPTModel(config, spec, VOCABULARY, 4 * LONGEST, position_embedding_type=positions, **stage)
         for name, parameter in named(chunk):
             if parameter.dim() > 1:
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -153,6 +157,7 @@ def passes(chunks: Sequence[Any], data: Sequence[dict[str, Any]], factor: float 
 
     Losses are divided by tokens, in Megatron, or multiplied by ``factor``, here.
     """
+    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
@@ -160,7 +165,12 @@ def passes(chunks: Sequence[Any], data: Sequence[dict[str, Any]], factor: float 
         text = batch["text"]
         more = {} if batch["packed"] is None else {"packed_seq_params": batch["packed"]}
         positions = torch.arange(text.shape[1] - 1).expand(text.shape[0], -1)
-        losses = model(text[:, :-1], positions, None, labels=text[:, 1:], **more)
+        shards, shard = (
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+        )
+        tokens, positions, labels = (each.chunk(shards, 1)[shard] for each in (text[:, :-1], positions, text[:, 1:]))
+        losses = model(tokens, positions, None, labels=labels, **more)
 
         def loss(output: torch.Tensor) -> Any:
             total = output.float().sum()
@@ -203,6 +213,7 @@ def train(rank: int, schedule: str | None, virtual_size: int | None, loop: Loop)
             pipeline_model_parallel_size=loop.pipeline,
             virtual_pipeline_model_parallel_size=virtual_size,
             expert_model_parallel_size=loop.experts,
+            context_parallel_size=loop.context,
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(7)
@@ -210,6 +221,7 @@ def train(rank: int, schedule: str | None, virtual_size: int | None, loop: Loop)
             "tensor_model_parallel_size": loop.tensor,
             "sequence_parallel": loop.tensor > 1,
             "expert_model_parallel_size": loop.experts,
+            "context_parallel_size": loop.context,
         }
         chunks = build(loop.pipeline, virtual_size, loop.kind, loop.model, divided)
         return _steps(chunks, loop)
@@ -227,7 +239,7 @@ def _steps(chunks: Sequence[Any], loop: Loop) -> Outcome:
     shard = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
     found = Outcome([], [], [])
     for step, count in enumerate(loop.counts):
-        data = batches(count, step, loop.kind, loop.tensor)
+        data = batches(count, step, loop.kind, loop.tensor * loop.context)
         knows = loop.tells == "all" or is_first
         given = megatron.zero_bubble.shapes(shapes_of(data) if knows else None, None if loop.tells == "all" else 0)
         with nullcontext() if loop.tells == "nobody" else given:
