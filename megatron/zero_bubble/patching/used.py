@@ -58,7 +58,8 @@ USED: tuple[Used, ...] = (
         "megatron.core.transformer",
         "barrier_with_L1_time calculate_per_token_loss deallocate_pipeline_outputs finalize_model_grads_func "
         "grad_scale_func grad_sync_func no_sync_func num_microbatches_with_partial_activation_checkpoints "
-        "num_moe_experts pipeline_dtype sequence_parallel timers variable_seq_lengths",
+        "moe_aux_loss_coeff moe_router_load_balancing_type moe_z_loss_coeff num_moe_experts pipeline_dtype "
+        "sequence_parallel timers variable_seq_lengths",
         "TransformerConfig",
     ),
     # ranks and stages
