@@ -47,6 +47,7 @@ SHARED = {"model": "experts", "experts": 2}
 PREDICTIONS = {"model": "predictions"}
 
 
+@pytest.mark.full
 def test_experts_that_replicas_share_are_those_of_stock(ranks: RankPool) -> None:
     compare(ranks, 4, runs_of("zb-h1", "packed", **SHARED)[:2])
 
