@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from megatron.zero_bubble.ir import Compute, Plan
+from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.platforms.streams import Lane
 from megatron.zero_bubble.runtime.backends import is_nccl
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds
@@ -118,9 +118,5 @@ def steps_of(plan: Plan, forward_only: bool, parts: Collection[Hashable]) -> fro
     Args:
         parts: what parts add, such as moves to host memory, which is allocated when it is needed for the first time.
     """
-    ops = {
-        (type(op), op.work.kind, op.work.stage) if isinstance(op, Compute) else type(op)
-        for row in plan.stem.ops
-        for op in row
-    }
+    ops = {(type(op), *((work.kind, work.stage) for work in op.works)) for row in plan.stem.ops for op in row}
     return frozenset({(op, forward_only) for op in ops} | {plan.schedule.slices} | set(parts))

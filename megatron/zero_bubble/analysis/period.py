@@ -16,7 +16,7 @@ from megatron.zero_bubble.analysis.steps import steps
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.ir import Compute, Pass, Plan, Schedule, Validate
+from megatron.zero_bubble.ir import Pass, Plan, Schedule, Validate
 from megatron.zero_bubble.ir.ops import STEPPED
 from megatron.zero_bubble.ir.passes import REPEATABLE
 
@@ -106,7 +106,7 @@ def validation_positions(plan: Plan) -> list[int]:
     """Return the position at which each rank must validate the previous step: its first pass that is not repeatable."""
     found = []
     for rank, (row, kept) in enumerate(zip(plan.ops, repeatable(plan.schedule), strict=True)):
-        passes = (position for position, op in enumerate(row) if isinstance(op, Compute) and op.work not in kept)
+        passes = (position for position, op in enumerate(row) if not kept.issuperset(op.works))
         if (first := next(passes, None)) is None:
             raise PlanError(
                 f"rank {rank} of {plan.schedule.name!r} has only repeatable forwards and cannot validate an optimizer "

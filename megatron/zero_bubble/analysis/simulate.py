@@ -18,7 +18,7 @@ from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.messages import occupied
 from megatron.zero_bubble.errors import PlanError, UserError
-from megatron.zero_bubble.ir import Compute, Plan, Schedule, Token
+from megatron.zero_bubble.ir import Plan, Schedule, Token
 from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.ir.ops import COMPUTE
 
@@ -107,9 +107,10 @@ class Run:
                 free[rank] = end
             else:
                 lane_free[rank][lane] = end
-            if isinstance(op, Compute):
-                spans[rank].append(Span(op.work, start, end))
-            elif op.lane is not None:
+            works = op.works
+            for work in works:
+                spans[rank].append(Span(work, start, end))
+            if not works and op.lane is not None:
                 self.lanes[rank].append(LaneSpan(lane, op, start, end, reached))
             own.append(end)
             for token in makes:

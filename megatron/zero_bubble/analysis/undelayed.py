@@ -16,7 +16,7 @@ from megatron.zero_bubble.analysis.memory import peaks
 from megatron.zero_bubble.analysis.score import ROUNDING
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.ir import Compute, Op, Pass, Plan, Value
+from megatron.zero_bubble.ir import Op, Pass, Plan, Value
 from megatron.zero_bubble.ir.ops import COMPUTE
 
 
@@ -65,18 +65,23 @@ class _Row:
         """Whether every op has its values, nothing is left at the end, and no pass is delayed."""
         place = 0
         for op in ops:
-            if not isinstance(op, Compute):
-                if not self._adds(op, self._starts[place]):
+            if not op.works and not self._adds(op, self._starts[place]):
+                return False
+            for work in op.works:
+                if place == len(self._spans) or not self._follows(work, self._spans[place]):
                     return False
-                continue
-            if place == len(self._spans) or op.work != self._spans[place].pass_ or self._needs.get(op.work):
-                return False
-            if self._due.get(op.work, 0.0) > self._starts[place] + self._rounding:
-                return False
-            self._free = self._spans[place].end_ms
-            self._done.add(op.work)
-            place += 1
+                place += 1
         return place == len(self._spans) and not self._given and not self._away
+
+    def _follows(self, work: Pass, span: Span) -> bool:
+        """Whether ``work`` is the next pass of the row, has its values and starts when it did; if so, run it."""
+        if work != span.pass_ or self._needs.get(work):
+            return False
+        if self._due.get(work, 0.0) > span.start_ms + self._rounding:
+            return False
+        self._free = span.end_ms
+        self._done.add(work)
+        return True
 
     def _adds(self, op: Op, next_ms: float) -> bool:
         """Run an added op before a pass that starts at ``next_ms``."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass, Placement, Plan, Schedule
-from megatron.zero_bubble.ir.ops import Compute, Op, Recv, Send, Settle
+from megatron.zero_bubble.ir.ops import Op, Recv, Send, Settle
 from megatron.zero_bubble.ir.sizes import check_size
 
 _KINDS = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
@@ -93,8 +93,8 @@ def _action(p: Pass) -> str:
 
 
 def _lowered(op: Op) -> Iterator[str]:
-    if isinstance(op, Compute):
-        yield _action(op.work)
+    if op.works:
+        yield from map(_action, op.works)
     elif isinstance(op, (Send, Recv)):
         producer, received = op.message.producer, isinstance(op, Recv)
         forward = producer.kind is Kind.F

@@ -98,6 +98,11 @@ class Op:
     __slots__ = ()
     lane: ClassVar[str | None] = None
 
+    @property
+    def works(self) -> tuple[Pass, ...]:
+        """The passes that the op computes; none for an op that only moves or waits for something."""
+        return ()
+
     def effects(self, flow: Flow) -> Effects:
         """The requirements and results of the op."""
         return _NONE
@@ -186,6 +191,10 @@ class Compute(Op):
     work: Pass
     lane: ClassVar[str] = COMPUTE
 
+    @property
+    def works(self) -> tuple[Pass, ...]:
+        return (self.work,)
+
     def __str__(self) -> str:
         return str(self.work)
 
@@ -218,10 +227,10 @@ class Compute(Op):
         seen: set[Pass] = set()
         for rank, row in enumerate(rows):
             for op in row:
-                if isinstance(op, Compute):
-                    if op.work in seen:
-                        yield f"pass {op.work} runs twice", rank
-                    seen.add(op.work)
+                for work in op.works:
+                    if work in seen:
+                        yield f"pass {work} runs twice", rank
+                    seen.add(work)
         missing = [p for p in schedule.passes() if p not in seen]
         if missing and not stopped:
             rank = schedule.placement.stage_to_rank[missing[0].stage]

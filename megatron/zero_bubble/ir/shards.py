@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from megatron.zero_bubble.ir.flow import Flow, Value
-from megatron.zero_bubble.ir.ops import COMPUTE, NET, Compute, Effects, Op, Rows, Times
+from megatron.zero_bubble.ir.ops import COMPUTE, NET, Effects, Op, Rows, Times
 from megatron.zero_bubble.ir.passes import BW, B, F, Pass, W
 from megatron.zero_bubble.ir.schedule import Schedule
 from megatron.zero_bubble.ir.slices import Slices
@@ -131,8 +131,9 @@ class Wait(_OfStage):
                     whole.add(op.stage)
                 elif isinstance(op, ReleaseWeights):
                     whole.discard(op.stage)
-                elif isinstance(op, Compute) and op.work.kind in NEED_WEIGHTS and op.work.stage not in whole:
-                    yield f"{op} runs while the weights of stage {op.work.stage} are not whole", rank
+                for work in op.works:
+                    if work.kind in NEED_WEIGHTS and work.stage not in whole:
+                        yield f"{op} runs while the weights of stage {work.stage} are not whole", rank
 
 
 class ReleaseWeights(_InSlot):
@@ -170,8 +171,9 @@ class Open(_OfStage):
                     closing.add(op.stage)
                 elif isinstance(op, Close):
                     closing.discard(op.stage)
-                elif isinstance(op, Compute) and op.work.kind in NEED_GRADIENTS and op.work.stage not in is_open:
-                    yield f"{op} runs while the gradients of stage {op.work.stage} are not open", rank
+                for work in op.works:
+                    if work.kind in NEED_GRADIENTS and work.stage not in is_open:
+                        yield f"{op} runs while the gradients of stage {work.stage} are not open", rank
 
 
 class Reduce(_OfStage):

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.zero_bubble.analysis.bubble import Bubble, RankIteration, RankIterations, bubble_of
-from megatron.zero_bubble.ir import Compute, Flow, Kind, Op, Pass, Schedule
+from megatron.zero_bubble.ir import Flow, Kind, Op, Pass, Schedule
 from megatron.zero_bubble.ir.schedule import chain_of
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
@@ -71,14 +71,15 @@ class BubbleMeter(IterationObserver):
         return bubble_of(rows)
 
     def begin(self, op: Op) -> None:
-        if isinstance(op, Compute):
+        if op.works:
             self._begun = self._platform.mark()
             if self._started is None:
                 self._started = self._begun
 
     def end(self, op: Op) -> None:
-        if isinstance(op, Compute):
-            self._running.append((op.work, self._begun, self._platform.mark()))
+        if op.works:
+            mark = self._platform.mark()
+            self._running.extend((work, self._begun, mark) for work in op.works)
 
     def restarted(self) -> None:
         self._running.clear()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.ir import Compute, Kind, Op, Pass
+from megatron.zero_bubble.ir import Kind, Op, Pass
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
 from megatron.zero_bubble.runtime.saved import SavedTensors
 
@@ -74,13 +74,20 @@ class MemoryMeter(IterationObserver):
             self._start()
 
     def begin(self, op: Op) -> None:
-        if self._watches and isinstance(op, Compute) and op.work.kind is Kind.F:
+        if self._watches and any(work.kind is Kind.F for work in op.works):
             self._saved.clear()
 
     def end(self, op: Op) -> None:
-        if not self._watches or not isinstance(op, Compute):
+        if not self._watches or not op.works:
             return
-        work = op.work
+        for work in op.works:
+            self._count(work)
+        histories = _storages(self._histories())
+        outside = sum(size for pointer, size in histories.items() if pointer not in self._alive.size)
+        self.peak = max(self.peak, self._alive.num_bytes + outside)
+
+    def _count(self, work: Pass) -> None:
+        """Count what a pass has saved or stored, or forget what it has used."""
         if work.kind is Kind.F:
             if not work.microbatch:
                 self._count_activation(work)
@@ -92,9 +99,6 @@ class MemoryMeter(IterationObserver):
             self.logits[work.stage] = self._defer(work, Kind.T)
         elif work.kind in (Kind.W, Kind.T):
             self._deferred.pop(work, None)
-        histories = _storages(self._histories())
-        outside = sum(size for pointer, size in histories.items() if pointer not in self._alive.size)
-        self.peak = max(self.peak, self._alive.num_bytes + outside)
 
     def _defer(self, work: Pass, kind: Kind) -> int:
         """Count what ``work`` has stored for its pass of ``kind`` as alive until that pass, and return its size."""

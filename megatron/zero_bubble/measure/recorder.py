@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Validated
-from megatron.zero_bubble.ir import Compute, Message, Op, Pass, Schedule
+from megatron.zero_bubble.ir import Message, Op, Pass, Schedule
 from megatron.zero_bubble.ir.ops import COMPUTE
 from megatron.zero_bubble.measure.clocks import GroupClock, Offset
 from megatron.zero_bubble.platforms import Platform
@@ -118,8 +118,9 @@ class Recorder(IterationObserver):
     def end(self, op: Op) -> None:
         if self._origin is None:
             return
-        if isinstance(op, Compute):
-            self._passes.append((op.work, self._begun, self._mark()))
+        if op.works:
+            mark = self._mark()
+            self._passes.extend((work, self._begun, mark) for work in op.works)
         else:
             # If the op has started to run meanwhile, ``completed`` replaces the time in which it was issued.
             self._lanes.setdefault(op, (self._begun, self._mark()))

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron.zero_bubble.ir import Compute, Op, Pass, Plan
+from megatron.zero_bubble.ir import Op, Pass, Plan
 from megatron.zero_bubble.ir.collectives import Spread, Sum
 from megatron.zero_bubble.ir.vocabulary import PART, TO_ALL_RANKS, Vocabulary
 from megatron.zero_bubble.plan.finish import finish
@@ -36,12 +36,12 @@ def _row(plan: Plan, rank: int) -> tuple[Op, ...]:
         return schedule.placement.stage_to_rank[p.stage]
 
     def received(op: Op) -> list[Spread]:
-        inputs = flow.inputs(op.work) if isinstance(op, Compute) else ()
+        inputs = [value for work in op.works for value in flow.inputs(work)]
         found = [(value, home(value.producer)) for value in inputs if value.name in TO_ALL_RANKS]
         return [Spread(value, rank, root, size) for value, root in found if root != rank]
 
     def given(op: Op) -> Iterator[Op]:
-        for value in flow.outputs(op.work) if isinstance(op, Compute) else ():
+        for value in (value for work in op.works for value in flow.outputs(work)):
             if value.name in TO_ALL_RANKS:
                 yield Spread(value, rank, rank, size)
             elif value.name == PART:

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from megatron.zero_bubble.analysis.steps import Step, advance, steps
-from megatron.zero_bubble.ir import Compute, Op, Plan, Value
+from megatron.zero_bubble.ir import Op, Plan, Value
 from megatron.zero_bubble.ir.collectives import Collective, Finish
 
 Clock = tuple[int, ...]
@@ -64,7 +64,7 @@ class _Due:
 
         Before passes only: other ranks wait for the collectives and messages that follow a pass.
         """
-        for queue in self._waiting.values() if isinstance(op, Compute) else ():
+        for queue in self._waiting.values() if op.works else ():
             while queue and all(clock[rank] > position for rank, position in first_uses[queue[0].key]):
                 self.ops.append(Finish(queue.popleft()))
         self.ops.append(op)

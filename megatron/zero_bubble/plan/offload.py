@@ -20,7 +20,7 @@ from megatron.zero_bubble.analysis.memory import host_peaks
 from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.errors import PlanError, UserError
-from megatron.zero_bubble.ir import Compute, Op, Pass, Plan, Schedule, Validate
+from megatron.zero_bubble.ir import Op, Pass, Plan, Schedule, Validate
 from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, ReleaseDevice
 from megatron.zero_bubble.ir.passes import BW, B, F
 
@@ -136,7 +136,7 @@ def offload(plan: Plan, moves: Collection[Move]) -> Plan:
 
 
 def _row(row: Sequence[Op], moves: dict[Pass, Move]) -> Iterator[Op]:
-    passes = [op.work for op in row if isinstance(op, Compute)]
+    passes = [work for op in row for work in op.works]
     behind: defaultdict[int, list[Op]] = defaultdict(list)  # by the number of passes before
     before: defaultdict[int, list[Op]] = defaultdict(list)
     own = [(span, moves[span.forward].places(span)) for span in lifespans(passes) if span.forward in moves]
@@ -151,13 +151,13 @@ def _row(row: Sequence[Op], moves: dict[Pass, Move]) -> Iterator[Op]:
         before[span.end].append(Reclaim(span.forward))
     place = 0
     for op in row:
-        if not isinstance(op, Compute):
-            yield op
-            continue
-        yield from before[place]
+        end = place + len(op.works)
+        for number in range(place, end):
+            yield from before[number]
         yield op
-        place += 1
-        yield from behind[place]
+        for number in range(place, end):
+            yield from behind[number + 1]
+        place = end
 
 
 def _discards(row: Sequence[Op]) -> Iterator[Op]:

@@ -20,7 +20,7 @@ from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Compute, Op, Pass, Placement, Plan
+from megatron.zero_bubble.ir import Op, Pass, Placement, Plan
 from megatron.zero_bubble.ir.passes import BW, B
 from megatron.zero_bubble.ir.shards import (
     NEED_GRADIENTS,
@@ -89,13 +89,13 @@ def traffic_bytes(row: Iterable[Op], weights: Sequence[float], gradients: Sequen
 
 
 def _row(row: Sequence[Op], sharding: Sharding) -> Iterator[Op]:
-    passes = [op.work for op in row if isinstance(op, Compute)]
+    passes = [work for op in row for work in op.works]
     before: defaultdict[int, list[Op]] = defaultdict(list)  # by position among the passes
     for place, op in (*_weights(passes, sharding.open_chunks), *_gradients(passes, sharding.unit_microbatches)):
         before[place].append(op)
     place = 0
     for op in row:
-        if isinstance(op, Compute):
+        for _ in op.works:
             yield from sorted(before[place], key=_turn)
             place += 1
         yield op

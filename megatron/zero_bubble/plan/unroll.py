@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from megatron.zero_bubble.analysis.steps import Blocked, Step, advance
-from megatron.zero_bubble.ir import Compute, Plan, Recv, Schedule, Send
+from megatron.zero_bubble.ir import Plan, Recv, Schedule, Send
 from megatron.zero_bubble.ir.collectives import Collective
 from megatron.zero_bubble.ir.ops import STEPPED, Rows, messages
 from megatron.zero_bubble.ir.passes import later
@@ -46,8 +46,8 @@ def unroll(stem: Plan, schedule: Schedule, repeats: Repeats, kept: int) -> Plan 
     Returns None if the ops do not repeat as the passes do: the windows differ, or have ops without a ``later``. The
     result is not proved yet.
     """
-    positions = [[place for place, op in enumerate(row) if isinstance(op, Compute)] for row in stem.ops]
-    computed = (tuple(op.work for op in row if isinstance(op, Compute)) for row in stem.ops)
+    positions = [[place for place, op in enumerate(row) for _ in op.works] for row in stem.ops]
+    computed = (tuple(work for op in row for work in op.works) for row in stem.ops)
     if tuple(computed) != stem.schedule.order:
         return None
     # Before, windows may release buffers by messages of a warm-up; the last may already post receives of the cool-down.
