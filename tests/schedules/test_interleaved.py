@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.zero_bubble import PassCosts, build, simulate, validate
+from megatron.zero_bubble import Kind, Pass, PassCosts, build, simulate, validate
 from megatron.zero_bubble.render.text import render_text
 from megatron.zero_bubble.schedules import breadth_first, interleaved
 
@@ -55,3 +58,24 @@ def test_unsupported_chunk_counts_are_rejected() -> None:
         build("interleaved-1f1b", num_ranks=2, num_microbatches=2, num_chunks=1)
     with pytest.raises(ValueError, match="'zb-v' has 2 stages per rank; got 3"):
         build("zb-v", num_ranks=2, num_microbatches=2, num_chunks=3)
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 2), (2, 2, 2), (2, 6, 3), (4, 4, 2), (4, 12, 2), (4, 16, 4)])
+def test_rows_with_pairs_are_those_of_megatrons_combined_schedule(p: int, m: int, v: int) -> None:
+    """The warm-up and the table of megatron-core with overlap_moe_expert_parallel_comm; each F of the steady state runs
+    together with the backward that follows it.
+    """
+    stock = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    schedule = build("interleaved-1f1b", num_ranks=p, num_microbatches=m, num_chunks=v, pairs=True)
+    table = stock.get_schedule_table(m, v, p)
+    for rank in range(p):
+        group = SimpleNamespace(size=lambda: p, rank=lambda rank=rank: rank)
+        communicator = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=v)
+        # megatron-core does not interleave on one rank: its combined schedule then warms up with one forward as well.
+        warmup = v if p == 1 else stock.get_pp_rank_microbatches(m, v, p, False, True, p2p_communicator=communicator)[2]
+        forward = [Pass(chunk * p + rank, Kind.F, microbatch) for microbatch, chunk in table]
+        backward = [Pass((v - 1 - chunk) * p + rank, Kind.BW, microbatch) for microbatch, chunk in table]
+        steady = list(zip(forward[warmup:], backward, strict=False))
+        row = [*forward[:warmup], *chain.from_iterable(steady), *backward[len(steady) :]]
+        assert schedule.order[rank] == tuple(row)
+        assert {one for one, _ in steady} == schedule.pairs.intersection(row)

@@ -8,6 +8,7 @@ from typing import cast
 from megatron.zero_bubble.analysis.errors import ScheduleError
 from megatron.zero_bubble.analysis.steps import Blocked
 from megatron.zero_bubble.ir import Pass, Schedule
+from megatron.zero_bubble.ir.pairs import computes
 
 
 def deadlock(schedule: Schedule, blocked: Blocked) -> ScheduleError:
@@ -18,6 +19,7 @@ def deadlock(schedule: Schedule, blocked: Blocked) -> ScheduleError:
     """
     cursor, waits_for = blocked.positions, cast("Mapping[int, Pass]", blocked.waits_for)
     holder = {p: rank for rank, row in enumerate(schedule.order) for p in row}
+    ops = [list(computes(row, schedule.pairs)) for row in schedule.order]
     rank: int | None = min(waits_for)
     seen: list[int] = []
     while rank is not None and rank not in seen:
@@ -28,7 +30,8 @@ def deadlock(schedule: Schedule, blocked: Blocked) -> ScheduleError:
     for r in cycle:
         needed = waits_for[r]
         where = f"on rank {holder[needed]}" if needed in holder else "that no rank runs"
-        steps.append(f"rank {r} stops at {schedule.order[r][cursor[r]]}, which waits for {needed} {where}")
+        steps.append(f"rank {r} stops at {ops[r][cursor[r]]}, which waits for {needed} {where}")
     bad = cycle[-1] if rank is None else cycle[0]
     sentence = "the order deadlocks: " + "; ".join(steps)
-    return ScheduleError(sentence, schedule, bad, cursor[bad], schedule.order[bad][cursor[bad]])
+    column = sum(len(op.works) for op in ops[bad][: cursor[bad]])
+    return ScheduleError(sentence, schedule, bad, column, schedule.order[bad][column])

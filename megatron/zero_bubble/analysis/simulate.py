@@ -14,7 +14,7 @@ from dataclasses import replace
 from megatron.zero_bubble.analysis.deadlock import deadlock
 from megatron.zero_bubble.analysis.memory import peaks
 from megatron.zero_bubble.analysis.steps import Blocked, Step, advance, steps, steps_of
-from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
+from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline, divided
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.messages import occupied
 from megatron.zero_bubble.errors import PlanError, UserError
@@ -107,10 +107,9 @@ class Run:
                 free[rank] = end
             else:
                 lane_free[rank][lane] = end
-            works = op.works
-            for work in works:
-                spans[rank].append(Span(work, start, end))
-            if not works and op.lane is not None:
+            if works := op.works:
+                spans[rank].extend(divided(works, start, end))
+            elif op.lane is not None:
                 self.lanes[rank].append(LaneSpan(lane, op, start, end, reached))
             own.append(end)
             for token in makes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -24,6 +24,23 @@ class Span(NamedTuple):
     end_ms: float
 
 
+def divided(works: Sequence[Pass], start_ms: float, end_ms: float) -> Iterator[Span]:
+    """Yield one span per pass of an op; passes that run at the same time have equal parts of its time."""
+    if len(works) == 1:
+        yield Span(works[0], start_ms, end_ms)
+        return
+    edges = [start_ms + (end_ms - start_ms) * number / len(works) for number in range(len(works))]
+    yield from map(Span, works, edges, [*edges[1:], end_ms])
+
+
+class Box(NamedTuple):
+    """What a drawing shows as one: a pass, or the two passes of a pair, from start to end."""
+
+    works: tuple[Pass, ...]
+    start_ms: float
+    end_ms: float
+
+
 class LaneSpan(NamedTuple):
     """One op that is not a pass, with its start and end; ``op`` is text in a trace that was read from a file.
 
@@ -39,7 +56,8 @@ class LaneSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated or measured timeline; ``spans[rank]`` has the passes of a rank in the order they ran.
+    """A simulated or measured timeline; ``spans[rank]`` has the passes of a rank in the order they ran. The passes of a
+    pair (``ir.pairs``) run at the same time; their spans are the two halves of the time of the pair.
 
     ``peak_activation[rank]`` is in units of one microbatch's memory on that rank; ``peak_activation`` is empty if
     unknown. ``lanes[rank]`` has the timed ops of a rank that are not passes; ``lanes`` is empty if no rank has any.
@@ -91,6 +109,13 @@ class Timeline:
         passes = [sum(end - start for _, start, end in row) for row in spans]
         more = [sum(end - start for lane, _, start, end, _ in row if lane == COMPUTE) for row in self.lanes]
         return [a + b for a, b in zip_longest(passes, more, fillvalue=0.0)]
+
+    def boxes(self, rank: int) -> Iterator[Box]:
+        """Yield the passes of a rank, with the two passes of a pair in one box."""
+        spans = iter(self.spans[rank])
+        for p, start_ms, end_ms in spans:
+            other = next(spans, None) if p in self.schedule.pairs else None
+            yield Box((p,), start_ms, end_ms) if other is None else Box((p, other.pass_), start_ms, other.end_ms)
 
     def message_ends(self, p: Pass) -> tuple[float, float]:
         """The time in ms that the messages of ``p`` take at the start of its span, and at its end."""

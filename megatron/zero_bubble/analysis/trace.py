@@ -108,6 +108,7 @@ class Trace:
         ranks: tuple[RankTrace, ...],
         slices: Slices | None = None,
         make_flow: Callable[[Schedule], Flow] = chain_of,
+        pairs: frozenset[Pass] = frozenset(),
     ) -> Trace:
         """Combine the ranks, with time 0 at the start of the first pass.
 
@@ -115,6 +116,7 @@ class Trace:
             name: the name of the schedule.
             slices: the cuts of the sequence; even ones if not given.
             make_flow: makes the flow of the schedule.
+            pairs: the forwards that ran together with the next pass of their rank.
         """
         zero = min(row.spans[0].start_ms for row in ranks if row.spans)
         ranks = tuple(row.shifted(zero) for row in ranks)
@@ -125,7 +127,8 @@ class Trace:
         num_microbatches = 1 + max(p.microbatch for row in order for p in row)
         num_slices = 1 + max(p.slice for row in order for p in row)
         lanes = tuple(tuple(map(_from_zero, row.lanes)) for row in ranks) if any(row.lanes for row in ranks) else ()
-        schedule = Schedule(name, placement, num_microbatches, order, slices or Slices.even(num_slices), make_flow)
+        cuts = slices or Slices.even(num_slices)
+        schedule = Schedule(name, placement, num_microbatches, order, cuts, make_flow, pairs=pairs)
         return cls(Timeline(schedule, spans, lanes=lanes), ranks)
 
 

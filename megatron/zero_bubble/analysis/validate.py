@@ -15,6 +15,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass, Schedule, Value
 from megatron.zero_bubble.ir.flow import OPERANDS, SAVED
 from megatron.zero_bubble.ir.garbage import without_gc
+from megatron.zero_bubble.ir.pairs import WHAT, can_pair
 from megatron.zero_bubble.ir.passes import FORWARDS
 from megatron.zero_bubble.ir.repeats import find_repeats
 
@@ -62,6 +63,7 @@ def _check(schedule: Schedule, forward_only: bool) -> None:
         every_forward,
         backwards,
         every_neighbour,
+        pairs_of_two,
         wgrad_after_backward,
     ):
         for sentence, (rank, column, bad) in rule(schedule):
@@ -142,6 +144,15 @@ def every_neighbour(schedule: Schedule) -> Faults:
         for neighbour in (*schedule.dependencies(p), *consumers):
             if neighbour not in present:
                 yield _missing(schedule, neighbour)
+
+
+def pairs_of_two(schedule: Schedule) -> Faults:
+    """A pass that runs together with the next one is an F, and the next one is a B or BW that does not need it."""
+    for rank, row in enumerate(schedule.order):
+        for column, p in enumerate(row):
+            if p in schedule.pairs and not (row[column + 1 :] and can_pair(p, row[column + 1])):
+                after = f"followed by {row[column + 1]}" if row[column + 1 :] else "the last pass"
+                yield f"a pair must be {WHAT}; on rank {rank}, {p} is {after}", (rank, column, p)
 
 
 def wgrad_after_backward(schedule: Schedule) -> Faults:

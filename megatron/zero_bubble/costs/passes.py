@@ -150,6 +150,12 @@ class PassCosts:
             part = (1 - attention) * part + attention * (end * end - start * start)
         return whole * part + (self.wgrad_ms[p.stage] * slices.shares[p.slice] if p.kind is BW else 0.0)
 
+    def pair(self, forward: Pass, backward: Pass, slices: Slices = WHOLE) -> float:
+        """Milliseconds of a forward and a backward that run at the same time: by default, as long as one after the
+        other.
+        """
+        return self.duration(forward, slices) + self.duration(backward, slices)
+
     def copy(self, value: Value, slices: Slices = WHOLE) -> float:
         """Milliseconds to copy what an F saved, ``value``, to host memory or back."""
         return self.host_ms[value.producer.stage] * slices.shares[value.producer.slice]

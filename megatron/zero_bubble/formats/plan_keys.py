@@ -33,7 +33,13 @@ PLAN_KEYS = (
     Key("num_stages", "integer", "stages of the model, at least one per rank", decides=True),
     Key("num_microbatches", "integer", "microbatches per iteration", decides=True),
     Key("stage_to_rank", "list of integers", "the rank of every stage, in model order", decides=True),
-    Key("order", "list of lists of strings", "the passes of every rank, first to last", decides=True),
+    Key(
+        "order",
+        "list of lists of strings",
+        "the passes of every rank, first to last; the two passes of a pair, which run at the same time, "
+        "are one string, `3F7&0B4`",
+        decides=True,
+    ),
     Key("num_slices", "integer", "slices of every sequence; missing if sequences are whole", decides=True),
     Key(
         "slice_shares",

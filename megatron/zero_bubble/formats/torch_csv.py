@@ -10,19 +10,21 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass, Placement, Plan, Schedule
 from megatron.zero_bubble.ir.ops import Op, Recv, Send, Settle
+from megatron.zero_bubble.ir.passes import groups
 from megatron.zero_bubble.ir.sizes import check_size
 
 _KINDS = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
 _ACTIONS = {kind: action for action, kind in _KINDS.items()}
 _CELL = re.compile(r"(\d{1,9})(F|I|W|B)(\d{1,9})")
 _NO_PASS = re.compile(r"\d{1,9}(?:(?:SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d{0,9}")
-_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_OVERLAP = "OVERLAP_F_B"
+_PAIR = re.compile(rf"\(([^()]*)\){_OVERLAP}")
 
 
 def schedule_from_csv(text: str, name: str) -> Schedule:
@@ -65,7 +67,7 @@ def schedule_to_csv(schedule: Schedule) -> str:
     Raises:
         UserError: slices, or passes of vocabulary parallelism, which torch does not have.
     """
-    return _written([_action(p) for p in row] for row in schedule.order)
+    return _written([_cell(works) for works in groups(row, schedule.pairs)] for row in schedule.order)
 
 
 def plan_to_csv(plan: Plan) -> str:
@@ -83,6 +85,11 @@ def _written(rows: Iterable[list[str]]) -> str:
     return text.getvalue()
 
 
+def _cell(works: Sequence[Pass]) -> str:
+    actions = ";".join(map(_action, works))
+    return f"({actions}){_OVERLAP}" if len(works) > 1 else actions
+
+
 def _action(p: Pass) -> str:
     if p.kind not in _ACTIONS or p.slice:
         raise UserError(
@@ -94,7 +101,7 @@ def _action(p: Pass) -> str:
 
 def _lowered(op: Op) -> Iterator[str]:
     if op.works:
-        yield from map(_action, op.works)
+        yield _cell(op.works)
     elif isinstance(op, (Send, Recv)):
         producer, received = op.message.producer, isinstance(op, Recv)
         forward = producer.kind is Kind.F

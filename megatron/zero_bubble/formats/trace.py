@@ -10,13 +10,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.analysis.difference import Comparison
 from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
+from megatron.zero_bubble.analysis.timeline import Box, LaneSpan, Timeline, divided
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Trace, Validated
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
@@ -32,13 +33,15 @@ from megatron.zero_bubble.ir import Op, Pass
 from megatron.zero_bubble.ir.collectives import collectives_of
 from megatron.zero_bubble.ir.offload import OFFLOAD_OPS
 from megatron.zero_bubble.ir.ops import parse_op
+from megatron.zero_bubble.ir.passes import AND
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.plan.timelines import timeline_of
 
 FORMAT = 1
 
+_PASSES = "passes"
 _ROWS: Mapping[str, tuple[type[NamedTuple], tuple[str, ...]]] = {
-    "passes": (Span, ("pass", "start", "end")),
+    _PASSES: (Box, ("pass", "start", "end")),
     "sends": (Sent, ("pass", "rank", "sent")),
     "receives": (Received, ("pass", "rank", "posted", "awaited", "arrived")),
     "settles": (Settled, ("pass", "rank", "start", "end")),
@@ -113,7 +116,7 @@ def trace_to_json(recording: Recording) -> str:
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
     iterations = [
         f'    {{"iteration": {number}, {_loads(trace)}"ranks": [\n      '
-        + ",\n      ".join(json.dumps(_rank(row)) for row in trace.ranks)
+        + ",\n      ".join(json.dumps(_rank(row, trace.timeline, rank)) for rank, row in enumerate(trace.ranks))
         + "\n    ]}"
         for number, trace in recording.traces.items()
     ]
@@ -140,7 +143,8 @@ def trace_from_json(text: str) -> Recording:
             raise UserError(f"iteration numbers must be unique; got {number} twice; remove one of them")
         ranks = read_key(iteration, "ranks", "a list of at least one rank", _is_filled_list)
         rows = tuple(_rank_from(row, rank, len(ranks), number) for rank, row in enumerate(ranks))
-        traces[number] = Trace.of(name, rows, slices, make_flow).with_loads(_loads_from(iteration))
+        trace = Trace.of(name, rows, slices, make_flow, pairs=frozenset(chain.from_iterable(map(_pairs_from, ranks))))
+        traces[number] = trace.with_loads(_loads_from(iteration))
         validate(traces[number].timeline.schedule)
     num_stages = {trace.timeline.schedule.num_stages for trace in traces.values()}
     if len(num_stages) > 1:
@@ -193,8 +197,9 @@ def _loads_from(iteration: dict[str, Any]) -> tuple[Load, ...]:
     return tuple(Load(*pair) for pair in read_key(iteration, _LOADS, form, _is_pairs)) if _LOADS in iteration else ()
 
 
-def _rank(row: RankTrace) -> dict[str, Any]:
-    rows = (row.spans, row.sends, row.receives, row.settles, row.validations)
+def _rank(row: RankTrace, timeline: Timeline, rank: int) -> dict[str, Any]:
+    boxes = [(AND.join(map(str, works)), start_ms, end_ms) for works, start_ms, end_ms in timeline.boxes(rank)]
+    rows = (boxes, row.sends, row.receives, row.settles, row.validations)
     events = {key: [[_cell(cell) for cell in event] for event in kind] for key, kind in zip(_ROWS, rows, strict=True)}
     lanes = (
         {_LANES: [list(map(_cell, (lane, op, start, end))) for lane, op, start, end, _ in row.lanes]}
@@ -204,7 +209,7 @@ def _rank(row: RankTrace) -> dict[str, Any]:
     return {"clock_error_ms": round(row.clock_error_ms, 6), **events, **lanes}
 
 
-def _cell(value: Pass | Op | str | float) -> str | float:
+def _cell(value: object) -> str | float:
     """Round times to a tenth of a microsecond; more digits are noise and would double the file size."""
     return round(value, 4) if isinstance(value, int | float) else str(value)
 
@@ -214,7 +219,8 @@ def _rank_from(row: object, rank: int, num_ranks: int, iteration: int) -> RankTr
     if not isinstance(row, dict):
         raise UserError(f"{where} must be an object; got {json.dumps(row)[:60]}")
     kinds: list[Any] = [tuple(_events(row, key, where)) for key in _ROWS]
-    spans, sends, receives, settles, validations = kinds
+    boxes, sends, receives, settles, validations = kinds
+    spans = tuple(span for works, start_ms, end_ms in boxes for span in divided(works, start_ms, end_ms))
     times = [time for _, *both in spans for time in both]
     if not spans or times != sorted(times):
         raise UserError(
@@ -224,6 +230,12 @@ def _rank_from(row: object, rank: int, num_ranks: int, iteration: int) -> RankTr
     lanes = tuple(_events(row, _LANES, where)) if _LANES in row else ()
     lanes = tuple(span._replace(op=_op(span.op, rank, num_ranks)) for span in lanes)
     return RankTrace(spans, sends, receives, settles, validations, error_ms, lanes)
+
+
+def _pairs_from(row: dict[str, Any]) -> Iterator[Pass]:
+    """The forwards that ran together with the next pass of the rank."""
+    for works, *_ in _events(row, _PASSES, _PASSES):
+        yield from works[:-1]
 
 
 def _op(text: str, rank: int, num_ranks: int) -> Op | str:
@@ -240,7 +252,15 @@ def _events(row: dict[str, Any], key: str, where: str) -> Iterator[Any]:
     for event in read_key(row, key, f"a list of rows {form}", lambda value: isinstance(value, list)):
         if not isinstance(event, list) or len(event) != len(columns):
             raise UserError(f"{key} of {where} must be rows {form}; got {json.dumps(event)[:60]}")
-        yield make(*(_value(cell, column, f"{key} of {where}") for cell, column in zip(event, columns, strict=True)))
+        cells = zip(event, columns, strict=True)
+        first = (_works(next(cells)[0], where),) if key == _PASSES else ()
+        yield make(*first, *(_value(cell, column, f"{key} of {where}") for cell, column in cells))
+
+
+def _works(cell: object, where: str) -> tuple[Pass, ...]:
+    """Read a pass, or the two passes of a pair."""
+    texts = cell.split(AND) if isinstance(cell, str) else [cell]
+    return tuple(_value(text, "pass", f"{_PASSES} of {where}") for text in texts)
 
 
 def _value(cell: object, column: str, where: str) -> Any:

@@ -13,6 +13,7 @@ Everything here is frozen and hashable, and never stores anything learned at run
 
 from megatron.zero_bubble.ir.flow import Chain, Flow, Value
 from megatron.zero_bubble.ir.ops import Compute, Effects, Message, Op, Recv, Send, Settle, Token, Validate
+from megatron.zero_bubble.ir.pairs import Pair
 from megatron.zero_bubble.ir.passes import Kind, Pass
 from megatron.zero_bubble.ir.placement import Placement
 from megatron.zero_bubble.ir.plan import Plan
@@ -28,6 +29,7 @@ __all__ = [
     "Kind",
     "Message",
     "Op",
+    "Pair",
     "Pass",
     "Placement",
     "Plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
@@ -82,6 +83,18 @@ class Pass(NamedTuple):
             )
         stage, kind, microbatch, slice_ = match.groups()
         return cls(int(stage), Kind(kind), int(microbatch), int(slice_ or 0))
+
+
+AND = "&"
+"""Joins the text of two passes that run at the same time."""
+
+
+def groups(row: Iterable[Pass], pairs: Collection[Pass]) -> Iterator[tuple[Pass, ...]]:
+    """The passes of a row in groups that run at the same time: pairs and single passes."""
+    passes = iter(row)
+    for p in passes:
+        other = next(passes, None) if p in pairs else None
+        yield (p,) if other is None else (p, other)
 
 
 def later(resource: _Resource, by: int) -> _Resource:

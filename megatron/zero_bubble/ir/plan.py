@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 from megatron.zero_bubble.ir.garbage import without_gc
-from megatron.zero_bubble.ir.ops import Channel, Compute, Effects, Op, Rows, Send
+from megatron.zero_bubble.ir.ops import Channel, Effects, Op, Rows, Send
+from megatron.zero_bubble.ir.pairs import computes
 from megatron.zero_bubble.ir.registers import Allocation, allocate
 from megatron.zero_bubble.ir.schedule import Schedule
 
@@ -43,8 +44,8 @@ class Plan:
 
     @classmethod
     def bare(cls, schedule: Schedule) -> Plan:
-        """A plan with only the passes of ``schedule``."""
-        return cls(schedule, tuple(tuple(map(Compute, row)) for row in schedule.order), has_messages=False)
+        """A plan with only the ops that compute the passes of ``schedule``."""
+        return cls(schedule, tuple(tuple(computes(row, schedule.pairs)) for row in schedule.order), has_messages=False)
 
     @property
     def stem(self) -> Plan:

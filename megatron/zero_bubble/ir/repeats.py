@@ -7,7 +7,7 @@ with many: its ``stem``, the schedule with only a few of them, is validated, low
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -48,11 +48,16 @@ class Repeats:
         """Return ``schedule`` with only ``copies`` windows."""
         left_out = self.copies - copies
         earlier = -left_out * self.num_microbatches
-        order = []
+        order: list[tuple[Pass, ...]] = []
+        pairs: set[Pass] = set()
         for row, begin, length in zip(schedule.order, self.begins, self.lengths, strict=True):
             end = begin + copies * length
-            order.append((*row[:end], *(later(p, earlier) for p in row[end + left_out * length :])))
-        return replace(schedule, num_microbatches=schedule.num_microbatches + earlier, order=tuple(order))
+            before, after = row[:end], row[end + left_out * length :]
+            order.append((*before, *(later(p, earlier) for p in after)))
+            pairs.update(schedule.pairs.intersection(before))
+            pairs.update(later(p, earlier) for p in schedule.pairs.intersection(after))
+        count = schedule.num_microbatches + earlier
+        return replace(schedule, num_microbatches=count, order=tuple(order), pairs=frozenset(pairs))
 
 
 def find_repeats(schedule: Schedule) -> Repeats | None:
@@ -63,7 +68,7 @@ def find_repeats(schedule: Schedule) -> Repeats | None:
     """
     if schedule.make_flow not in _WITHIN_MICROBATCHES or not all(schedule.order):
         return None
-    rows = [_Row(row, schedule.num_microbatches) for row in schedule.order]
+    rows = [_Row(row, schedule.num_microbatches, schedule.pairs) for row in schedule.order]
     if not all(row.in_order for row in rows):
         return None
     lengths = range(1, schedule.num_microbatches // 4 + 1)
@@ -95,12 +100,21 @@ def consistent_cut(begins: Sequence[int], fed: Sequence[Fed]) -> list[int]:
 
 
 class _Row:
-    """The passes of a rank, as codes."""
+    """The passes of a rank, as codes.
 
-    def __init__(self, row: Sequence[Pass], num_microbatches: int) -> None:
+    Attributes:
+        codes: the code of each pass.
+        forms: the same, and whether the pass runs together with the next one.
+    """
+
+    def __init__(self, row: Sequence[Pass], num_microbatches: int, pairs: Collection[Pass] = ()) -> None:
         self._num_microbatches = num_microbatches
         known: dict[_Code, _Code] = {}  # one tuple per code, not one per pass
         self.codes = [known.setdefault((stage, kind, slice_), (stage, kind, slice_)) for stage, kind, _, slice_ in row]
+        self.forms: Sequence[Hashable] = self.codes
+        if pairs:
+            self.forms = [(code, p in pairs) for code, p in zip(self.codes, row, strict=True)]
+        self._splits = frozenset(place + 1 for place, p in enumerate(row) if p in pairs)
         self.positions: dict[_Code, list[int]] = {code: [] for code in self.codes}
         microbatches: dict[_Code, list[int]] = {code: [] for code in self.positions}
         for position, (code, p) in enumerate(zip(self.codes, row, strict=True)):
@@ -108,6 +122,10 @@ class _Row:
             microbatches[code].append(p.microbatch)
         in_order = list(range(num_microbatches))
         self.in_order = all(found == in_order for found in microbatches.values())
+
+    def whole(self, begin: int) -> int:
+        """``begin``, or the position after it if a cut there would separate the passes of a pair."""
+        return begin + (begin in self._splits)
 
     def length(self, num_microbatches: int) -> int:
         return len(self.positions) * num_microbatches
@@ -117,13 +135,13 @@ class _Row:
         length = self.length(num_microbatches)
         begin = len(self.codes) // 2 - length
         window = self.codes[begin : begin + length]
-        return window == self.codes[begin + length : begin + 2 * length] and all(
+        return self.forms[begin : begin + length] == self.forms[begin + length : begin + 2 * length] and all(
             window.count(code) == num_microbatches for code in self.positions
         )
 
     def stretch(self, num_microbatches: int) -> tuple[int, int]:
         """Return the longest part of the row, around its middle, in which each window equals the next."""
-        codes, length = self.codes, self.length(num_microbatches)
+        codes, length = self.forms, self.length(num_microbatches)
         middle = len(codes) // 2
 
         def differs_before(count: int) -> bool:
@@ -143,6 +161,8 @@ def _consistent(schedule: Schedule, rows: Sequence[_Row], num_microbatches: int)
     needs = list(_needs(schedule, rows))
     fed = [(rank, rows[rank].positions[code], other, rows[other].positions[of]) for rank, code, other, of in needs]
     begins = consistent_cut([begin for begin, _ in parts], fed)
+    while begins != (whole := [row.whole(begin) for row, begin in zip(rows, begins, strict=True)]):
+        begins = consistent_cut(whole, fed)
     lengths = [row.length(num_microbatches) for row in rows]
     copies = min((end - begin) // length for begin, (_, end), length in zip(begins, parts, lengths, strict=True))
     if copies < 2:

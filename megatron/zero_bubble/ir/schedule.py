@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron.zero_bubble.ir.flow import Chain, Flow
-from megatron.zero_bubble.ir.passes import BW, FORWARDS, Pass
+from megatron.zero_bubble.ir.passes import AND, BW, FORWARDS, Pass, groups
 from megatron.zero_bubble.ir.placement import Placement
 from megatron.zero_bubble.ir.slices import WHOLE, Slices
 
@@ -26,6 +26,8 @@ class Schedule:
         slices: how every sequence is cut; each slice has passes of its own.
         make_flow: makes the flow of values between the passes.
         evaluates: whether the schedule has only forwards, which then save no activations.
+        pairs: the forwards that run at the same time as the backward that directly follows them in their row, so that
+            each hides the all-to-all of the other's experts.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Schedule:
     slices: Slices = WHOLE
     make_flow: Callable[[Schedule], Flow] = chain_of
     evaluates: bool = False
+    pairs: frozenset[Pass] = frozenset()
 
     @property
     def num_ranks(self) -> int:
@@ -74,11 +77,13 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """The schedule of an evaluation: the same placement and order of forwards, without backwards."""
         order = tuple(tuple(p for p in row if p.kind in FORWARDS) for row in self.order)
-        return replace(self, name=f"{self.name} (forward only)", order=order, evaluates=True)
+        return replace(self, name=f"{self.name} (forward only)", order=order, evaluates=True, pairs=frozenset())
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:
-        """``order`` as strings, the form of the ``"order"`` key of ``zero-bubble plan --format json``."""
-        return tuple(tuple(map(str, row)) for row in self.order)
+        """``order`` as strings, the form of the ``"order"`` key of ``zero-bubble plan --format json``; the two passes
+        of a pair are one string, ``3F7&0B4``.
+        """
+        return tuple(tuple(AND.join(map(str, works)) for works in groups(row, self.pairs)) for row in self.order)
 
     @classmethod
     def from_text(
@@ -90,5 +95,7 @@ class Schedule:
         slices: Slices = WHOLE,
     ) -> Schedule:
         """Read what ``to_text`` wrote. Only the form of each pass is checked; ``analysis.validate`` checks the rest."""
-        rows = tuple(tuple(map(Pass.parse, row)) for row in order)
-        return cls(name, placement, num_microbatches, rows, slices)
+        cells = [[tuple(map(Pass.parse, cell.split(AND))) for cell in row] for row in order]
+        rows = tuple(tuple(p for cell in row for p in cell) for row in cells)
+        pairs = frozenset(p for row in cells for cell in row for p in cell[:-1])
+        return cls(name, placement, num_microbatches, rows, slices, pairs=pairs)

@@ -14,7 +14,7 @@ from megatron.zero_bubble.ir.schedule import chain_of
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
 
-_Marks = list[tuple[Pass, Any, Any]]
+_Marks = list[tuple[tuple[Pass, ...], Any, Any]]
 
 
 class BubbleMeter(IterationObserver):
@@ -78,8 +78,7 @@ class BubbleMeter(IterationObserver):
 
     def end(self, op: Op) -> None:
         if op.works:
-            mark = self._platform.mark()
-            self._running.extend((work, self._begun, mark) for work in op.works)
+            self._running.append((op.works, self._begun, self._platform.mark()))
 
     def restarted(self) -> None:
         self._running.clear()
@@ -87,7 +86,8 @@ class BubbleMeter(IterationObserver):
     def _take(self, started: Any, marks: _Marks, varies: bool) -> None:
         """Add an iteration. The time of passes before a restart counts as bubble."""
         elapsed_ms = self._platform.elapsed_ms
-        times = {work: elapsed_ms(start, end) for work, start, end in marks}
+        # The passes of a pair run at the same time: each counts as half of it.
+        times = {work: elapsed_ms(start, end) / len(works) for works, start, end in marks for work in works}
         self._iterations.append(RankIteration(elapsed_ms(started, marks[-1][2]), sum(times.values())))
         self._order, self._last = tuple(times), times if varies else None
         for work, ms in times.items():

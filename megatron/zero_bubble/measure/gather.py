@@ -35,7 +35,9 @@ def gather_trace(name: str, marks: Marks, group: dist.ProcessGroup) -> Trace:
     rows: list[Any] = [None] * group.size()
     dist.all_gather_object(rows, marks.times(), group=group)
     ran = marks.schedule
-    return Trace.of(name, tuple(rows)) if ran is None else Trace.of(name, tuple(rows), ran.slices, ran.make_flow)
+    if ran is None:
+        return Trace.of(name, tuple(rows))
+    return Trace.of(name, tuple(rows), ran.slices, ran.make_flow, ran.pairs)
 
 
 def median_costs(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
+from megatron.zero_bubble.analysis.timeline import LaneSpan, divided
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Validated
 from megatron.zero_bubble.ir import Message, Op, Pass, Schedule
 from megatron.zero_bubble.ir.ops import COMPUTE
@@ -77,7 +77,7 @@ class Recorder(IterationObserver):
         return taken
 
     def _clear(self) -> None:
-        self._passes: list[tuple[Pass, Any, Any]] = []
+        self._passes: list[tuple[tuple[Pass, ...], Any, Any]] = []
         self._sent: list[tuple[Message, Any]] = []
         self._received: list[tuple[Message, Any, Any, Any]] = []
         self._settled: list[tuple[Message, Any, Any]] = []
@@ -119,8 +119,7 @@ class Recorder(IterationObserver):
         if self._origin is None:
             return
         if op.works:
-            mark = self._mark()
-            self._passes.extend((work, self._begun, mark) for work in op.works)
+            self._passes.append((op.works, self._begun, self._mark()))
         else:
             # If the op has started to run meanwhile, ``completed`` replaces the time in which it was issued.
             self._lanes.setdefault(op, (self._begun, self._mark()))
@@ -167,7 +166,7 @@ class Marks(NamedTuple):
 
     origin: _Origin
     elapsed_ms: Callable[[Any, Any], float]
-    passes: list[tuple[Pass, Any, Any]]
+    passes: list[tuple[tuple[Pass, ...], Any, Any]]
     sent: list[tuple[Message, Any]]
     received: list[tuple[Message, Any, Any, Any]]
     settled: list[tuple[Message, Any, Any]]
@@ -183,7 +182,7 @@ class Marks(NamedTuple):
             return (origin.at_ms + elapsed(origin.mark, mark) for mark in marks)
 
         return RankTrace(
-            tuple(Span(work, *ms(*marks)) for work, *marks in self.passes),
+            tuple(span for works, *marks in self.passes for span in divided(works, *ms(*marks))),
             tuple(Sent(m.producer, m.target, *ms(mark)) for m, mark in self.sent),
             tuple(Received(m.producer, m.source, *ms(*marks)) for m, *marks in self.received),
             tuple(Settled(m.producer, m.target, *ms(*marks)) for m, *marks in self.settled),

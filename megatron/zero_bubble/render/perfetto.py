@@ -9,14 +9,15 @@ Format", 2016); Perfetto reads the event kinds X, i, C, M and the flows s and f.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from megatron.zero_bubble.analysis.difference import Comparison, RankDifference
 from megatron.zero_bubble.analysis.memory import memory_curve
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.analysis.trace import RankTrace
+from megatron.zero_bubble.analysis.timeline import Box, Timeline
 from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.ir.passes import AND
 
 PASSES, SENDS, POSTS, RECEIVES, WAITS = range(1, 6)
 _THREADS = {PASSES: "passes", SENDS: "sends", POSTS: "posted receives", RECEIVES: "receives", WAITS: "other waits"}
@@ -80,9 +81,9 @@ def _process(rank: int, planned: bool) -> str:
 
 
 def _planned(compared: Comparison) -> Iterator[Event]:
-    for rank, row in enumerate(compared.planned.spans):
-        for p, start_ms, end_ms in row:
-            yield _slice(_pid(rank, planned=True), PASSES, str(p), start_ms, end_ms, _of_pass(p))
+    for rank in range(len(compared.planned.spans)):
+        for works, start_ms, end_ms in compared.planned.boxes(rank):
+            yield _slice(_pid(rank, planned=True), PASSES, _name(works), start_ms, end_ms, _of_pass(*works))
 
 
 def _measured(compared: Comparison) -> Iterator[Event]:
@@ -91,7 +92,7 @@ def _measured(compared: Comparison) -> Iterator[Event]:
     rows = zip(compared.measured.ranks, compared.difference.ranks, strict=True)
     for rank, (row, difference) in enumerate(rows):
         pid = _pid(rank)
-        yield from _passes(pid, row, difference)
+        yield from _passes(pid, compared.measured.timeline.boxes(rank), difference)
         ends = {span.pass_: span.end_ms for span in row.spans}
         for producer, target, at_ms in row.sends:
             start_ms = min(at_ms, ends.get(producer, at_ms))
@@ -119,12 +120,18 @@ def _sends(compared: Comparison) -> Iterator[Any]:
         yield from row.sends
 
 
-def _passes(pid: int, row: RankTrace, difference: RankDifference) -> Iterator[Event]:
-    for (p, start_ms, end_ms), step in zip(row.spans, difference.steps, strict=True):
+def _passes(pid: int, boxes: Iterable[Box], difference: RankDifference) -> Iterator[Event]:
+    steps = iter(difference.steps)
+    for works, start_ms, end_ms in boxes:
+        step, *_ = islice(steps, len(works))
         why: dict[str, Any] = {name: round(getattr(step, name), 4) for name in _CAUSES}
         if step.waits_for is not None:
             why["waits_for"] = str(step.waits_for)
-        yield _slice(pid, PASSES, str(p), start_ms, end_ms, _of_pass(p) | why)
+        yield _slice(pid, PASSES, _name(works), start_ms, end_ms, _of_pass(*works) | why)
+
+
+def _name(works: Iterable[Pass]) -> str:
+    return AND.join(map(str, works))
 
 
 def _memory(compared: Comparison) -> Iterator[Event]:
@@ -143,8 +150,9 @@ def _memory(compared: Comparison) -> Iterator[Event]:
                 }
 
 
-def _of_pass(p: Pass) -> dict[str, Any]:
-    return {"stage": p.stage, "kind": p.kind.value, "microbatch": p.microbatch, "slice": p.slice}
+def _of_pass(p: Pass, beside: Pass | None = None) -> dict[str, Any]:
+    own = {"stage": p.stage, "kind": p.kind.value, "microbatch": p.microbatch, "slice": p.slice}
+    return own if beside is None else own | {"beside": str(beside)}
 
 
 def _slice(pid: int, tid: int, name: str, start_ms: float, end_ms: float, args: dict[str, Any] | None = None) -> Event:

@@ -132,16 +132,19 @@ def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> 
     paths: defaultdict[tuple[Kind, int], list[str]] = defaultdict(list)
     numbers: defaultdict[tuple[Kind, int], list[str]] = defaultdict(list)
     labels = []
-    for p, start_ms, end_ms in timeline.spans[rank]:
+    for works, start_ms, end_ms in timeline.boxes(rank):
         x, w = _LEFT + (start_ms - timeline.start_ms) * scale, (end_ms - start_ms) * scale
         # Leave a thin gap between neighbours, but never so wide that a short pass disappears.
         drawn = w - min(1.0, 0.15 * w)
-        part = p.kind, placement.chunk_of(p.stage)
-        paths[part].append(f"M{x:.2f} {y:g}h{drawn:.2f}v{height}h-{drawn:.2f}z")
-        label = p.label
-        numbers[part].append(label)
-        if _DIGIT * len(label) < drawn:
-            labels.append(f'<text class="mb" x="{x + drawn / 2:.1f}" y="{y + height / 2 + 3.5:g}">{label}</text>')
+        high = height / len(works)  # the passes of a pair are drawn above each other in one box
+        for number, p in enumerate(works):
+            top = y + number * high
+            part = p.kind, placement.chunk_of(p.stage)
+            paths[part].append(f"M{x:.2f} {top:g}h{drawn:.2f}v{high:g}h-{drawn:.2f}z")
+            label = p.label
+            numbers[part].append(label)
+            if _DIGIT * len(label) < drawn:
+                labels.append(f'<text class="mb" x="{x + drawn / 2:.1f}" y="{top + high / 2 + 3.5:g}">{label}</text>')
     middle = y + height / 2 + 4
     yield f'<text class="rank" x="{_LEFT - 8}" y="{middle:g}">rank {rank}</text>'
     yield f'<rect class="idle" x="{_LEFT}" y="{y:g}" width="{timeline.makespan_ms * scale:.2f}" height="{height}"/>'

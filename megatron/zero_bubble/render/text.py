@@ -8,8 +8,11 @@ At unit costs this is the picture in the schedules' docstrings::
 
 from __future__ import annotations
 
-from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from collections.abc import Iterable
+
+from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
+from megatron.zero_bubble.ir.passes import AND
 
 _LONGEST = 12
 """Largest width of a pass in characters, even if short passes then lose their numbers."""
@@ -23,15 +26,16 @@ def render_text(timeline: Timeline, max_width: int | None = None) -> str:
     """Draw the picture, one line per rank; a row wider than ``max_width`` characters is cut in the middle.
 
     A pass is drawn as kind and microbatch, ``F12``, preceded by its stage if ranks have several stages. If that does
-    not fit, only the kind is drawn. Fused backwards and other long passes are extended with dashes.
+    not fit, only the kind is drawn. Fused backwards and other long passes are extended with dashes. The two passes of a
+    pair are drawn as one, ``3F7&0B4``.
     """
     ms_per_character = _scale(timeline)
     width = round(timeline.makespan_ms / ms_per_character) if ms_per_character else 0
     heads = [f"rank {rank} |" for rank in range(len(timeline.spans))]
     margin = max(map(len, heads), default=0)
     lines = []
-    for head, spans in zip(heads, timeline.spans, strict=True):
-        row = "".join(_cells(timeline, spans, ms_per_character)).ljust(width, ".")
+    for rank, head in enumerate(heads):
+        row = "".join(_cells(timeline, rank, ms_per_character)).ljust(width, ".")
         lines.append(head.rjust(margin) + _shorten(row, max_width and max_width - margin - 1) + "|")
     return "\n".join(lines) + "\n"
 
@@ -52,35 +56,36 @@ def size_of(schedule: Schedule) -> str:
     return f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches{slices}"
 
 
-def _label(timeline: Timeline, p: Pass) -> str:
+def _label(timeline: Timeline, works: Iterable[Pass]) -> str:
     one_stage_per_rank = timeline.schedule.num_stages == timeline.schedule.num_ranks
-    return str(p).removeprefix(str(p.stage)) if one_stage_per_rank else str(p)
+    return AND.join(str(p).removeprefix(str(p.stage)) if one_stage_per_rank else str(p) for p in works)
 
 
 def _scale(timeline: Timeline) -> float:
     """Return the milliseconds per character, such that the shortest pass has room for the longest label and a blank."""
-    spans = [span for row in timeline.spans for span in row if span.end_ms > span.start_ms]
-    if not spans:
+    boxes = [box for rank in range(len(timeline.spans)) for box in timeline.boxes(rank) if box.end_ms > box.start_ms]
+    if not boxes:
         return 0.0
     # BW is not considered: it lasts as long as B and W together, so its longer label fits if theirs do.
-    label = max((len(_label(timeline, span.pass_)) for span in spans if span.pass_.kind is not Kind.BW), default=1)
-    shortest = min(span.end_ms - span.start_ms for span in spans)
-    longest = max(span.end_ms - span.start_ms for span in spans)
+    labels = [len(_label(timeline, box.works)) for box in boxes if box.works[-1].kind is not Kind.BW]
+    label = max(labels, default=1)
+    shortest = min(box.end_ms - box.start_ms for box in boxes)
+    longest = max(box.end_ms - box.start_ms for box in boxes)
     return max(shortest / (label + 1), longest / max(_LONGEST, label + 1), timeline.makespan_ms / _MOST_COLUMNS)
 
 
-def _cells(timeline: Timeline, spans: tuple[Span, ...], ms_per_character: float) -> list[str]:
+def _cells(timeline: Timeline, rank: int, ms_per_character: float) -> list[str]:
     """Return the pieces of a row: dots up to each pass, then the pass."""
     cells = []
     column = 0
-    for p, start_ms, end_ms in spans:
+    for works, start_ms, end_ms in timeline.boxes(rank):
         # If the scale is 0, all passes take no time; each is drawn as wide as its label.
         start, end = (
             round((ms - timeline.start_ms) / ms_per_character) if ms_per_character else column
             for ms in (start_ms, end_ms)
         )
         cells.append("." * (start - column))
-        cells.append(cell(_label(timeline, p), p.kind.value, end - start))
+        cells.append(cell(_label(timeline, works), AND.join(p.kind.value for p in works), end - start))
         column = end
     return cells
 

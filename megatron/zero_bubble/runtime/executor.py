@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Op, Plan
 from megatron.zero_bubble.ir.registers import Registers
 from megatron.zero_bubble.runtime.handler import FORGOTTEN, STOP, Awaited, Handler
@@ -23,12 +24,21 @@ class Executor:
         rank: the pipeline rank, which selects the row of the plan.
         handlers: handlers by class of op.
         observer: is notified of every op that occupies a lane; None adds no overhead.
+
+    Raises:
+        UserError: the plan has an op without a handler.
     """
 
     def __init__(
         self, plan: Plan, rank: int, handlers: Mapping[type[Op], Handler], observer: IterationObserver | None = None
     ) -> None:
         self._ops, self._drain, self._registers = plan.executable(rank)
+        first_of_kind = {type(op): op for op in (*self._drain, *reversed(self._ops))}
+        if missing := [op for kind, op in first_of_kind.items() if kind not in handlers]:
+            raise UserError(
+                f"every op of a plan needs a handler in this version; {plan.schedule.name!r} has {missing[0]} on rank "
+                f"{rank}, which has none; plan the schedule without ops of this kind"
+            )
         self._handlers = handlers
         self._observer = observer
         self._table: list[Any] = [None] * self._registers.size

@@ -86,6 +86,7 @@ def build(
     num_chunks: int | None = None,
     num_slices: int | Slices | None = None,
     unit_microbatches: int | None = None,
+    pairs: int = False,
 ) -> Schedule:
     """Build the schedule called ``name``.
 
@@ -93,10 +94,12 @@ def build(
         num_chunks: the stages per rank of an interleaved schedule (default: 2).
         num_slices: the slices of every sequence of a sliced schedule, or their cuts (default: 4 even slices).
         unit_microbatches: the most microbatches per unit of a schedule of units (default: one per rank).
+        pairs: whether forwards run at the same time as backwards of other microbatches, so that each hides the
+            all-to-all of the other's experts.
 
     Raises:
         UserError: for an unknown name, counts below 1, a size that is too large, or a number of chunks, slices or
-            microbatches per unit that the schedule does not support.
+            microbatches per unit, or pairs, that the schedule does not support.
     """
     known = recipe(name)
     for count, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
@@ -106,5 +109,8 @@ def build(
     check_size(num_ranks, num_microbatches, chunks, len(slices))
     if known.sliced:
         known.units(unit_microbatches)
+        known.pairs(bool(pairs))
         return known.build(num_ranks, num_microbatches, chunks, slices)
-    return known.build(num_ranks, num_microbatches, chunks, **known.units(unit_microbatches))
+    return known.build(
+        num_ranks, num_microbatches, chunks, **known.units(unit_microbatches), **known.pairs(bool(pairs))
+    )

@@ -18,11 +18,16 @@ from megatron.zero_bubble.schedules.recipe import Recipe
 _Item = TypeVar("_Item")
 
 
-def build(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """Order each rank as Megatron does: rank i warms up with 2(p-1-i) passes and a unit of each chunk but the last."""
+def build(num_ranks: int, num_microbatches: int, num_chunks: int = 2, pairs: bool = False) -> Schedule:
+    """Order each rank as Megatron does: rank i warms up with 2(p-1-i) passes and a unit of each chunk but the last.
+
+    With ``pairs``, the F and BW of the steady state run at the same time, after a warm-up that is one F longer, so that
+    they do not need each other: the order of Megatron's ``--overlap-moe-expert-parallel-comm``.
+    """
     placement = Placement.interleaved(num_ranks, num_chunks)
-    order = tuple(_row(rank, num_ranks, num_microbatches, num_chunks) for rank in range(num_ranks))
-    return Schedule(RECIPE.name, placement, num_microbatches, order)
+    rows = [_row(rank, num_ranks, num_microbatches, num_chunks, pairs) for rank in range(num_ranks)]
+    together = frozenset(p for row, warmup in rows for p in row[warmup:] if p.kind is Kind.F) if pairs else frozenset()
+    return Schedule(RECIPE.name, placement, num_microbatches, tuple(row for row, _ in rows), pairs=together)
 
 
 def units(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
@@ -31,16 +36,19 @@ def units(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
     return [items[first:end] for first, end in pairwise((*firsts, len(items)))]
 
 
-def _row(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[Pass, ...]:
+def _row(
+    rank: int, num_ranks: int, num_microbatches: int, num_chunks: int, pairs: bool
+) -> tuple[tuple[Pass, ...], int]:
+    """The passes of a rank, and how many of them are its warm-up."""
     chunks = range(num_chunks)
     parts = units(range(num_microbatches), num_ranks)
     forwards = (Pass(chunk * num_ranks + rank, Kind.F, m) for unit in parts for chunk in chunks for m in unit)
     backwards = (
         Pass(chunk * num_ranks + rank, Kind.BW, m) for unit in parts for chunk in reversed(chunks) for m in unit
     )
-    warmup = 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * max(map(len, parts))
+    warmup = 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * max(map(len, parts)) + pairs
     letters = forward_backward(num_microbatches * num_chunks, warmup)
-    return tuple(next(forwards if letter == "F" else backwards) for letter in letters)
+    return tuple(next(forwards if letter == "F" else backwards) for letter in letters), warmup
 
 
 RECIPE = Recipe(
@@ -50,4 +58,5 @@ RECIPE = Recipe(
     memory="(p+(p-1)/v)M",
     build=build,
     shape="interleaved",
+    has_pairs=True,
 )

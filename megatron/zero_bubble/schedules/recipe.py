@@ -34,6 +34,8 @@ class Recipe:
         shape: the placement of its stages.
         sliced: whether it cuts sequences into slices; ``build`` then also accepts their ``Slices``.
         has_units: whether it runs units of microbatches; ``build`` then also accepts their size.
+        has_pairs: whether it can run forwards at the same time as backwards, to hide the all-to-all of experts;
+            ``build`` then also accepts ``pairs``.
         adapts: whether it is made for equal passes, so that the search can refit it to known costs in the same memory.
     """
 
@@ -46,6 +48,7 @@ class Recipe:
     adapts: bool = False
     sliced: bool = False
     has_units: bool = False
+    has_pairs: bool = False
 
     def placement(self, num_ranks: int, num_chunks: int) -> Placement:
         """Return the placement of its stages; only an interleaved schedule uses ``num_chunks``."""
@@ -77,6 +80,19 @@ class Recipe:
             what = "has no units of microbatches" if not self.has_units else "needs 1 or more microbatches per unit"
             raise UserError(f"schedule {self.name!r} {what}; got units of {asked}; leave the number out")
         return {"unit_microbatches": asked}
+
+    def pairs(self, asked: bool) -> dict[str, bool]:
+        """Return the further argument of ``build``: whether forwards run at the same time as backwards.
+
+        Raises:
+            UserError: when this schedule does not support pairs.
+        """
+        if asked and not self.has_pairs:
+            raise UserError(
+                f"schedule {self.name!r} has no pairs of a forward and a backward; got pairs=True; use "
+                "interleaved-1f1b or dualpipe-v, or leave pairs out"
+            )
+        return {"pairs": True} if asked else {}
 
     def slices(self, asked: int | Slices | None) -> Slices:
         """Return the cuts of every sequence; ``asked`` is the user's choice, if any: a number means even slices.
