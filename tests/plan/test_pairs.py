@@ -127,7 +127,7 @@ def test_plans_that_repeat_pairs_are_stored_once_and_equal_plans_lowered_in_full
     if num_chunks is None:
         schedule = one_stage(4, 64, lambda rank: 2 * (4 - rank) - 1)
     else:
-        schedule = build(name, num_ranks=4, num_microbatches=96, num_chunks=num_chunks, pairs=True)
+        schedule = build(name, num_ranks=4, num_microbatches=64, num_chunks=num_chunks, pairs=True)
     assert find_repeats(schedule) is not None
     plan, whole = lower(schedule), communicate(Plan.bare(schedule))
     assert isinstance(plan.ops, Unrolled) and plan.stem.schedule.num_microbatches < schedule.num_microbatches

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 from megatron.zero_bubble.analysis.deadlock import deadlock
 from megatron.zero_bubble.analysis.memory import peaks
@@ -18,9 +19,9 @@ from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline, div
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.messages import occupied
 from megatron.zero_bubble.errors import PlanError, UserError
-from megatron.zero_bubble.ir import Plan, Schedule, Token
+from megatron.zero_bubble.ir import Op, Pass, Plan, Schedule, Token, Value
 from megatron.zero_bubble.ir.garbage import without_gc
-from megatron.zero_bubble.ir.ops import COMPUTE
+from megatron.zero_bubble.ir.ops import COMPUTE, Part
 
 __all__ = ["Span", "Timeline", "simulate"]
 
@@ -72,6 +73,7 @@ class Run:
 
     def __init__(self, rows: Sequence[Iterable[Step]], schedule: Schedule, costs: PassCosts) -> None:
         self._steps = rows
+        costs = costs.overlapping(schedule.overlaps)
         self._costs, self._slices = occupied(costs, schedule.placement), schedule.slices
         self.free = [0.0] * len(rows)
         self._lane_free: list[dict[str, float]] = [{} for _ in rows]
@@ -82,35 +84,79 @@ class Run:
         Raises:
             Blocked: when the ranks wait for each other.
         """
-        costs, free, slices, comm = self._costs, self.free, self._slices, self._costs.comm
         made: dict[Hashable, tuple[float, int | None]] = {token: (ms, None) for token, ms in given_ms.items()}
-        ends: list[list[float]] = [[] for _ in free]
-        self.spans: list[list[Span]] = [[] for _ in free]
-        self.lanes: list[list[LaneSpan]] = [[] for _ in free]
-        spans, lane_free = self.spans, self._lane_free
+        ends: list[list[float]] = [[] for _ in self.free]
+        self.spans: list[list[Span]] = [[] for _ in self.free]
+        self.lanes: list[list[LaneSpan]] = [[] for _ in self.free]
+        comm, costs = self._costs.comm, self._costs
         for rank, _, (op, after, waits, makes) in advance(self._steps, made):
-            start, own, lane = free[rank], ends[rank], op.lane or COMPUTE
-            reached = start
-            if lane != COMPUTE:
-                start = max(start, lane_free[rank].get(lane, 0.0))
+            own = ends[rank]
+            # An op waits for results of its rank and of others; the rank itself waits only for those of others.
+            ready = waited = self.free[rank]
             for position in after:
-                if own[position] > start:
-                    start = own[position]
+                if own[position] > ready:
+                    ready = own[position]
             for token in waits:
                 ms, source = made[token]
-                if source != rank and source is not None:
-                    ms += comm(source, rank) + op.arrival_ms(costs, token)
-                if ms > start:
-                    start = ms
-            end = start + op.duration_ms(costs, slices)
-            if lane == COMPUTE:
-                free[rank] = end
+                if source != rank:
+                    if source is not None:
+                        ms += comm(source, rank) + op.arrival_ms(costs, token)
+                    waited = max(waited, ms)
+                if ms > ready:
+                    ready = ms
+            if parts := op.parts(costs):
+                ended = self._issue(rank, op, parts, ready)
+                # What several passes give is awaited by tokens, each at the end of its pass (``analysis.steps``).
+                own.append(ended[0] if len(ended) == 1 else ready)
+                made |= {token: (ended[op.works.index(_producer(token))], rank) for token in makes}
             else:
-                lane_free[rank][lane] = end
-            if works := op.works:
-                spans[rank].extend(divided(works, start, end))
-            elif op.lane is not None:
-                self.lanes[rank].append(LaneSpan(lane, op, start, end, reached))
-            own.append(end)
-            for token in makes:
-                made[token] = end, rank
+                end = self._occupy(rank, op, ready, waited)
+                own.append(end)
+                for token in makes:
+                    made[token] = end, rank
+        for rank, lanes in enumerate(self._lane_free):
+            self.free[rank] = max(self.free[rank], lanes.get(COMPUTE, 0.0))
+
+    def _occupy(self, rank: int, op: Op, ready: float, waited: float) -> float:
+        """Run an op on its lane, once its inputs are there and the lane is free; return the time at which it ends."""
+        lane, lanes, reached = op.lane, self._lane_free[rank], self.free[rank]
+        start = ready if lane is None else max(ready, lanes.get(lane, 0.0))
+        end = start + op.duration_ms(self._costs, self._slices)
+        if lane is None:
+            self.free[rank] = waited
+            return end
+        lanes[lane] = end
+        if lane == COMPUTE:
+            self.free[rank] = end
+        if works := op.works:
+            self.spans[rank].extend(divided(works, start, end))
+        else:
+            self.lanes[rank].append(LaneSpan(lane, op, start, end, reached))
+        return end
+
+    def _issue(self, rank: int, op: Op, parts: Sequence[Part], ready: float) -> list[float]:
+        """Run the parts of an op, each once its lane is free; return the times at which the passes of the op end."""
+        self.free[rank] = ready  # the rank issues the parts, and continues
+        lanes, spans = self._lane_free[rank], self.spans[rank]
+        begun = max(ready, lanes.get(COMPUTE, 0.0))
+        ended = [ready] * len(op.works)
+        for lane, ms, work in parts:
+            start = max(lanes.get(lane, 0.0), ready if work is None else ended[work])
+            end = lanes[lane] = start + ms
+            if work is not None:
+                ended[work] = end
+            if lane != COMPUTE:
+                self.lanes[rank].append(LaneSpan(lane, str(op), start, end, ready))
+        # The passes of the op before have the rank until this op computes, even if their last parts end later.
+        position = len(spans) - 1
+        while position >= 0 and spans[position].end_ms > begun:
+            p, start, _ = spans[position]
+            spans[position] = Span(p, min(start, begun), begun)
+            position -= 1
+        spans.extend(divided(op.works, begun, max(lanes.get(COMPUTE, 0.0), *ended)))
+        return ended
+
+
+def _producer(token: Hashable) -> Pass:
+    """The pass that makes a token of a plan: a value, or, in a schedule without ops, the pass itself."""
+    return token.producer if isinstance(token, Value) else cast(Pass, token)

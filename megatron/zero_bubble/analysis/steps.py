@@ -84,11 +84,13 @@ class _Row:
             for value in takes:
                 given.pop(value, None)
                 self._taken.add(value)
+            # What the passes of one op give may be there at different times, so it is a token on its own rank, too.
+            apart = len(op.works) > 1
             for value in gives:
                 if value in given:
                     self._report(f"{op} gives {value}, which rank {self._rank} has already", self._rank, position)
-                given[value] = (position, arrives)
-            found.append(Step(op, tuple(after), tuple(tokens), makes + gives if travels else makes))
+                given[value] = position, (*arrives, value) if apart else arrives
+            found.append(Step(op, tuple(after), tuple(tokens), makes + gives if travels or apart else makes))
         self._check_left(given)
         return found
 

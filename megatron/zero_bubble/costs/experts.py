@@ -56,7 +56,7 @@ class StageParts(NamedTuple):
 
     def per_layer(self, contention: float = 1.0) -> StageParts:
         """The times of one of its layers, in which computation takes longer by ``contention``."""
-        count = self.count
+        count = self.num_layers
         computing = contention / count
         return StageParts(
             1,
@@ -73,7 +73,7 @@ class StageParts(NamedTuple):
         )
 
     @property
-    def count(self) -> int:
+    def num_layers(self) -> int:
         """The number of layers, at least 1."""
         return max(1, round(self.layers))
 
@@ -97,17 +97,17 @@ def parts_of(kinds: tuple[Kind, ...], stages: tuple[StageParts, ...], contention
     Args:
         kinds: the kinds of the passes.
         stages: the times of the stage of each.
-        contention: by how much longer computation takes beside an all-to-all.
+        contention: by how much longer computation takes next to an all-to-all.
     """
     if len(kinds) == 1:
-        found = _alone(kinds[0], 0, stages[0], contention, range(stages[0].count))
+        found = _alone(kinds[0], 0, stages[0], contention, range(stages[0].num_layers))
     else:
-        (forward, backward), both = stages, range(min(stage.count for stage in stages))
+        (forward, backward), both = stages, range(min(stage.num_layers for stage in stages))
         f, b = (stage.per_layer(contention) for stage in stages)
         found = [part for _ in both for part in _together(f, b, kinds[1])]
         # As Megatron does, the layers that one of the passes has more than the other run alone.
-        found += _alone(kinds[0], 0, forward, contention, range(len(both), forward.count))
-        found += _alone(kinds[1], 1, backward, contention, range(len(both), backward.count))
+        found += _alone(kinds[0], 0, forward, contention, range(len(both), forward.num_layers))
+        found += _alone(kinds[1], 1, backward, contention, range(len(both), backward.num_layers))
     return tuple(part for part in found if part.ms)
 
 
@@ -141,7 +141,7 @@ def _together(f: StageParts, b: StageParts, backward: Kind) -> list[Part]:
 
 
 def _alone(kind: Kind, work: int, stage: StageParts, contention: float, layers: range) -> list[Part]:
-    """Some layers of a pass that runs alone; computation takes longer only for what an all-to-all is beside."""
+    """Some layers of a pass that runs alone; computation takes longer only for what runs next to an all-to-all."""
     one = stage.per_layer()
     forward = [
         Part(COMPUTE, one.attention, work),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from megatron.zero_bubble.costs.passes import PassCosts
 from megatron.zero_bubble.ir import WHOLE, Pass, Placement, Slices
+from megatron.zero_bubble.ir.ops import COMPUTE, Part
 from megatron.zero_bubble.ir.passes import BW, B, F
 
 Messages = Sequence[tuple[float, float]]
@@ -40,6 +41,14 @@ class CostsWithMessages(PassCosts):
         """Milliseconds for which ``p`` occupies its rank, from the handling of its input to that of its output."""
         computing = super().duration if self.without is None else self.without.duration
         return computing(p, slices) + sum(ends_of(p, self.messages))
+
+    def parts(self, works: tuple[Pass, ...]) -> tuple[Part, ...]:
+        """The parts of passes that overlap, between the messages that their rank handles before and after them."""
+        if not (parts := super().parts(works)):
+            return ()
+        ends = [(ends_of(p, self.messages), number) for number, p in enumerate(works)]
+        before = [Part(COMPUTE, ms, number) for (ms, _), number in ends if ms]
+        return (*before, *parts, *(Part(COMPUTE, ms, number) for (_, ms), number in ends if ms))
 
 
 def occupied(costs: PassCosts, placement: Placement) -> PassCosts:

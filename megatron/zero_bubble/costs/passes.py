@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import mul
 
+from megatron.zero_bubble.costs.experts import StageParts, exposed_share, length_ms, parts_of, recut_parts
 from megatron.zero_bubble.costs.units import (
     check_same_length,
     checked_figure,
@@ -18,6 +19,7 @@ from megatron.zero_bubble.costs.units import (
 )
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts, required
 from megatron.zero_bubble.ir import WHOLE, Chain, Pass, Placement, Slices, Value
+from megatron.zero_bubble.ir.ops import Part
 from megatron.zero_bubble.ir.passes import BW, VOCABULARY_KINDS, B, F, W
 
 TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
@@ -43,6 +45,10 @@ class PassCosts:
 
     ``vocabulary`` has the figures of vocabulary parallelism, which only schedules with its passes need.
 
+    ``experts`` has the parts of every stage with experts, of which F, B and W consist (default: none), and
+    ``contention`` is the factor by which computation is slower next to their all-to-alls (default: 1). Only with
+    ``overlaps`` do these run beneath computation.
+
     ``links`` overrides ``comm_ms`` for (source rank, destination rank). A transfer is pure latency: it delays the
     receiver and does not occupy any rank.
 
@@ -66,6 +72,9 @@ class PassCosts:
     gather_ms: tuple[float, ...] = ()
     reduce_ms: tuple[float, ...] = ()
     message_ms: float = 0.0
+    experts: tuple[StageParts, ...] = ()
+    contention: float = 1.0
+    overlaps: bool = False
 
     def __post_init__(self) -> None:
         for name in ATTENTION:
@@ -125,7 +134,13 @@ class PassCosts:
         )
         host, gather, reduce = (recut(getattr(self, name), placement.num_stages) for name in (KEY_HOST, *SHARDS))
         lanes = host, gather, reduce, self.message_ms
-        return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary, *lanes)
+        experts = recut_parts(self.experts, placement.num_stages) if self.experts else ()
+        of_experts = experts, self.contention, self.overlaps
+        return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary, *lanes, *of_experts)
+
+    def overlapping(self, overlaps: bool) -> PassCosts:
+        """Return the costs of a plan in which the all-to-alls of experts do or do not run beneath computation."""
+        return self if self.overlaps == overlaps else replace(self, overlaps=overlaps)
 
     def _recut_shares(self, times: str, shares: str, placement: Placement) -> tuple[float, ...]:
         """Convert shares to the stages of ``placement``: merged stages get the mean, weighted by time."""
@@ -151,10 +166,23 @@ class PassCosts:
         return whole * part + (self.wgrad_ms[p.stage] * slices.shares[p.slice] if p.kind is BW else 0.0)
 
     def pair(self, forward: Pass, backward: Pass, slices: Slices = WHOLE) -> float:
-        """Milliseconds of a forward and a backward that run at the same time: by default, as long as one after the
-        other.
+        """Milliseconds of a forward and a backward that run at the same time; without ``experts``, as long as one after
+        the other.
         """
-        return self.duration(forward, slices) + self.duration(backward, slices)
+        parts = self.overlapping(True).parts((forward, backward))
+        return length_ms(parts) if parts else self.duration(forward, slices) + self.duration(backward, slices)
+
+    def parts(self, works: tuple[Pass, ...]) -> tuple[Part, ...]:
+        """The parts of passes that run at the same time, or of one that runs alone; empty if nothing overlaps."""
+        if not self.overlaps or not self.experts:
+            return ()
+        stages = tuple([self.experts[p.stage] for p in works])
+        return parts_of(tuple([p.kind for p in works]), stages, self.contention)
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of a microbatch's F, B and W that all-to-alls of experts take if nothing hides them."""
+        return exposed_share(self.experts)
 
     def copy(self, value: Value, slices: Slices = WHOLE) -> float:
         """Milliseconds to copy what an F saved, ``value``, to host memory or back."""

@@ -8,7 +8,7 @@ A list for another number of chunks per rank is converted, as ``PassCosts.fit`` 
 and values), ``sequence_length`` and ``least_slice_tokens`` (tokens of a sequence, and the fewest of a slice). Only
 vocabulary parallelism needs the keys of ``formats/vocabulary.py``, only offloading ``host_ms`` (the time to copy what F
 saves to host memory, or back), and only sharded units ``gather_ms`` and ``reduce_ms`` (the times to gather the weights,
-and to reduce the gradients).
+and to reduce the gradients). Models with experts have their all-to-alls in ``experts`` (``formats/experts.py``).
 
 Costs per layer, from which layouts are made, are in ``layers`` and ``parts`` (see ``formats/layers.py``) instead of
 figures of passes, or are derived from lists per stage with ``layers_per_stage``. With them, no layer is ever divided;
@@ -39,6 +39,7 @@ from megatron.zero_bubble.costs.units import (
     spread,
 )
 from megatron.zero_bubble.errors import UserError, nearest
+from megatron.zero_bubble.formats.experts import EXPERTS, ExpertFigures, experts_content, experts_from
 from megatron.zero_bubble.formats.files import json_object, naming, read_file, read_key
 from megatron.zero_bubble.formats.layers import ENDS, LAYERS, PARTS, ends_content, ends_from, layers_from
 from megatron.zero_bubble.formats.vocabulary import KEYS, VocabularyFigures, vocabulary_content, vocabulary_from
@@ -52,7 +53,7 @@ Figure = float | tuple[float, ...]
 _LAYOUT = "layers_per_stage"
 _SHARES = {"attention": "forward_attention", "backward_attention": "backward_attention"}
 """The keys of shares, and the attributes of ``PassCosts`` that they give; ``ATTENTION`` has them in the same order."""
-_OF_STAGES = (*TIMES, *MEMORY, KEY_HISTORY, KEY_HOST, *SHARDS, *_SHARES, _LAYOUT, *ENDS, *KEYS)
+_OF_STAGES = (*TIMES, *MEMORY, KEY_HISTORY, KEY_HOST, *SHARDS, *_SHARES, _LAYOUT, *ENDS, *KEYS, EXPERTS)
 _KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, COMM, "links", MESSAGE))
 _WHAT = "costs file"
 _ALIKE = 0.01
@@ -82,7 +83,7 @@ def costs_to_json(
         content |= {name: list(getattr(memory, name)) for name in MEMORY}
         if any(memory.history):
             content[KEY_HISTORY] = list(memory.history)
-    content |= vocabulary_content(costs, memory)
+    content |= vocabulary_content(costs, memory) | experts_content(costs)
     if tokens is not None:
         content |= {key: number for key, number in zip(TOKENS, tokens, strict=True) if number is not None}
     if layers_per_stage:
@@ -107,6 +108,7 @@ class CostsFile:
         layers_per_stage: the layout of the lists per stage; empty if unknown.
         ends: the embedding and the output layer with the loss, as far as known besides the lists.
         vocabulary: figures of vocabulary parallelism; None if the file has none.
+        experts: the all-to-alls of experts and their computation; None if the file has none.
     """
 
     times: Mapping[str, Figure]
@@ -121,6 +123,7 @@ class CostsFile:
     ends: Mapping[str, Part] = field(default_factory=dict)
     vocabulary: VocabularyFigures | None = None
     message_ms: float = 0.0
+    experts: ExpertFigures | None = None
 
     @property
     def embedding_is_known(self) -> bool:
@@ -185,6 +188,7 @@ class CostsFile:
             ends=ends_from(content),
             vocabulary=vocabulary_from(content),
             message_ms=message_ms,
+            experts=_experts(content),
         )
 
     @classmethod
@@ -247,7 +251,7 @@ class CostsFile:
             forward, backward = (self._shares(key, of, placement) for key, of in zip(_SHARES, TIMES, strict=False))
             if forward or backward:
                 costs = costs.with_attention(forward or (0.0,) * len(f), backward)
-            costs = self._with_vocabulary(costs, placement)
+            costs = self._with_experts(self._with_vocabulary(costs, placement), placement)
             if self.memory is None:
                 return costs, None
             kept = {name: _per_stage(name, figure, placement) for name, figure in self.memory.items()}
@@ -271,6 +275,12 @@ class CostsFile:
     def _with_vocabulary(self, costs: PassCosts, placement: Placement) -> PassCosts:
         own = None if self.vocabulary is None else self.vocabulary.costs(placement.num_ranks)
         return replace(costs, vocabulary=own)
+
+    def _with_experts(self, costs: PassCosts, placement: Placement) -> PassCosts:
+        if self.experts is None:
+            return costs
+        parts = self.experts.of(costs, lambda name, figure: _per_stage(name, figure, placement))
+        return replace(costs, experts=parts, contention=self.experts.contention)
 
     def _parts(self) -> LayerCosts:
         """Derive the costs per layer from those of the stages of the lists; figures of ranks have no part in it."""
@@ -308,6 +318,16 @@ def _figure(content: Mapping[str, Any], name: str) -> Figure:
 
 def _given(content: Mapping[str, Any], names: Iterable[str]) -> dict[str, Figure]:
     return {name: _figure(content, name) for name in names if name in content}
+
+
+def _experts(content: dict[str, Any]) -> ExpertFigures | None:
+    found = experts_from(content)
+    if found is not None and _LAYOUT in content:
+        raise UserError(
+            f"{EXPERTS} has figures of stages, and {_LAYOUT} divides them into layers, which this version cannot do "
+            f"with all-to-alls; got both; remove {_LAYOUT}"
+        )
+    return found
 
 
 def _tokens(content: dict[str, Any]) -> SliceTokens | None:

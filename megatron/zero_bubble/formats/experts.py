@@ -10,7 +10,7 @@
 
 Every figure is one number, for a rank's whole share of the model, or a list with one number per stage, as those of the
 passes, which include them: what a pass takes besides is attention and all else. The times are those of a pass that runs
-alone. ``contention`` is the factor by which computation is slower beside an all-to-all (default: 1).
+alone. ``contention`` is the factor by which computation is slower next to an all-to-all (default: 1).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def experts_from(content: Mapping[str, Any]) -> ExpertFigures | None:
     if EXPERTS not in content:
         return None
     given = _object(EXPERTS, content[EXPERTS], (_LAYERS, *_OF_PASSES), (_CONTENTION,))
-    times = {}
+    times: dict[str, Figure] = {}
     for pass_, fields in _OF_PASSES.items():
         own = _object(f"{EXPERTS}.{pass_}", given[pass_], tuple(fields))
         times |= {field: _figure(f"{EXPERTS}.{pass_}.{key}", own[key]) for key, field in fields.items()}

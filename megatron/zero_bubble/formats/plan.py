@@ -34,6 +34,7 @@ from megatron.zero_bubble.plan.shard import Sharding
 CSV = ".csv"
 KEY_VOCABULARY = "vocabulary"
 RECOMPUTE_LOGITS = "recompute_logits"
+OVERLAP_EXPERTS = "overlap_experts"
 _NAMES = frozenset(key.name for key in PLAN_KEYS)
 
 
@@ -88,6 +89,7 @@ def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> 
         **slices_content(schedule.slices),
         **({} if (algorithm := algorithm_of(schedule)) is None else {KEY_VOCABULARY: algorithm}),
         "order": schedule.to_text(),
+        **({OVERLAP_EXPERTS: True} if schedule.overlap_experts else {}),
         "makespan_ms": timeline.makespan_ms,
         "span_ms": timeline.span_ms,
         "bubble_rate_makespan": timeline.bubble_rate("makespan"),
@@ -164,8 +166,9 @@ def _schedule_from(content: dict[str, Any]) -> Schedule:
     slices = slices_from(content) or Slices.even(num_slices)
     chunks = -(-placement.num_stages // placement.num_ranks)
     check_size(placement.num_ranks, num_microbatches, chunks, num_slices)
-    schedule = replace(flat, slices=slices)
-    schedule = replace(schedule, make_flow=flow_from(content))
+    schedule = replace(
+        flat, slices=slices, make_flow=flow_from(content), overlap_experts=_is_true(content, OVERLAP_EXPERTS)
+    )
     for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):
         if content.get(key, value) != value:
             raise UserError(f"{key} must agree with stage_to_rank, which gives {value}; got {content[key]!r}")
@@ -192,15 +195,17 @@ def algorithm_from(content: Mapping[str, Any]) -> Algorithm | None:
 
 
 def _recomputes_logits(content: dict[str, Any]) -> bool:
-    recomputes = RECOMPUTE_LOGITS in content and read_key(
-        content, RECOMPUTE_LOGITS, "true or false", lambda value: type(value) is bool
-    )
+    recomputes = _is_true(content, RECOMPUTE_LOGITS)
     if recomputes and KEY_VOCABULARY not in content:
         raise UserError(
             f"{RECOMPUTE_LOGITS} needs passes of a divided vocabulary and the key {KEY_VOCABULARY}, which is missing; "
             f"remove {RECOMPUTE_LOGITS}"
         )
-    return bool(recomputes)
+    return recomputes
+
+
+def _is_true(content: dict[str, Any], key: str) -> bool:
+    return bool(key in content and read_key(content, key, "true or false", lambda value: type(value) is bool))
 
 
 def read_plan_file(path: str | Path) -> PlanFile:

@@ -40,6 +40,13 @@ PLAN_KEYS = (
         "are one string, `3F7&0B4`",
         decides=True,
     ),
+    Key(
+        "overlap_experts",
+        "`true`",
+        "the all-to-all of experts runs beneath the weight gradients of its own backward; missing if it does not, or "
+        "if the order has pairs, which hide it anyway",
+        decides=True,
+    ),
     Key("num_slices", "integer", "slices of every sequence; missing if sequences are whole", decides=True),
     Key(
         "slice_shares",

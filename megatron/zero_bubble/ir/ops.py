@@ -25,13 +25,15 @@ from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS, F, Pass, later
 from megatron.zero_bubble.ir.schedule import Schedule
 from megatron.zero_bubble.ir.slices import WHOLE, Slices
 
-COMPUTE, COPY_OUT, COPY_BACK, NET = "compute", "copy out", "copy back", "net"
+COMPUTE, COPY_OUT, COPY_BACK, NET, ALL_TO_ALL = "compute", "copy out", "copy back", "net", "all-to-all"
 
 
 class Times(Protocol):
     """The source of an op's duration: ``costs.PassCosts``."""
 
     def duration(self, p: Pass, slices: Slices = WHOLE) -> float: ...
+
+    def parts(self, works: tuple[Pass, ...]) -> tuple[Part, ...]: ...
 
     def pair(self, forward: Pass, backward: Pass, slices: Slices = WHOLE) -> float: ...
 
@@ -50,6 +52,20 @@ class Memory(Protocol):
     def changes(self, p: Pass, slices: Slices = WHOLE) -> tuple[float, float]: ...
 
     def size(self, value: Value, slices: Slices = WHOLE) -> float: ...
+
+
+class Part(NamedTuple):
+    """A part of an op on a lane of its rank. It starts when its lane is free, and when the previous part of the same
+    pass has ended.
+
+    Attributes:
+        work: the position of the pass among the op's ``works``; None for what no other pass waits for, such as weight
+            gradients. What a pass gives is there at the end of its last part.
+    """
+
+    lane: str
+    ms: float
+    work: int | None
 
 
 class Token(NamedTuple):
@@ -112,6 +128,12 @@ class Op:
     def duration_ms(self, times: Times, slices: Slices) -> float:
         """How long the op occupies its lane."""
         return 0.0
+
+    def parts(self, times: Times) -> tuple[Part, ...]:
+        """The parts of an op that occupies several lanes, in the order in which it issues them; the next op may start
+        when the lanes of its own parts are free. Empty for an op that occupies its lane for ``duration_ms``.
+        """
+        return ()
 
     def arrival_ms(self, times: Times, token: Hashable) -> float:
         """How much longer than a message ``token`` takes from another rank to this op."""
@@ -205,6 +227,9 @@ class Compute(Op):
 
     def duration_ms(self, times: Times, slices: Slices) -> float:
         return times.duration(self.work, slices)
+
+    def parts(self, times: Times) -> tuple[Part, ...]:
+        return times.parts(self.works)
 
     def arrival_ms(self, times: Times, token: Hashable) -> float:
         """In a schedule without ops, passes are tokens, and all ranks take part in what passes of the vocabulary take

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.zero_bubble.ir.flow import Flow
-from megatron.zero_bubble.ir.ops import COMPUTE, Compute, Effects, Memory, Op, Rows, Times
+from megatron.zero_bubble.ir.ops import COMPUTE, Compute, Effects, Memory, Op, Part, Rows, Times
 from megatron.zero_bubble.ir.passes import AND, BW, B, F, Pass, groups, later
 from megatron.zero_bubble.ir.schedule import Schedule
 from megatron.zero_bubble.ir.slices import Slices
@@ -42,6 +42,9 @@ class Pair(Op):
 
     def duration_ms(self, times: Times, slices: Slices) -> float:
         return times.pair(self.forward, self.backward, slices)
+
+    def parts(self, times: Times) -> tuple[Part, ...]:
+        return times.parts(self.works)
 
     def memory(self, memory: Memory, slices: Slices) -> tuple[float, float]:
         (start, end), (other_start, other_end) = (memory.changes(work, slices) for work in self.works)

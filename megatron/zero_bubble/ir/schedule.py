@@ -28,6 +28,8 @@ class Schedule:
         evaluates: whether the schedule has only forwards, which then save no activations.
         pairs: the forwards that run at the same time as the backward that directly follows them in their row, so that
             each hides the all-to-all of the other's experts.
+        overlap_experts: whether passes that run alone overlap the all-to-all of their experts too, as far as their own
+            weight gradients and the next pass allow; always so with ``pairs``.
     """
 
     name: str
@@ -38,6 +40,12 @@ class Schedule:
     make_flow: Callable[[Schedule], Flow] = chain_of
     evaluates: bool = False
     pairs: frozenset[Pass] = frozenset()
+    overlap_experts: bool = False
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the all-to-all of experts runs beneath computation."""
+        return self.overlap_experts or bool(self.pairs)
 
     @property
     def num_ranks(self) -> int:

@@ -18,8 +18,9 @@ from textwrap import fill
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.steady import find_period
-from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from megatron.zero_bubble.analysis.timeline import Box, Timeline
 from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.ir.passes import AND
 from megatron.zero_bubble.render.text import CUT, cell, render_text
 
 _MANY_RANKS, _MANY_MICROBATCHES = 16, 64
@@ -61,12 +62,13 @@ class _Excerpt:
         self.ranks = _first_middle_last([rank for rank, row in enumerate(timeline.spans) if row])
         self.margin = len(f"rank {self.ranks[-1]} |")
         self.room = self.width - self.margin - 1
-        self.ends = {rank: [span.end_ms for span in timeline.spans[rank]] for rank in self.ranks}
+        self.boxes = {rank: list(timeline.boxes(rank)) for rank in self.ranks}
+        self.ends = {rank: [box.end_ms for box in boxes] for rank, boxes in self.boxes.items()}
         self.numbered: set[int] = set()
 
     def text(self) -> str:
         """Return the three parts, and a sentence that says what is left out."""
-        starts = [self.timeline.spans[rank][0].start_ms for rank in self.ranks[::2]]
+        starts = [self.boxes[rank][0].start_ms for rank in self.ranks[::2]]
         ends = [self.ends[rank][-1] for rank in self.ranks[::2]]
         lines = [
             *self._part("warm-up", lambda ms: _from(starts, self.room, ms)),
@@ -115,7 +117,7 @@ class _Excerpt:
 
     def _scale(self, windows_at: _Windows) -> float:
         """Return the most ms per column at which all passes that lie in the windows have room for their labels."""
-        longest = max(span.end_ms - span.start_ms for rank in self.ranks for span in self.timeline.spans[rank])
+        longest = max(box.end_ms - box.start_ms for boxes in self.boxes.values() for box in boxes)
         ms = longest / 3
         while ms * _LONGEST > longest and not all(self._fit(window, ms) for window in windows_at(ms)):
             ms *= _FINER
@@ -124,35 +126,38 @@ class _Excerpt:
     def _fit(self, window: _Window, ms: float) -> bool:
         end = window.start_ms + window.columns * ms
         return all(
-            (span.end_ms - span.start_ms) // ms > len(self._label(span.pass_))
+            (box.end_ms - box.start_ms) // ms > len(self._label(box.works))
             for rank in self.ranks
-            for span in self._inside(rank, window.start_ms, end)
-            if span.start_ms >= window.start_ms and span.end_ms <= end
+            for box in self._inside(rank, window.start_ms, end)
+            if box.start_ms >= window.start_ms and box.end_ms <= end
         )
 
-    def _inside(self, rank: int, start_ms: float, end_ms: float) -> Iterator[Span]:
-        spans = self.timeline.spans[rank]
-        for position in range(bisect_right(self.ends[rank], start_ms), len(spans)):
-            if spans[position].start_ms >= end_ms:
+    def _inside(self, rank: int, start_ms: float, end_ms: float) -> Iterator[Box]:
+        boxes = self.boxes[rank]
+        for position in range(bisect_right(self.ends[rank], start_ms), len(boxes)):
+            if boxes[position].start_ms >= end_ms:
                 return
-            yield spans[position]
+            yield boxes[position]
 
     def _row(self, rank: int, window: _Window, ms: float) -> str:
         """Draw the columns of one window; a pass that began before it starts with a dash."""
         row = ""
-        for p, start_ms, end_ms in self._inside(rank, window.start_ms, window.start_ms + window.columns * ms):
+        for works, start_ms, end_ms in self._inside(rank, window.start_ms, window.start_ms + window.columns * ms):
             first, last = (round((at - window.start_ms) / ms) for at in (start_ms, end_ms))
             begin, end = max(first, len(row)), min(last, window.columns)
-            kind = "-" if first < 0 else self._label(p).rstrip("0123456789.")
-            label = f"{'-' if first < 0 else ''}{self._label(p)}"
+            kind = "-" if first < 0 else self._label(works[:1]).rstrip("0123456789.")
+            label = f"{'-' if first < 0 else ''}{self._label(works)}"
             # A pass that goes on after the window has no blank at its end.
             drawn = cell(label, kind, end - begin + (last > end))[: max(0, end - begin)]
             if label in drawn:
-                self.numbered.add(p.microbatch)
+                self.numbered.update(p.microbatch for p in works)
             row = row.ljust(begin, ".") + drawn
         return row.ljust(window.columns, ".")
 
-    def _label(self, p: Pass) -> str:
+    def _label(self, works: Iterable[Pass]) -> str:
+        return AND.join(map(self._of_pass, works))
+
+    def _of_pass(self, p: Pass) -> str:
         """Return kind and microbatch, in lower case for the second stage of two; with more stages, the whole name."""
         placement = self.timeline.schedule.placement
         stages = placement.stages_of(placement.stage_to_rank[p.stage])

@@ -150,9 +150,9 @@ def _memory(compared: Comparison) -> Iterator[Event]:
                 }
 
 
-def _of_pass(p: Pass, beside: Pass | None = None) -> dict[str, Any]:
+def _of_pass(p: Pass, other: Pass | None = None) -> dict[str, Any]:
     own = {"stage": p.stage, "kind": p.kind.value, "microbatch": p.microbatch, "slice": p.slice}
-    return own if beside is None else own | {"beside": str(beside)}
+    return own if other is None else own | {"paired with": str(other)}
 
 
 def _slice(pid: int, tid: int, name: str, start_ms: float, end_ms: float, args: dict[str, Any] | None = None) -> Event:

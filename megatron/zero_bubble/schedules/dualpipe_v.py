@@ -52,13 +52,13 @@ class _Row:
             self._forward(1)
         for number in range(m - 2 * p + rank + 1):
             self._forward(0)
-            self._backward(1, beside=number > 0 or below > 0)
+            self._backward(1, paired=number > 0 or below > 0)
             self._forward(1)
-            self._backward(0, beside=True)
+            self._backward(0, paired=True)
         for _ in range(below):
             self._backward(1)
             self._forward(1)
-            self._backward(0, beside=True)
+            self._backward(0, paired=True)
         for n in range(rank + 1):
             self._backward(1, split=2 * n > rank)
             self._backward(0, split=2 * n >= rank)
@@ -74,10 +74,10 @@ class _Row:
             self._row.append(Pass(self._stages[chunk], Kind.F, self._forwards[chunk]))
             self._forwards[chunk] += 1
 
-    def _backward(self, chunk: int, split: bool = False, beside: bool = False) -> None:
+    def _backward(self, chunk: int, split: bool = False, paired: bool = False) -> None:
         if self._backwards[chunk] == self._num_microbatches:
             return
-        if beside and self._row[-1].kind is Kind.F:
+        if paired and self._row[-1].kind is Kind.F:
             self.together.add(self._row[-1])
         microbatch = self._backwards[chunk]
         self._backwards[chunk] += 1

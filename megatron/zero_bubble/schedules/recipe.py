@@ -90,7 +90,7 @@ class Recipe:
         if asked and not self.has_pairs:
             raise UserError(
                 f"schedule {self.name!r} has no pairs of a forward and a backward; got pairs=True; use "
-                "interleaved-1f1b or dualpipe-v, or leave pairs out"
+                "interleaved-1f1b, dualpipe-v or 1f1b, or leave pairs out"
             )
         return {"pairs": True} if asked else {}
 
