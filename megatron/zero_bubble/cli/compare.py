@@ -31,6 +31,7 @@ from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, most_chunks
 from megatron.zero_bubble.planning.choosers import search_limits, with_costs
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
+from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.offer import Offer
 from megatron.zero_bubble.planning.plans import bound, peak_memory, rank_memory
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
@@ -75,6 +76,13 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
     add_shards(verb)
     add_tensor(verb)
     verb.add_argument(
+        "--pairs",
+        action="store_true",
+        help="also list schedules whose forwards run at the same time as backwards of other microbatches, so that "
+        "each hides the all-to-all of the other's experts, and, if --costs has experts, schedules that hide it beneath "
+        "weight gradients; lower bounds are then left out",
+    )
+    verb.add_argument(
         "--equal-passes",
         action="store_true",
         help=f"list schedules for passes of equal length only as published; by default a second row, {FITTED!r}, has "
@@ -114,11 +122,12 @@ def compare(options: argparse.Namespace) -> str:
         else:
             listed += comparison.divided(variant)
     listed += comparison.laid_out(costs) if by_cost else ()
+    listed += comparison.hidden(costs) if options.pairs else ()
     if replicas is not None:
         listed += comparison.sharded(costs, replicas)
         listed += comparison.tensor(costs, replicas, rate) if rate is not None else ()
     rows, absent, best, break_even = _simulated(listed, limit, options.objective, replicas)
-    bounds_of = partial(_bounds, options.objective, searched, limit, moves)
+    bounds_of = partial(_bounds, options.objective, () if options.pairs else searched, limit, moves)
     with working("computing lower bounds"):
         bounds = _least(bounds_of(variant) for variant in variants)
         sliced_bounds = bounds_of(variants[0], *slices) if len(slices) == 1 and len(slices[0]) > 1 else {}
@@ -138,10 +147,11 @@ def compare(options: argparse.Namespace) -> str:
     costs = variants[-1].costs
     if options.format == "json":
         return json.dumps(asdict(table), indent=2) + "\n"
+    text = table_text(table, costs) + (f"{sentence}\n" if (sentence := verdict(costs, options.objective)) else "")
     if best is None:
-        return table_text(table, costs)
+        return text
     bound = " (a lower bound)" if costs.halves(best.schedule.placement) else ""
-    return f"{table_text(table, costs)}\nShortest within the limit{bound}: {picture(best)}"
+    return f"{text}\nShortest within the limit{bound}: {picture(best)}"
 
 
 def _simulated(

@@ -30,10 +30,11 @@ from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.candidates import MOST_CHUNKS
 from megatron.zero_bubble.planning.choosers import search_limits
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
+from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import written
-from megatron.zero_bubble.planning.plans import ADAPTING, slower_than_1f1b
+from megatron.zero_bubble.planning.plans import ADAPTING, limit_verdict, slower_than_1f1b
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
 from megatron.zero_bubble.render.svg import render_svg, zoomable
@@ -86,6 +87,12 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     add_offload(verb)
     add_shards(verb)
     add_lengths(verb)
+    verb.add_argument(
+        "--pairs",
+        action="store_true",
+        help="run forwards at the same time as backwards of other microbatches, so that each hides the all-to-all of "
+        "the other's experts; a schedule without pairs hides it beneath weight gradients if --costs has experts",
+    )
     verb.add_argument(
         "--equal-passes",
         action="store_true",
@@ -149,9 +156,12 @@ def plan(options: argparse.Namespace) -> str:
     if layouts is None and units is None and algorithm_of(timeline.schedule) is None:
         slower = slower_than_1f1b(timeline, costs, options.objective)
         text += "" if slower is None else f"{slower}\n"
+    text += f"{sentence}\n" if (sentence := verdict(made.question.costs, options.objective)) else ""
     text += "" if offload_plan is None else offload_summary(offload_plan, costs)
     text += "" if units is None or over is None else shard_summary(over, units, costs)
     text += limit_text(timeline, costs, certificate) if certificate else ""
+    if made.question.limit is not None and timeline.schedule.overlaps:
+        text += f"{limit_verdict(timeline, costs, made.question.limit)[1]}\n"
     if options.step_ms is not None:
         text += period_text(timeline, costs, options.step_ms, only_synchronous=units is not None)
     return text
@@ -198,6 +208,7 @@ def question_of(options: argparse.Namespace) -> Question:
         by_cost,
         not options.equal_passes,
         recompute_logits=bool(options.recompute_logits),
+        pairs=options.pairs,
     )
 
 
@@ -212,6 +223,8 @@ def _check(options: argparse.Namespace) -> None:
             f"--num-chunks auto applies only to {ZB_AUTO}, and to --shard-weights, whose stages per rank are chosen "
             "together with units; give a number, or use zero-bubble compare, which lists several"
         )
+    if options.pairs and options.schedule is None:
+        raise UserError("--pairs does not apply to a schedule file, which has its own; leave it out")
     if options.equal_passes and options.schedule not in ADAPTING:
         raise UserError(f"--equal-passes applies only to {', '.join(ADAPTING)}; leave it out")
     if options.step_ms is not None and not 0 <= options.step_ms < math.inf:

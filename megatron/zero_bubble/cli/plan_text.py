@@ -68,7 +68,7 @@ def period_text(timeline: Timeline, costs: Figures, step_ms: float, only_synchro
 def limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) -> str:
     """Format whether the plan is within the limit, and how much shorter a schedule within it could be."""
     objective, best = certificate.objective, certificate.bound
-    kept, verdict = limit_verdict(timeline, costs, certificate)
+    kept, verdict = limit_verdict(timeline, costs, certificate.memory_limit)
     lines = [verdict]
     where = best.reason if best.rank is None else f"{best.reason}, rank {best.rank}"
     these = "placement and limit" if timeline.schedule.num_slices == 1 else "placement, limit and cuts"

@@ -42,9 +42,11 @@ class Answer(Offer):
 
     @cached_property
     def certificate(self) -> Certificate | None:
-        """How far the plan is from a lower bound; None without a memory limit, and for sharded units."""
+        """How far the plan is from a lower bound; None without a memory limit, for sharded units, and where passes
+        overlap.
+        """
         limit, objective, moving = self.question.limit, self.question.objective, self.question.offload
-        if limit is None or self.shards is not None:
+        if limit is None or self.shards is not None or self.schedule.overlaps:
             return None
         own, schedule = self.costs if moving is None else moving.on(self.costs), self.schedule
         kinds = schedule.slices, algorithm_of(schedule), moving is not None

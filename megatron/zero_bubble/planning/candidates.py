@@ -10,6 +10,7 @@ from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.ir.sizes import check_size
+from megatron.zero_bubble.planning.experts import WITH_OVERLAP, WITH_PAIRS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
@@ -26,6 +27,8 @@ SHARDED = "sharded"
 """Suffix for the name of a schedule whose weights are sharded."""
 _TENSOR = ("1f1b", "zb-h1", "zb-v")
 """Schedules that are also listed with tensor parallelism: Megatron's, and the best for one or two stages per rank."""
+_OVERLAPPED = ("zb-h1", "zb-v")
+"""Schedules without pairs that are also listed with the all-to-all of experts beneath weight gradients."""
 LAID_OUT = "layout by cost"
 """Suffix for the name of a schedule whose layers per stage were chosen together with it."""
 MOST_CHUNKS = 4
@@ -102,6 +105,15 @@ class Comparison:
         once = None if self.offload is None else replace(self.offload, limits=self.offload.limits[:1])
         for way in self._ways(costs):
             yield way.row() if way.question.schedule == ZB_AUTO else way.row(offload=once)
+
+    def hidden(self, costs: Figures) -> Iterator[Candidate]:
+        """Yield schedules that hide the all-to-all of experts: in pairs, or beneath weight gradients if it is known."""
+        has_experts = bool(costs.on(Placement.linear(costs.num_ranks))[0].experts)
+        for name, recipe in SCHEDULES.items():
+            if recipe.has_pairs or (has_experts and name in _OVERLAPPED):
+                end = WITH_PAIRS if recipe.has_pairs else WITH_OVERLAP
+                for way in self._named(recipe, costs):
+                    yield way.row(f" {end}", pairs=True)
 
     def sharded(self, costs: Figures, replicas: Replicas) -> Iterator[Candidate]:
         """Yield the schedules of whole sequences with several stages per rank, with sharded units."""

@@ -13,6 +13,7 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.planning.cuts import Cuts
+from megatron.zero_bubble.planning.experts import hidden
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import lay_out
 from megatron.zero_bubble.planning.offer import Ask, Offer, score
@@ -180,7 +181,9 @@ def _made(question: Question, variant: Variant) -> Iterator[Schedule]:
     if question.file is not None:
         yield question.file
     elif question.schedule != ZB_AUTO:
-        yield _named(question)
+        known = costs.on(Placement.linear(costs.num_ranks))[0].experts if question.pairs else ()
+        named = hidden(_hiding(question), str(question.schedule), bool(known)) if question.pairs else [_named(question)]
+        yield from named
     else:
         assert limit is not None, "a search has a limit"
         if variant.algorithm is not None and cut is None:
@@ -202,6 +205,18 @@ def _named(question: Question) -> Schedule:
         return with_units(make, costs, question.objective, limit)
     schedule = make(unit_microbatches=question.unit if question.has_units else None)
     return fitted(schedule, costs, question.objective) if question.fits else schedule
+
+
+def _hiding(question: Question) -> Iterator[Schedule]:
+    """The schedules whose all-to-alls are hidden: with pairs, or else as published and as refitted to the costs."""
+    sizes = {"num_ranks": question.costs.num_ranks, "num_microbatches": question.costs.num_microbatches}
+    name = str(question.schedule)
+    if recipe(name).has_pairs:
+        yield build(name, **sizes, num_chunks=question.num_chunks[0], pairs=True)
+        return
+    yield _named(replace(question, fits=False))
+    if question.adapts:
+        yield _named(question)
 
 
 def _cut(question: Question) -> Question:

@@ -62,6 +62,7 @@ RECORDS = Choice("recorded iterations", chosen("trace", "record_costs"))
 MEASUREMENTS = Choice("measurements of passes", chosen("trace", "record_costs", "log_bubble"))
 BALANCE = Choice("balanced microbatches", chosen("balance_microbatches"), "balanced microbatches")
 LENGTHS = Choice("microbatches of different lengths", chosen("variable_seq_lengths", "shapes", "lengths"))
+PAIRS = Choice("pairs", chosen("pairs"))
 _TO_ONE_LENGTH = "pad all microbatches to one length, or leave the other one out"
 _OTHER_LENGTHS = "the other one needs equally many microbatches of equal length on all replicas, in this version"
 
@@ -95,6 +96,12 @@ EXCLUSIONS = (
     Rule(LENGTHS, SLICES, False, "sequences are cut at the same tokens in all microbatches", _TO_ONE_LENGTH),
     Rule(LENGTHS, VOCABULARY, False, "its collectives have the rows of one length", _TO_ONE_LENGTH),
     Rule(LENGTHS, OFFLOAD, False, "moves are chosen by the bytes and times of one length", _TO_ONE_LENGTH),
+    Rule(PAIRS, PLANS, False, "its search does not order pairs", "give a schedule with pairs, such as dualpipe-v"),
+    Rule(PAIRS, SLICES, False, "the all-to-alls of experts are known for whole sequences"),
+    Rule(PAIRS, VOCABULARY, False, "the passes of the vocabulary would be part of pairs"),
+    Rule(PAIRS, OFFLOAD, False, "what moves to host memory is counted per pass"),
+    Rule(PAIRS, SHARDS, False, "their collectives would compete with the all-to-alls of experts"),
+    Rule(PAIRS, LAYOUT, False, "the all-to-alls of experts are known per stage, not per layer"),
     Rule(LENGTHS, RECORDS, False, "passes of different lengths have no common times", _TO_ONE_LENGTH),
 )
 """What cannot be combined in this version."""

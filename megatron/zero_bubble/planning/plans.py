@@ -9,7 +9,6 @@ from megatron.zero_bubble.analysis.bounds import Bound, lower_bound, lower_bound
 from megatron.zero_bubble.analysis.memory import message_peaks, most_kept
 from megatron.zero_bubble.analysis.score import length_ms, within
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.sizes import check_size
 from megatron.zero_bubble.ir.vocabulary import Algorithm
@@ -128,12 +127,12 @@ def with_units(make: Callable[..., Schedule], costs: Figures, objective: Metric,
     return best_within(costs.num_ranks, costs.num_microbatches, timeline, rated, limit).schedule
 
 
-def limit_verdict(timeline: Timeline, costs: Figures, certificate: Certificate) -> tuple[bool, str]:
+def limit_verdict(timeline: Timeline, costs: Figures, memory_limit: float) -> tuple[bool, str]:
     """Return whether the schedule is within the memory limit, and a sentence that states it."""
     peak = peak_memory(timeline, costs)
-    is_met = within(peak, certificate.memory_limit)
+    is_met = within(peak, memory_limit)
     verdict = "met" if is_met else f"EXCEEDED by {timeline.schedule.name}"
-    limit = costs.show(certificate.memory_limit)
+    limit = costs.show(memory_limit)
     return is_met, f"memory limit {limit}: {verdict}, peak {costs.show(peak)} per rank"
 
 

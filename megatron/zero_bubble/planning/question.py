@@ -65,6 +65,8 @@ class Question:
         starts: schedules of the variant that are known already, none of which may be better than the answer.
         recompute_logits: whether a divided output layer computes the logits again, which ``variants`` account for.
         known: whether a search also offers schedules that may be better once activations move to host memory.
+        pairs: whether the all-to-all of experts runs beneath computation: in pairs of a forward and a backward if the
+            schedule has them, else beneath weight gradients.
     """
 
     costs: Figures
@@ -84,6 +86,7 @@ class Question:
     starts: tuple[Schedule, ...] = ()
     recompute_logits: bool = False
     known: bool = False
+    pairs: bool = False
 
     @property
     def adapts(self) -> bool:

@@ -128,7 +128,7 @@ def page_answer(asked: PageQuestion) -> PageAnswer:
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
     limit = None
     if certificate is not None:
-        kept, sentence = limit_verdict(timeline, costs, certificate)
+        kept, sentence = limit_verdict(timeline, costs, certificate.memory_limit)
         limit = {"kept": kept, "sentence": sentence}
     plan, more = plan_content(timeline, certificate), {}
     if asked.loads is not None:

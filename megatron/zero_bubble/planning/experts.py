@@ -1,0 +1,95 @@
+"""Schedules that hide the all-to-all of experts, and which of them is the shortest for given costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+from megatron.zero_bubble.analysis.score import length_ms
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.score import attempt
+from megatron.zero_bubble.schedules import build, recipe
+from megatron.zero_bubble.schedules.alone import fuse_alone, split_alone
+
+WITH_PAIRS, WITH_OVERLAP = "with pairs", "with overlap"
+"""The ends of names of schedules that hide the all-to-all of experts: in pairs, or beneath weight gradients only."""
+_CHUNKS = (2, 4)
+"""The stages per rank of the combined interleaved schedules that a sentence names."""
+
+
+def hidden(schedules: Iterator[Schedule], named: str, has_experts: bool) -> Iterator[Schedule]:
+    """Yield the ways to run schedules so that the all-to-all of experts is hidden.
+
+    Args:
+        schedules: with pairs, if the schedule called ``named`` has any.
+        has_experts: whether the costs know the all-to-alls.
+
+    Raises:
+        UserError: for a schedule without pairs if the all-to-alls are unknown, because nothing is then gained.
+    """
+    has_pairs = recipe(named).has_pairs
+    recipe(named).pairs(not has_experts)
+    for schedule in schedules:
+        if has_pairs:
+            own = replace(schedule, name=f"{schedule.name} {WITH_PAIRS}")
+            yield from dict.fromkeys((own, fuse_alone(own), split_alone(own)))
+        else:
+            own = replace(schedule, name=f"{schedule.name} {WITH_OVERLAP}", overlap_experts=True)
+            yield from dict.fromkeys((fuse_alone(own), own))
+
+
+class Contender(NamedTuple):
+    """A schedule of one kind: what it is, its length in ms, and its peak in microbatches."""
+
+    what: str
+    ms: float
+    peak: float
+
+
+def contenders(costs: Figures, objective: Metric) -> list[Contender]:
+    """Megatron's combined interleaved schedule, pairs in DualPipeV's order, and a plain schedule, shortest first; none
+    if the costs have no experts.
+    """
+    known = costs.on(Placement.linear(costs.num_ranks))[0].experts
+    if not known:
+        return []
+    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
+    layers = min(stage.layers for stage in known)
+
+    def timed(what: str, *schedules: Schedule) -> Iterator[Contender]:
+        for schedule in schedules:
+            timeline = timeline_of(schedule, *costs.on(schedule.placement))
+            yield Contender(what, length_ms(timeline, objective), max(timeline.peak_activation))
+
+    combined = {
+        f"Megatron's combined schedule (interleaved-1f1b x{chunks} {WITH_PAIRS})": build(
+            "interleaved-1f1b", **sizes, num_chunks=chunks, pairs=True
+        )
+        for chunks in _CHUNKS
+        if layers >= chunks
+    }
+    dualpipe = build("dualpipe-v", **sizes, pairs=True)
+    kinds = (
+        [attempt(name, partial(timed, name, schedule)) for name, schedule in combined.items()],
+        [attempt("pairs", partial(timed, f"dualpipe-v {WITH_PAIRS}", fuse_alone(dualpipe), split_alone(dualpipe)))],
+        [attempt("plain", partial(timed, "zb-v without overlap", build("zb-v", **sizes)))],
+    )
+    # Costs of other stages than those of a schedule may not be divisible: it is left out.
+    found = ([each for each in chain(*kind) if isinstance(each, Contender)] for kind in kinds)
+    return sorted((min(own, key=lambda each: each.ms) for own in found if own), key=lambda each: each.ms)
+
+
+def verdict(costs: Figures, objective: Metric) -> str:
+    """A sentence on the share of the all-to-all and on which kind of schedule is shortest; empty without experts."""
+    found = contenders(costs, objective)
+    if not found:
+        return ""
+    share = costs.on(Placement.linear(costs.num_ranks))[0].exposed_share
+    listed = (f"{each.what}: {each.ms:,.1f} ms, peak {each.peak:.4g} microbatches" for each in found)
+    return f"all-to-all of experts: {share:.0%} of a microbatch if nothing hides it; {objective} of {'; '.join(listed)}"

@@ -1,0 +1,129 @@
+"""Plans that hide the all-to-all of experts: what is chosen, compared, printed and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.experts import COSTS, SCALES, costs_file
+from megatron.zero_bubble import simulate
+from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.plan import plan_from_json
+from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.planning.answer import answer
+from megatron.zero_bubble.planning.exclusions import refuse_excluded
+from megatron.zero_bubble.planning.experts import contenders, verdict
+from megatron.zero_bubble.planning.figures import measured
+from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.schedules import build
+from tests.helpers.rows import some
+
+SMALL = (4, 16, 4)
+SIZES = ((8, 32, 8), (16, 32, 4), (16, 64, 4), SMALL)
+FLAGS = f"--costs {COSTS} --num-ranks 4 --num-microbatches 8"
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches", "layers"), some(SIZES, SMALL))
+@pytest.mark.parametrize("num_chunks", [2, 4])
+@pytest.mark.parametrize("scale", SCALES)
+def test_no_plan_with_pairs_is_longer_than_megatrons_combined_schedule(
+    scale: float | None, num_chunks: int, num_ranks: int, num_microbatches: int, layers: int
+) -> None:
+    """With as many stages per rank, in its memory: for every share of the all-to-all."""
+    figures = measured(costs_file(scale, layers), num_ranks, num_microbatches)
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    combined = build("interleaved-1f1b", **sizes, pairs=True)
+    stock = simulate(combined, *figures.on(combined.placement))
+    limit = max(stock.peak_activation) * figures.microbatch
+    asked = Question(figures, "interleaved-1f1b", limit, "makespan", num_chunks=(num_chunks,), pairs=True)
+    made = answer(asked)
+    assert made.timeline.makespan_ms <= stock.makespan_ms
+    assert max(made.timeline.peak_activation) <= max(stock.peak_activation)
+    assert made.schedule.pairs and made.certificate is None
+    lower_training(made.schedule)
+
+
+def test_a_small_all_to_all_is_better_with_split_backwards_alone() -> None:
+    """And a large one with fused ones, beneath whose weight gradients it runs."""
+    split, fused = (
+        answer(Question(measured(costs_file(scale, 4), 4, 8), "dualpipe-v", pairs=True)).schedule
+        for scale in (0.25, None)
+    )
+    alone = [
+        [p for row in of.order for p in row if p.kind is Kind.BW and not any(p == b for b in _backwards_in_pairs(of))]
+        for of in (split, fused)
+    ]
+    assert not alone[0] and alone[1]
+
+
+def _backwards_in_pairs(schedule: Any) -> set[Any]:
+    return {row[at + 1] for row in schedule.order for at, p in enumerate(row) if p in schedule.pairs}
+
+
+def test_the_sentence_says_the_share_and_which_kind_is_shortest() -> None:
+    exposed, small = (measured(costs_file(scale, 4), 16, 64) for scale in (None, 0.25))
+    assert [each.what.split()[0] for each in contenders(exposed, "span")] == ["Megatron's", "dualpipe-v", "zb-v"]
+    assert [each.what.split()[0] for each in contenders(small, "span")] == ["Megatron's", "zb-v", "dualpipe-v"]
+    assert verdict(exposed, "span").startswith(
+        "all-to-all of experts: 52% of a microbatch if nothing hides it; span of Megatron's combined schedule "
+        "(interleaved-1f1b x4 with pairs): 9,676."
+    )
+
+
+def test_plan_and_compare_with_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"plan --schedule dualpipe-v --pairs {FLAGS} --memory-limit 2p".split()) == 0
+    printed = capsys.readouterr().out
+    assert "dualpipe-v with pairs: 4 ranks" in printed
+    assert "all-to-all of experts: 52% of a microbatch" in printed
+    assert "memory limit 8 microbatches: met" in printed and "lower bound" not in printed
+    assert main(f"compare --pairs --equal-passes --max-chunks 2 --memory-limit 2p {FLAGS}".split()) == 0
+    table = capsys.readouterr().out
+    first = next(line for line in table.splitlines() if line.startswith(("interleaved", "dualpipe", "zb-")))
+    assert "with pairs" in first and "zb-v with overlap" in table and "has a span below" not in table
+    assert "all-to-all of experts: 52% of a microbatch" in table
+
+
+@pytest.mark.parametrize(("name", "key"), [("dualpipe-v", None), ("zb-v", True)])
+def test_the_plan_file_has_what_overlaps(
+    name: str, key: bool | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(f"plan --schedule {name} --pairs {FLAGS} --format json".split()) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text).get("overlap_experts") is key
+    schedule = plan_from_json(text).schedule
+    assert schedule.overlaps and bool(schedule.pairs) == (key is None)
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    assert main(f"plan --schedule-file {file} --costs {COSTS} --format json".split()) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["span_ms"] == json.loads(text)["span_ms"] and again["order"] == json.loads(text)["order"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--schedule zb-auto", "pairs and zb-auto exclude each other, because its search does not order pairs"),
+        ("--schedule seq-1f1b", "pairs and sequence slices exclude each other"),
+        ("--schedule dualpipe-v --offload all --host-ms 1", "exclude each other, because what moves to host memory"),
+        ("--schedule zero-pp --shard-weights", "pairs and sharded units exclude each other"),
+        ("--schedule dualpipe-v --layout auto", "exclude each other, because the all-to-alls of experts are known"),
+        ("--schedule-file plan.json", "--pairs does not apply to a schedule file"),
+    ],
+)
+def test_what_excludes_pairs_is_refused(flags: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"plan {flags} --pairs {FLAGS}".split()) != 0
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_schedule_without_pairs_needs_to_know_the_all_to_all(capsys: pytest.CaptureFixture[str]) -> None:
+    times = "--forward-ms 3 --backward-ms 2 --wgrad-ms 2 --num-ranks 4 --num-microbatches 8"
+    assert main(f"plan --schedule zb-v --pairs {times}".split()) != 0
+    assert "schedule 'zb-v' has no pairs of a forward and a backward" in capsys.readouterr().err
+    assert main(f"plan --schedule 1f1b --pairs {times}".split()) == 0
+    with pytest.raises(UserError, match="pairs and vocabulary parallelism exclude each other"):
+        refuse_excluded({"pairs": True, "vocabulary": "1"})
