@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,16 +13,18 @@ from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.analysis.bubble import Bubble, RankIteration, RankIterations, bubble_of
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.search.vocabulary import with_vocabulary
 from tests.helpers.strategies import costs_for, schedules
 
 
-def as_measured(timeline: Timeline, iterations: int = 1) -> Bubble:
+def as_measured(
+    timeline: Timeline, iterations: int = 1, pairs: Sequence[frozenset[Pass]] = (frozenset(),) * 99
+) -> Bubble:
     """Return the meter's result for a run that repeats ``timeline``."""
     rows = []
-    for spans in timeline.spans:
+    for spans, own in zip(timeline.spans, pairs, strict=False):
         durations: dict[tuple[int, Kind, int], list[float]] = {}
         for work, start, end in spans:
             durations.setdefault((work.stage, work.kind, work.slice), []).append(end - start)
@@ -29,7 +32,7 @@ def as_measured(timeline: Timeline, iterations: int = 1) -> Bubble:
         iteration = RankIteration(spans[-1].end_ms - spans[0].start_ms, work_ms)
         pass_ms = {key: sum(times) / len(times) for key, times in durations.items()}
         order = tuple(span.pass_ for span in spans)
-        rows.append(RankIterations((iteration,) * iterations, order, pass_ms, timeline.schedule.make_flow))
+        rows.append(RankIterations((iteration,) * iterations, order, pass_ms, timeline.schedule.make_flow, own))
     return bubble_of(rows)
 
 
@@ -68,3 +71,12 @@ def test_stage_without_times_has_no_bubble() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=1)
     rows = [RankIterations((RankIteration(0.0, 0.0),), order, {}) for order in schedule.order]
     assert bubble_of(rows) == Bubble(1, 0.0, 0.0)
+
+
+def test_a_pair_counts_once() -> None:
+    schedule = build("interleaved-1f1b", num_ranks=2, num_microbatches=8, pairs=True)
+    timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 5.0, 2.0, 4.0))
+    own = [frozenset(schedule.pairs.intersection(row)) for row in schedule.order]
+    found = as_measured(timeline, pairs=own)
+    assert found.measured == pytest.approx(timeline.bubble_rate("span"))
+    assert found.planned == pytest.approx(timeline.bubble_rate("span"), abs=0.1)

@@ -49,6 +49,17 @@ def test_every_schedule_runs_as_planned(ranks: RankPool, num_ranks: int, every: 
     assert_executed_as_planned(ranks, cases)
 
 
+@pytest.mark.parametrize("num_ranks", some([2, 4], 2))
+def test_pairs_run_as_planned(ranks: RankPool, num_ranks: int) -> None:
+    cases = []
+    for name, recipe in SCHEDULES.items():
+        for num_microbatches in (1, num_ranks, 3 * num_ranks) if recipe.has_pairs else ():
+            schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, pairs=True)
+            cases.append((schedule, PassCosts.uniform(schedule.placement, 18.522, 18.086, 9.337, 0.601)))
+    assert len(cases) == 9 and sum(map(bool, (schedule.pairs for schedule, _ in cases))) >= 5
+    assert_executed_as_planned(ranks, cases)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_ranks", some([2, 4, 8], 2))
 def test_every_schedule_runs_as_planned_with_vocabulary(ranks: RankPool, num_ranks: int) -> None:

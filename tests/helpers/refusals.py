@@ -53,6 +53,7 @@ _CHOICES = {
     exclusions.COLLECTIVES: ("--zero-bubble-shard-weights", ""),
     exclusions.POST_VALIDATION: ("--zero-bubble-post-validation", ""),
     exclusions.LAYOUT: ("", "--layout auto"),
+    exclusions.PAIRS: ("", "--pairs"),
     exclusions.WGRAD_STREAM: ("--zero-bubble-wgrad-stream", ""),
     exclusions.EXACT: ("--zero-bubble-exact", ""),
     exclusions.FUSED: ("--zero-bubble-fuse-wgrad", ""),

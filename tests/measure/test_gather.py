@@ -149,3 +149,16 @@ def test_costs_have_the_times_of_gathers_and_reductions() -> None:
 
     assert gather_ms([0]) == pytest.approx((2.0, *costs.gather_ms[1:]))
     assert not any(gather_ms(range(6)))
+
+
+def test_passes_of_pairs_do_not_count_where_others_ran_alone() -> None:
+    """The passes of a pair take the time of both; the warm-up and the cool-down have the times of single passes."""
+    schedule = build("interleaved-1f1b", num_ranks=2, num_microbatches=8, pairs=True)
+    costs = PassCosts.uniform(schedule.placement, 5.0, 2.0, 4.0, 0.5)
+    found = median_costs([simulate(schedule, costs)], costs)
+    assert (found.forward_ms, found.backward_ms, found.wgrad_ms) == (
+        pytest.approx(costs.forward_ms),
+        pytest.approx(costs.backward_ms),
+        pytest.approx(costs.wgrad_ms),
+    )
+    assert found.comm_ms == pytest.approx(0.5)

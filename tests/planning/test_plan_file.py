@@ -42,6 +42,8 @@ COMMANDS = {
     "layout": f"--schedule zb-h1 {OF_MODEL} --config CONFIG --layout auto",
     "layout and offload": f"--schedule zb-h2 {OF_MODEL} --config CONFIG --layout auto --offload auto --host-ms 3",
     "needed layout": f"--schedule zb-v {OF_MODEL} --config CONFIG",
+    "pairs": "--schedule dualpipe-v --pairs --num-ranks 2 --num-microbatches 6 --costs EXPERTS",
+    "overlap": "--schedule zb-v --pairs --num-ranks 2 --num-microbatches 6 --costs EXPERTS",
     "halved stages": "--schedule interleaved-1f1b --num-ranks 2 --num-microbatches 4 --costs COSTS",
 }
 _COSTS = {"forward_ms": [4.0, 6.0], "backward_ms": [4.0, 6.0], "wgrad_ms": [3.0, 5.0]}
@@ -53,6 +55,7 @@ def planned(name: str, folder: Path) -> tuple[PlanFile, str]:
     costs = folder / "costs.json"
     costs.write_text(json.dumps(_COSTS))
     words = COMMANDS[name].replace("CONFIG", str(ROOT / "configs/gpt_1.5b.yaml")).replace("COSTS", str(costs))
+    words = words.replace("EXPERTS", str(ROOT / "configs/published/deepseek_v3_h800.json"))
     plan = answer(question_of(parser().parse_args(["plan", *words.split()])))
     return decided(plan), written(plan)
 
@@ -74,6 +77,7 @@ def test_the_plans_decide_each_thing(folder: Path) -> None:
     assert {plan.vocabulary for plan in plans} == {None, 1, 2}
     assert {len(plan.schedule.slices) for plan in plans} >= {1, 3}
     assert any(plan.recompute_logits for plan in plans)
+    assert any(plan.schedule.pairs for plan in plans) and any(plan.schedule.overlap_experts for plan in plans)
     assert any(plan.moves for plan in plans) and any(plan.offload and not plan.moves for plan in plans)
     assert {None, 1} < {plan.sharding and plan.sharding.open_chunks for plan in plans}
     assert sum(plan.layout is not None for plan in plans) >= 3

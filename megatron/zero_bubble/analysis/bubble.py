@@ -33,6 +33,7 @@ class RankIterations(NamedTuple):
         pass_ms: mean time of a pass by stage, kind and slice.
         make_flow: makes the flow of the last iteration's schedule.
         last_ms: time of each pass of the last iteration, if its microbatches may have different lengths.
+        pairs: its forwards that run together with the next pass.
     """
 
     iterations: tuple[RankIteration, ...]
@@ -40,6 +41,7 @@ class RankIterations(NamedTuple):
     pass_ms: Mapping[tuple[int, Kind, int], float]
     make_flow: Callable[[Schedule], Flow] = chain_of
     last_ms: Mapping[Pass, float] | None = None
+    pairs: frozenset[Pass] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ def _schedule(ranks: Sequence[RankIterations]) -> Schedule:
         tuple(row.order for row in ranks),
         Slices.even(1 + max(work.slice for work in passes)),
         ranks[0].make_flow,
+        pairs=frozenset().union(*(rank.pairs for rank in ranks)),
     )
 
 

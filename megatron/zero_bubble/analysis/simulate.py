@@ -21,7 +21,8 @@ from megatron.zero_bubble.costs.messages import occupied
 from megatron.zero_bubble.errors import PlanError, UserError
 from megatron.zero_bubble.ir import Op, Pass, Plan, Schedule, Token, Value
 from megatron.zero_bubble.ir.garbage import without_gc
-from megatron.zero_bubble.ir.ops import COMPUTE, Part
+from megatron.zero_bubble.ir.ops import COMPUTE
+from megatron.zero_bubble.ir.parts import Part
 
 __all__ = ["Span", "Timeline", "simulate"]
 
@@ -88,7 +89,7 @@ class Run:
         ends: list[list[float]] = [[] for _ in self.free]
         self.spans: list[list[Span]] = [[] for _ in self.free]
         self.lanes: list[list[LaneSpan]] = [[] for _ in self.free]
-        comm, costs = self._costs.comm, self._costs
+        comm, costs, overlaps = self._costs.comm, self._costs, self._costs.overlaps
         for rank, _, (op, after, waits, makes) in advance(self._steps, made):
             own = ends[rank]
             # An op waits for results of its rank and of others; the rank itself waits only for those of others.
@@ -101,10 +102,11 @@ class Run:
                 if source != rank:
                     if source is not None:
                         ms += comm(source, rank) + op.arrival_ms(costs, token)
-                    waited = max(waited, ms)
+                    if ms > waited:
+                        waited = ms
                 if ms > ready:
                     ready = ms
-            if parts := op.parts(costs):
+            if parts := op.parts(costs) if overlaps else ():
                 ended = self._issue(rank, op, parts, ready)
                 # What several passes give is awaited by tokens, each at the end of its pass (``analysis.steps``).
                 own.append(ended[0] if len(ended) == 1 else ready)
@@ -128,7 +130,10 @@ class Run:
         lanes[lane] = end
         if lane == COMPUTE:
             self.free[rank] = end
-        if works := op.works:
+        works = op.works
+        if len(works) == 1:
+            self.spans[rank].append(Span(*works, start, end))
+        elif works:
             self.spans[rank].extend(divided(works, start, end))
         else:
             self.lanes[rank].append(LaneSpan(lane, op, start, end, reached))

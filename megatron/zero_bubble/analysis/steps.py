@@ -7,10 +7,12 @@ which the tokens of other ranks hold are found by running.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import NamedTuple, TypeGuard
 
-from megatron.zero_bubble.ir import Op, Plan, Schedule, Value
+from megatron.zero_bubble.ir import Op, Pass, Plan, Schedule, Value
 from megatron.zero_bubble.ir.pairs import computes
+from megatron.zero_bubble.ir.passes import groups
 
 Report = Callable[[str, int, int], None]
 """A callback for a fault: a sentence, the rank, and the position of the op."""
@@ -33,14 +35,15 @@ def steps_of(schedule: Schedule) -> list[Iterator[Step]]:
 
     A step is made when it is its turn, so that a run keeps only its results.
     """
-    dependencies = schedule.dependencies
+    dependencies, pairs = schedule.dependencies, schedule.pairs
 
-    def step(op: Op) -> Step:
-        works = op.works
-        waits = dependencies(works[0]) if len(works) == 1 else tuple(d for work in works for d in dependencies(work))
-        return Step(op, (), waits, works)
+    def needed(works: tuple[Pass, ...]) -> tuple[Pass, ...]:
+        return dependencies(*works) if len(works) == 1 else tuple(d for work in works for d in dependencies(work))
 
-    return [map(step, computes(row, schedule.pairs)) for row in schedule.order]
+    return [
+        map(Step, computes(row, pairs), repeat(()), map(needed, groups(row, pairs)), groups(row, pairs))
+        for row in schedule.order
+    ]
 
 
 def steps(plan: Plan, report: Report = lambda *_: None, stopped: bool = False) -> list[list[Step]]:

@@ -18,7 +18,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.zero_bubble.costs.units import recut
-from megatron.zero_bubble.ir.ops import ALL_TO_ALL, COMPUTE, Part
+from megatron.zero_bubble.ir.ops import ALL_TO_ALL, COMPUTE
+from megatron.zero_bubble.ir.parts import Part
 from megatron.zero_bubble.ir.passes import BW, B, F, Kind, W
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 
 from megatron.zero_bubble.costs.passes import PassCosts
 from megatron.zero_bubble.ir import WHOLE, Pass, Placement, Slices
-from megatron.zero_bubble.ir.ops import COMPUTE, Part
+from megatron.zero_bubble.ir.ops import COMPUTE
+from megatron.zero_bubble.ir.parts import Part
 from megatron.zero_bubble.ir.passes import BW, B, F
 
 Messages = Sequence[tuple[float, float]]

@@ -19,7 +19,7 @@ from megatron.zero_bubble.costs.units import (
 )
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts, required
 from megatron.zero_bubble.ir import WHOLE, Chain, Pass, Placement, Slices, Value
-from megatron.zero_bubble.ir.ops import Part
+from megatron.zero_bubble.ir.parts import Part
 from megatron.zero_bubble.ir.passes import BW, VOCABULARY_KINDS, B, F, W
 
 TIMES = ("forward_ms", "backward_ms", "wgrad_ms")

@@ -21,6 +21,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.flow import Flow, Value
+from megatron.zero_bubble.ir.parts import Part
 from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS, F, Pass, later
 from megatron.zero_bubble.ir.schedule import Schedule
 from megatron.zero_bubble.ir.slices import WHOLE, Slices
@@ -52,20 +53,6 @@ class Memory(Protocol):
     def changes(self, p: Pass, slices: Slices = WHOLE) -> tuple[float, float]: ...
 
     def size(self, value: Value, slices: Slices = WHOLE) -> float: ...
-
-
-class Part(NamedTuple):
-    """A part of an op on a lane of its rank. It starts when its lane is free, and when the previous part of the same
-    pass has ended.
-
-    Attributes:
-        work: the position of the pass among the op's ``works``; None for what no other pass waits for, such as weight
-            gradients. What a pass gives is there at the end of its last part.
-    """
-
-    lane: str
-    ms: float
-    work: int | None
 
 
 class Token(NamedTuple):

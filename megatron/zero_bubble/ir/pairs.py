@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.zero_bubble.ir.flow import Flow
-from megatron.zero_bubble.ir.ops import COMPUTE, Compute, Effects, Memory, Op, Part, Rows, Times
+from megatron.zero_bubble.ir.ops import COMPUTE, Compute, Effects, Memory, Op, Rows, Times
+from megatron.zero_bubble.ir.parts import Part
 from megatron.zero_bubble.ir.passes import AND, BW, B, F, Pass, groups, later
 from megatron.zero_bubble.ir.schedule import Schedule
 from megatron.zero_bubble.ir.slices import Slices
@@ -78,6 +79,8 @@ def can_pair(one: Pass, other: Pass) -> bool:
 
 def computes(row: Iterable[Pass], pairs: Collection[Pass]) -> Iterator[Op]:
     """The ops that compute a row of passes: each forward of ``pairs`` runs together with the pass that follows it."""
+    if not pairs:
+        return map(Compute, row)  # faster
     return (Pair(*works) if len(works) > 1 else Compute(*works) for works in groups(row, pairs))
 
 

@@ -91,6 +91,10 @@ AND = "&"
 
 def groups(row: Iterable[Pass], pairs: Collection[Pass]) -> Iterator[tuple[Pass, ...]]:
     """The passes of a row in groups that run at the same time: pairs and single passes."""
+    return _pairs_and_others(row, pairs) if pairs else zip(row)  # zip is faster
+
+
+def _pairs_and_others(row: Iterable[Pass], pairs: Collection[Pass]) -> Iterator[tuple[Pass, ...]]:
     passes = iter(row)
     for p in passes:
         other = next(passes, None) if p in pairs else None

@@ -52,10 +52,10 @@ def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) ->
             f"microbatches, but the job runs {num_ranks} pipeline ranks and {num_microbatches} microbatches "
             "(global batch size / micro batch size / data-parallel size); plan the schedule for these numbers"
         )
-    if schedule.pairs:
+    if schedule.overlaps:
         raise UserError(
-            "this version plans pairs of a forward and a backward, but runs one pass after the other; schedule "
-            f"{schedule.name!r} has {len(schedule.pairs)} pairs; plan it without --pairs"
+            "this version plans passes that hide the all-to-all of experts, but runs one pass after the other; "
+            f"schedule {schedule.name!r} has {len(schedule.pairs)} pairs; plan it without --pairs"
         )
     check_trainable(schedule)
 

@@ -36,6 +36,7 @@ class BubbleMeter(IterationObserver):
         self._iterations: list[RankIteration] = []
         self._order: tuple[Pass, ...] = ()
         self._make_flow: Callable[[Schedule], Flow] = chain_of
+        self._pairs = frozenset[Pass]()
         self._times: dict[tuple[int, Kind, int], tuple[float, int]] = {}
         self._last: dict[Pass, float] | None = None
         self._varies = False
@@ -46,7 +47,7 @@ class BubbleMeter(IterationObserver):
         self._running, self._started, self._varies = [], None, start.varies
 
     def planned(self, schedule: Schedule) -> None:
-        self._make_flow = schedule.make_flow
+        self._make_flow, self._pairs = schedule.make_flow, schedule.pairs
 
     def end_iteration(self, completed: bool) -> None:
         if completed and self._running:
@@ -64,7 +65,8 @@ class BubbleMeter(IterationObserver):
             return None
         pass_ms = {key: total / count for key, (total, count) in self._times.items()}
         rows: list[Any] = [None] * group.size()
-        own = RankIterations(tuple(self._iterations), self._order, pass_ms, self._make_flow, self._last)
+        pairs = self._pairs.intersection(self._order)
+        own = RankIterations(tuple(self._iterations), self._order, pass_ms, self._make_flow, self._last, pairs)
         dist.all_gather_object(rows, own, group=group)
         self._iterations.clear()
         self._times.clear()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.analysis.timeline import Box, Timeline
 from megatron.zero_bubble.analysis.trace import Trace
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.lengths import Whole
@@ -100,12 +100,23 @@ def median_costs(
     return replace(costs, vocabulary=VocabularyCosts(s, t, i, j, collective_ms))
 
 
+def _boxes(timeline: Timeline) -> list[Box]:
+    return [box for rank in range(len(timeline.spans)) for box in timeline.boxes(rank)]
+
+
 def _durations(timeline: Timeline, whole: Whole | None) -> dict[tuple[int, Kind], dict[int, list[float]]]:
-    """The times of an iteration by stage, kind and slice; one time for ``whole`` if microbatches have loads."""
+    """The times of an iteration by stage, kind and slice; one time for ``whole`` if microbatches have loads. A pass of
+    a pair counts only for a stage and kind of which no pass ran alone.
+    """
     durations: dict[tuple[int, Kind], dict[int, list[float]]] = {}
     parts: dict[tuple[int, Kind], float] = {}
+    boxes = _boxes(timeline)
+    alone = {(p.stage, p.kind) for box in boxes if len(box.works) == 1 for p in box.works}
+    together = {p for box in boxes if len(box.works) > 1 for p in box.works if (p.stage, p.kind) in alone}
     for row in timeline.spans:
         for work, start, end in row:
+            if work in together:
+                continue
             key = work.stage, work.kind
             durations.setdefault(key, {}).setdefault(work.slice, []).append(end - start)
             if timeline.loads and whole is not None:
@@ -217,7 +228,7 @@ class _Transfers:
 
     def add(self, timeline: Timeline) -> None:
         """Add the transfers of an iteration."""
-        ends = {span.pass_: span.end_ms for row in timeline.spans for span in row}
+        ends = {p: box.end_ms for box in _boxes(timeline) for p in box.works}
         stage_to_rank = timeline.schedule.placement.stage_to_rank
         for rank, row in enumerate(timeline.spans):
             for previous, (work, start_ms, end_ms) in pairwise(row):

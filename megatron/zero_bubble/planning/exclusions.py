@@ -101,7 +101,7 @@ EXCLUSIONS = (
     Rule(PAIRS, VOCABULARY, False, "the passes of the vocabulary would be part of pairs"),
     Rule(PAIRS, OFFLOAD, False, "what moves to host memory is counted per pass"),
     Rule(PAIRS, SHARDS, False, "their collectives would compete with the all-to-alls of experts"),
-    Rule(PAIRS, LAYOUT, False, "the all-to-alls of experts are known per stage, not per layer"),
+    Rule(LAYOUT, PAIRS, False, "the all-to-alls of experts are known per stage, not per layer"),
     Rule(LENGTHS, RECORDS, False, "passes of different lengths have no common times", _TO_ONE_LENGTH),
 )
 """What cannot be combined in this version."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.ir import WHOLE, Op, Plan, Schedule, Slices
+from megatron.zero_bubble.ir import WHOLE, Op, Pair, Plan, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import FLOWS
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.runtime.executor import Executor
@@ -118,7 +118,7 @@ def virtual_deviation_ms(
     clock = VirtualClock()
     stage, links = VirtualStage(schedule, costs, clock, num_elements), VirtualLinks(transport, costs)
     with collectives.handlers(plan, costs, clock) as more:
-        execute(plan, stage, links, more=more)
+        execute(plan, stage, links, more={Pair: stage.pair, **more})
     planned = simulate(plan, costs).spans[transport.rank]
     if [span.pass_ for span in clock.spans] != [span.pass_ for span in planned]:
         return math.inf, "order"

@@ -11,7 +11,7 @@ import torch
 
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.messages import occupied
-from megatron.zero_bubble.ir import Message, Pass, Schedule
+from megatron.zero_bubble.ir import Message, Pair, Pass, Schedule
 from megatron.zero_bubble.runtime.handlers import Stage
 from tests.helpers.emulate.clock import VirtualClock, sleep_until
 
@@ -38,6 +38,15 @@ class VirtualStage:
         self._clock.advance(work, ready_ms, self._costs.duration(work, self._schedule.slices))
         made = torch.full((self._num_elements,), self._clock.now_ms, dtype=torch.float64)
         return [made] * len(self._schedule.flow.outputs(work))
+
+    def pair(self, op: Pair, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the two passes of a pair at the same time; each is recorded with half of it."""
+        ready_ms = max((float(tensor[0]) for tensor in inputs), default=0.0)
+        half_ms = self._costs.pair(op.forward, op.backward, self._schedule.slices) / 2
+        for work in op.works:
+            self._clock.advance(work, ready_ms, half_ms)
+        made = torch.full((self._num_elements,), self._clock.now_ms, dtype=torch.float64)
+        return [made] * len(op.effects(self._schedule.flow).gives)
 
     def new_buffer(self, _message: Message) -> torch.Tensor:
         return torch.empty(self._num_elements, dtype=torch.float64)
