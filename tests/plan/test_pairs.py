@@ -179,3 +179,24 @@ def test_a_run_refuses_pairs_in_one_sentence() -> None:
         check_runnable(replace(build("zb-h1", num_ranks=2, num_microbatches=4), overlap_experts=True), 2, 4)
     with pytest.raises(UserError, match="every op of a plan needs a handler .* has 0F3&2BW0 on rank 0, which has none"):
         Executor(lower_training(schedule), 0, handlers({}, Transport, lambda _: None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_chunks", "num_microbatches"), [(3, 2, 41), (3, 4, 40), (5, 3, 41)])
+def test_no_repeated_window_begins_within_a_pair(num_ranks: int, num_chunks: int, num_microbatches: int) -> None:
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    schedule = build("interleaved-1f1b", **sizes, pairs=True)
+    repeats = find_repeats(schedule)
+    assert repeats is not None
+    assert not any(row[at - 1] in schedule.pairs for row, at in zip(schedule.order, repeats.begins, strict=True))
+    assert tuple(lower(schedule).ops) == communicate(Plan.bare(schedule)).ops
+
+
+@pytest.mark.parametrize("is_paired", [lambda m: m < 40, lambda m: m % 3 > 0])
+def test_windows_repeat_only_where_their_pairs_do(is_paired: Callable[[int], bool]) -> None:
+    """Rows whose passes repeat, but of which only some run in pairs."""
+    schedule = one_stage(3, 80, lambda rank: 2 * (3 - rank) - 1)
+    some_pairs = frozenset(p for p in schedule.pairs if is_paired(p.microbatch))
+    schedule = replace(schedule, pairs=some_pairs)
+    plan, whole = lower(schedule), communicate(Plan.bare(schedule))
+    assert tuple(plan.ops) == whole.ops
+    prove(whole)
