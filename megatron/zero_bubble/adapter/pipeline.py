@@ -21,6 +21,7 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.adapter.boundary import BoundaryMaker
 from megatron.zero_bubble.adapter.connection import Connection
 from megatron.zero_bubble.adapter.equal_counts import EqualCounts
+from megatron.zero_bubble.adapter.expert_overlap import ExpertOverlap
 from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, per_chunk
 from megatron.zero_bubble.adapter.iteration import Iteration, Slicing
 from megatron.zero_bubble.adapter.lengths import Agreed, GivenShapes, LengthComparison, Lengths, compared
@@ -31,6 +32,7 @@ from megatron.zero_bubble.adapter.part import Call, IterationFacts, Joined, Part
 from megatron.zero_bubble.adapter.prepared import (
     Lowering,
     PreparedPlan,
+    check_model,
     check_queues,
     check_same_plan,
     chosen_by,
@@ -46,7 +48,6 @@ from megatron.zero_bubble.adapter.vocabulary_parallel import VocabularyParallel
 from megatron.zero_bubble.costs.lengths import Shape
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass, Plan, Schedule
-from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.measure.memory import MemoryMeter
@@ -95,7 +96,8 @@ class Pipeline:
         self.microbatch = 0, 0
         self._vocabulary = VocabularyParallel(self.accumulate, options.recompute_logits)
         self._slicing = Slicing()
-        self._parts: tuple[Part, ...] = (self._vocabulary, self._slicing, EqualCounts(options.timeout), *parts)
+        own = EqualCounts(options.timeout), ExpertOverlap(options.choices)
+        self._parts: tuple[Part, ...] = (self._vocabulary, self._slicing, *own, *parts)
         self._make_schedule = make_schedule
         self._memory = memory
         self._observers = Observers((*(() if memory is None else (memory,)), *observers))
@@ -360,7 +362,7 @@ class Pipeline:
         if is_new:
             self._models.forget_checks(key)
         if self._models.is_unchecked(config, key):
-            check_options(config, num_slices=schedule.num_slices, vocabulary=algorithm_of(schedule) is not None)
+            check_model(config, schedule)
             for each in self._parts:
                 each.check(config, schedule)
             self._models.mark_checked(config, key)

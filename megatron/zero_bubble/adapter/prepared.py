@@ -19,6 +19,7 @@ from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.plan import LoweringPass, PostReceives, lower_forward_only, lower_training, prove_for_queues
 from megatron.zero_bubble.planning.source import even_costs
 from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
@@ -114,7 +115,17 @@ def lowered(
 
 def chosen_by(schedule: Schedule) -> dict[str, Any]:
     """The fields of a configuration that would choose what a schedule has."""
-    return {"num_slices": schedule.num_slices, "vocabulary": algorithm_of(schedule)}
+    return {"num_slices": schedule.num_slices, "vocabulary": algorithm_of(schedule), "pairs": bool(schedule.pairs)}
+
+
+def check_model(config: Any, schedule: Schedule) -> None:
+    """Reject a model's configuration that a schedule does not support.
+
+    Raises:
+        UserError: the rule, the value and the remedy.
+    """
+    divided = algorithm_of(schedule) is not None
+    check_options(config, num_slices=schedule.num_slices, vocabulary=divided, pairs=bool(schedule.pairs))
 
 
 def loss_rank(schedule: Schedule) -> int:

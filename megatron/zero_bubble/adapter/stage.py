@@ -178,11 +178,19 @@ class MegatronStage:
         ``_slices`` keeps the keys and values for the next slice.
         """
         step = self._step
-        split = (work.microbatch, work.slice) not in self._facts.fused
         x = self._leaf(inputs)
-        defers = self._store.defer(work) if split and not step.forward_only else nullcontext()
+        defers = self._store.defer(work) if self._splits(work) and not step.forward_only else nullcontext()
         with self._as_stage_rank(), defers, self._slices.forward(work, step.forward_only), self._counted(work):
             y = self._run_model(work, x)
+        return self._forwarded(work, x, y)
+
+    def _splits(self, work: Pass) -> bool:
+        """Whether the microbatch of F has a W."""
+        return (work.microbatch, work.slice) not in self._facts.fused
+
+    def _forwarded(self, work: Pass, x: torch.Tensor | None, y: torch.Tensor) -> Sequence[Any]:
+        """What F returns."""
+        step = self._step
         if self._reports and self._slices.is_last(work):
             self._results.forward_data.append(self._slices.report(self._reports))
             self._reports.clear()
@@ -244,18 +252,30 @@ class MegatronStage:
         """
         (x, y), received = self._received(inputs)
         split = work.kind is Kind.B
-        if self._sync is not None and (work.microbatch, work.slice) == self._facts.last_backward:
-            self._sync.enable()
-        if not split:
-            self._store.join()
+        self._before_backward(work)
         if self._slices.is_cut and self._has_experts:
             self._step.scale_auxiliary_losses(y.device, self._slices.share(work))
         with self._as_stage_rank(), self._store.defer(work, split), self._slices.at(work), self._counted(work):
-            of_type = supported_kwargs(schedules.backward_step, model_type=self._model_type)
-            grad = schedules.backward_step(x, y, received, config=self._step.config, **of_type)
+            grad = self._backward_step(x, y, received)
+        return self._backwarded(work, grad)
+
+    def _before_backward(self, work: Pass) -> None:
+        """What must happen before a backward: its gradients may be reduced at once, or follow those of earlier W."""
+        if self._sync is not None and (work.microbatch, work.slice) == self._facts.last_backward:
+            self._sync.enable()
+        if work.kind is not Kind.B:
+            self._store.join()
+
+    def _backward_step(self, x: torch.Tensor | None, y: torch.Tensor, received: torch.Tensor | None) -> Any:
+        """Call megatron-core's backward step; returns the gradient of ``x``."""
+        of_type = supported_kwargs(schedules.backward_step, model_type=self._model_type)
+        return schedules.backward_step(x, y, received, config=self._step.config, **of_type)
+
+    def _backwarded(self, work: Pass, grad: Any) -> Sequence[Any]:
+        """What a backward returns."""
         output = self._input_gradient(grad)
         assert None not in output, f"{work} has a consumer but no output: no gradient reached the stage's input"
-        operands, history = ((None,) if split else ()), ((None,) if work.slice else ())
+        operands, history = ((None,) if work.kind is Kind.B else ()), ((None,) if work.slice else ())
         return *output, *operands, *history
 
     def _received(self, inputs: Sequence[Any]) -> tuple[tuple[Any, torch.Tensor], torch.Tensor | None]:

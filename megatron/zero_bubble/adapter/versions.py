@@ -130,3 +130,38 @@ def skips_stages_without_embedding() -> bool:
     """
     module = inspect.getmodule(finalize_model_grads)
     return hasattr(module, "_allreduce_embedding_grad")
+
+
+def layer_plans() -> Any:
+    """The module that runs a forward and a backward layer by layer, with its streams set.
+
+    Raises:
+        UserError: megatron-core 0.13, which does not have it.
+    """
+    try:
+        from megatron.core.pipeline_parallel import combined_1f1b
+        from megatron.core.pipeline_parallel.utils import set_streams
+    except ImportError as error:
+        raise UserError(
+            "schedules with pairs of a forward and a backward need megatron-core 0.14 or newer, which can run their "
+            "layers in turn; upgrade it, or choose a schedule without pairs"
+        ) from error
+    set_streams()
+    return combined_1f1b
+
+
+def check_layer_plans(config: Any) -> None:
+    """Raise UserError if the layer plans of this version do not support a model with experts.
+
+    Until 0.16, they free the input of the experts after the forward. With one expert per rank it is needed in the
+    backward, because the dispatched tokens are not permuted.
+    """
+    from megatron.core.pipeline_parallel.utils import set_streams
+
+    experts, ranks = config.num_moe_experts, config.expert_model_parallel_size
+    if "comp_stream" in (_parameters(set_streams) or ()) and experts is not None and experts // ranks == 1:
+        raise UserError(
+            "pairs of a forward and a backward need two experts or more per rank with megatron-core 0.14 to 0.16, "
+            f"whose plans of layers free the input of a single one too early; got {experts} experts on {ranks} ranks; "
+            "lower --expert-model-parallel-size, or upgrade megatron-core"
+        )

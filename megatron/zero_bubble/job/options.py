@@ -13,6 +13,7 @@ from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.job.effects import SCHEDULE
 from megatron.zero_bubble.planning.exclusions import (
     BALANCE,
+    PAIRS,
     POST_VALIDATION,
     SHARDS,
     SLICES,
@@ -24,6 +25,11 @@ from megatron.zero_bubble.planning.rule import Choice, Choices, Rule, check, cho
 ON_A_V = Choice("stages on a V or in a wave", chosen("on_a_v"))
 GRAPHS = Choice(SCHEDULE.words, chosen("training_graphs"), SCHEDULE.plural)
 """A schedule, in a job whose training may capture CUDA graphs."""
+IN_SEQUENCE = Choice(
+    "a schedule without pairs",
+    lambda choices: [] if choices.get("pairs") else SCHEDULE.shown_by(choices),
+    "zero-bubble schedules without pairs of a forward and a backward",
+)
 _GRAPHS = "Megatron captures CUDA graphs in the order of its own 1F1B"
 _FSDP = "FSDP does not reduce gradients through DistributedDataParallel"
 _MAXIMUM = "forwards that run again would count twice in the maximum of the attention logits"
@@ -45,7 +51,19 @@ OPTIONS = (
     Rule(GRAPHS, "enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
     Rule(GRAPHS, "external_cuda_graph", False, _GRAPHS),
     Rule(GRAPHS, "cuda_graph_impl", "none", _GRAPHS, _DROP_GRAPHS),
-    Rule(SCHEDULE, "overlap_moe_expert_parallel_comm", False, "this option itself orders B and W inside each layer"),
+    Rule(
+        IN_SEQUENCE,
+        "overlap_moe_expert_parallel_comm",
+        False,
+        "passes of two microbatches overlap only in a schedule with pairs",
+    ),
+    Rule(
+        PAIRS,
+        "overlap_moe_expert_parallel_comm",
+        True,
+        "the job's forward step must return a plan of its layers",
+        "give --overlap-moe-expert-parallel-comm",
+    ),
     Rule(SCHEDULE, "delay_wgrad_compute", False, "the schedule already defers weight gradients"),
     Rule(SCHEDULE, "overlap_dispatch_backward_with_experts_wgrad", False, "it runs the W of experts inside their B"),
     Rule(SCHEDULE, "use_transformer_engine_op_fuser", False, "fused operations cannot defer weight gradients to W"),
@@ -166,6 +184,7 @@ def check_options(
     post_validation: bool = False,
     num_slices: int = 1,
     vocabulary: bool = False,
+    pairs: bool = False,
     choices: Choices = MappingProxyType({}),
 ) -> None:
     """Reject Megatron options that zero-bubble schedules do not support.
@@ -176,6 +195,7 @@ def check_options(
         post_validation: whether optimizer steps are validated in the next iteration.
         num_slices: number of slices of a sequence.
         vocabulary: whether the vocabulary is divided over all pipeline ranks.
+        pairs: whether forwards and backwards run at the same time.
         choices: what else is chosen, which may exclude microbatches of different lengths.
 
     Raises:
@@ -189,6 +209,7 @@ def check_options(
         "on_a_v": not megatrons_own,
         "post_validation": post_validation,
         "vocabulary": vocabulary,
+        "pairs": pairs,
     }
     check(OPTIONS, {**own, "num_slices": num_slices}, values)
     if getattr(values, "variable_seq_lengths", False):

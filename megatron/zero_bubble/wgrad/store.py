@@ -134,6 +134,7 @@ class WgradStore:
         self._stored: dict[Pass, list[_Entry]] = {}
         self._sources: list[Source] = []
         self._current: Pass | None = None
+        self._deferring = False
 
     def attach(self, source: Source) -> None:
         """Forward ``watch``, ``clear`` and the backward context of the store to ``source`` from now on."""
@@ -155,24 +156,28 @@ class WgradStore:
 
     @property
     def deferring(self) -> bool:
-        """Whether the running pass belongs to a split microbatch, so that linears must defer weight gradients."""
-        return self._current is not None
+        """Whether the running forward belongs to a split microbatch, so that linears must defer weight gradients."""
+        return self._deferring
 
     @contextmanager
-    def defer(self, work: Pass, split: bool = True) -> Iterator[None]:
+    def defer(self, work: Pass, split: bool = True, paired: bool | None = None) -> Iterator[None]:
         """Context around the F or B of a split microbatch: linears defer, and gradients are stored for its W.
 
         With ``split=False``, context around an unsplit backward, in which nothing is deferred.
+
+        Args:
+            paired: whether the microbatch is split whose F runs together with the backward ``work``; None without one.
         """
         w = Pass(work.stage, Kind.W, work.microbatch, work.slice)
         self._current = w if split else None
+        self._deferring = split if paired is None else paired
         try:
             with ExitStack() as sources:
                 for source in self._sources if work.kind is not Kind.F else ():
                     sources.enter_context(source.backward(split))
                 yield
         finally:
-            self._current = None
+            self._current, self._deferring = None, False
 
     def put(self, deferred: Deferred) -> None:
         """Store a gradient for the W pass of the running B.

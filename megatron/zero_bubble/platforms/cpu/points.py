@@ -16,6 +16,7 @@ from megatron.zero_bubble.platforms.cpu.stand_ins import (
     manual_seed,
     mark_sequence_parallel,
     no_jit,
+    no_range,
     no_stream,
     nothing,
     send_aliases,
@@ -64,6 +65,18 @@ POINTS: tuple[Point, ...] = (
     Point("torch.cuda", "stream", always(lambda _stream: contextlib.nullcontext()), "with-blocks that select a stream"),
     Point("torch.cuda", "Stream", always(NoStream), "created by DDP, the MoE dispatchers and the dataset exchange"),
     Point("torch.cuda", "Event", always(NoEvent), "recorded by the MoE dispatchers"),
+    Point(
+        "torch.cuda.nvtx", "range_push", always(nothing), "megatron-core's layer plans name their ranges in profiles"
+    ),
+    Point("torch.cuda.nvtx", "range_pop", always(nothing), "ends of those ranges"),
+    Point("torch.cuda.nvtx", "range", always(no_range), "ranges around weight gradients"),
+    Point(
+        "torch:Tensor",
+        "record_stream",
+        always(nothing),
+        "layer plans keep memory for the streams that use it",
+        optional=True,
+    ),
     Point("torch.cuda", "empty_cache", always(nothing), "release of gradient buffers"),
     Point("torch.cuda", "manual_seed", always(manual_seed), "random states per tensor-parallel rank"),
     Point("torch.cuda", "get_rng_state", always(get_rng_state), "random states, saved to be restored"),

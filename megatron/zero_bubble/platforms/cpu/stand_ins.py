@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -90,6 +91,10 @@ class NoEvent:
 
 def nothing(*_args: object, **_kwargs: object) -> None:
     """Replacement for functions that have no effect on a CPU."""
+
+
+def no_range(*_args: object, **_kwargs: object) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def no_stream(*_args: object, **_kwargs: object) -> NoStream:

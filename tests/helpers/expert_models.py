@@ -1,0 +1,188 @@
+"""Train a small model with experts, by stock Megatron with and without its own overlap, and by plans with pairs."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import megatron.zero_bubble
+
+SEQUENCE, VOCABULARY, STEPS = 8, 32, 3
+PLAIN, COMBINED = "stock", "stock, combined"
+
+
+def batches() -> Iterator[torch.Tensor]:
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(5 + parallel_state.get_data_parallel_rank())
+    while True:
+        yield torch.randint(VOCABULARY, (2, SEQUENCE + 1), generator=generator)
+
+
+def forward_step(data: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
+    text = next(data)
+    positions, mask = torch.arange(SEQUENCE).expand(2, -1), torch.ones(2, SEQUENCE)
+    call = model.build_schedule_plan if return_schedule_plan else model
+    made = call(text[:, :-1], positions, None, labels=text[:, 1:], loss_mask=mask)
+    return made, partial(_loss, mask)
+
+
+def _loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, str]]:
+    mean = (output.float() * mask).sum() / mask.sum()
+    return mean, {"loss": float(mean.item()).hex()}
+
+
+def train_with_experts(
+    rank: int, names: Sequence[str], num_microbatches: int, pipeline: int, options: Mapping[str, Any]
+) -> list[tuple[list[str], dict[str, str]]]:
+    """Train with each of ``names``: ``PLAIN``, ``COMBINED``, or the name of a plan file with pairs.
+
+    Returns:
+        for each, the losses on the last rank, and digests of weights by their names in the whole model.
+    """
+    return [_train(name, num_microbatches, pipeline, dict(options)) for name in names]
+
+
+def _train(name: str, num_microbatches: int, pipeline: int, options: dict[str, Any]) -> Any:
+    from megatron.core import parallel_state, tensor_parallel
+
+    sizes: dict[str, Any] = {
+        "pipeline_model_parallel_size": pipeline,
+        "virtual_pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+    }
+    parallel_state.destroy_model_parallel()
+    stock = name in (PLAIN, COMBINED)
+    own = None if stock else megatron.zero_bubble.ZeroBubbleConfig(schedule_file=name, fuse_wgrad=False)
+    ends = (
+        {} if own is None else {"get_embedding_ranks": megatron.zero_bubble.ModelStages(own, pipeline).embedding_ranks}
+    )
+    parallel_state.initialize_model_parallel(**sizes, **ends, create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    torch.manual_seed(7)
+    if own is not None:
+        megatron.zero_bubble.apply(own)
+    try:
+        chunks = _chunks(sizes, options, overlap=name != PLAIN, stock=stock)
+        losses = _steps(chunks, num_microbatches)
+        weights = {n: _digest(p) for chunk in chunks for n, p in _named(chunk)}
+        return losses, weights
+    finally:
+        if own is not None:
+            megatron.zero_bubble.revert()
+
+
+def _chunks(sizes: Mapping[str, Any], options: dict[str, Any], overlap: bool, stock: bool) -> list[Any]:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    dtype = options.pop("dtype", torch.bfloat16)
+    config = TransformerConfig(
+        **sizes,
+        num_layers=options.pop("num_layers", 4),
+        hidden_size=16,
+        num_attention_heads=4,
+        ffn_hidden_size=32,
+        num_moe_experts=4,
+        moe_ffn_hidden_size=32,
+        moe_router_topk=2,
+        moe_aux_loss_coeff=0.01,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=False,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        overlap_moe_expert_parallel_comm=overlap,
+        overlap_p2p_comm=True,  # without it, gloo takes an activation for a gradient between two ranks
+        batch_p2p_comm=False,
+        **options,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+
+    def make(pre_process: bool, post_process: bool, vp_stage: int | None = None, **more: Any) -> Any:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+        chunk = GPTModel(
+            config,
+            spec,
+            VOCABULARY,
+            SEQUENCE,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            **more,
+        )
+        for name, parameter in _named(chunk):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            if parameter.dim() > 1:
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        return chunk
+
+    if stock:
+        chunks = []
+        for vp_stage in range(2):
+            parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+            first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+            last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+            chunks.append(make(first, last, vp_stage))
+    else:
+        chunks = megatron.zero_bubble.build_stages(make)
+    of_ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    if dtype is not torch.float32:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    return [DistributedDataParallel(config, of_ddp, chunk) for chunk in chunks]
+
+
+def _steps(chunks: list[Any], num_microbatches: int) -> list[str]:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    data, losses = [batches() for _ in chunks], []
+    for _ in range(STEPS):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        losses += get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=chunks,
+            num_microbatches=num_microbatches,
+            seq_length=SEQUENCE,
+            micro_batch_size=2,
+        )
+        with torch.no_grad():
+            for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+                parameter -= 0.5 * parameter.main_grad
+    return losses
+
+
+def _named(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a chunk by their names in the whole model."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    from megatron.core import parallel_state
+
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
+    for name, parameter in chunk.named_parameters():
+        of_layer = name.split("decoder.layers.")[-1].split(".", 1)
+        if of_layer[0].isdecimal():
+            name = f"{chunk.decoder.layers[int(of_layer[0])].layer_number}.{of_layer[1]}"
+        yield (f"{name} of {expert_rank}" if "experts" in name else name), parameter
+
+
+def _digest(parameter: torch.nn.Parameter) -> str:
+    return hashlib.sha1(parameter.detach().float().numpy().tobytes()).hexdigest()
