@@ -58,7 +58,7 @@ def test_flags_are_exactly_the_listed_ones() -> None:
             "--offload", "--host-ms", "--host-bandwidth", "--host-memory", "--node-memory", "--ranks-per-node",
             "--ranks-per-link",
             "--shard-weights", "--unit-microbatches", "--whole-stages", "--gather-ms", "--reduce-ms", "--replicas",
-            "--replica-bandwidth", "--lengths",
+            "--replica-bandwidth", "--lengths", "--pairs",
             "--equal-passes", "--step-ms", "--format",
         ],
         "compare": [
@@ -72,7 +72,7 @@ def test_flags_are_exactly_the_listed_ones() -> None:
             "--offload", "--host-ms", "--host-bandwidth", "--host-memory", "--node-memory", "--ranks-per-node",
             "--ranks-per-link",
             "--shard-weights", "--unit-microbatches", "--whole-stages", "--gather-ms", "--reduce-ms", "--replicas",
-            "--replica-bandwidth", "--tensor-bandwidth",
+            "--replica-bandwidth", "--tensor-bandwidth", "--pairs",
             "--equal-passes", "--format",
         ],
         "playground": ["--help", "--port", "--no-browser"],

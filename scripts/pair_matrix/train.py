@@ -210,7 +210,9 @@ def _take_logits(patch: pytest.MonkeyPatch) -> None:
         return loop._loss(batch, losses)
 
     class FromLogits(loop.Trainer):
-        def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        def _forward_step(
+            self, batches: Iterator[Any], model: torch.nn.Module, return_schedule_plan: bool = False
+        ) -> tuple[torch.Tensor, Any]:
             ends = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
             batch = next(batches) if ends else {}
             output = model(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"))

@@ -70,6 +70,10 @@ FROZEN: tuple[tuple[str, dict[str, Any]], ...] = (
         {"schedule": "zero-pp", "unit_microbatches": 3},
     ),
     ("--zero-bubble-schedule zero-pp --zero-bubble-costs c.json", {"schedule": "zero-pp", "costs_file": "c.json"}),
+    (
+        "--zero-bubble-schedule dualpipe-v --zero-bubble-overlap-experts",
+        {"schedule": "dualpipe-v", "overlap_experts": True},
+    ),
     ("zb-h1 --zero-bubble-balance-microbatches", {}),
     ("zb-h1 --zero-bubble-trace x --zero-bubble-trace-iterations 2-3,7", {}),
     ("zb-h1 --zero-bubble-record-costs x", {}),

@@ -119,6 +119,7 @@ EXCLUDED_BY_LENGTHS: dict[str, tuple[str, Any]] = {
     "vocabulary parallelism": ("vocabulary", "2"),
     "offloading": ("offload", "all"),
     "recorded iterations": ("trace", "x"),
+    "pairs": ("overlap_experts", "dualpipe-v"),
 }
 """The field and a value that choose it, for what excludes microbatches of different lengths."""
 

@@ -43,6 +43,7 @@ def look_ups(rank: int) -> list[str]:
         used.VOCABULARY,
         used.SHARDED_UNITS,
         used.ON_DEMAND,
+        used.LAYER_PLANS,
         used.LATE_LINES,
         used.DATA,
         used.BUBBLE,
@@ -139,7 +140,7 @@ def rejects_each_missing_name(rank: int) -> int:
 
     of_shards = installed_seams().sharded_units
     assert set(used.SHARDED_UNITS) <= set(of_shards), "every version uses these"
-    names = (*installed_seams().used, *used.POST_VALIDATION, *of_shards, *used.ON_DEMAND)
+    names = (*installed_seams().used, *used.POST_VALIDATION, *of_shards, *used.ON_DEMAND, *used.LAYER_PLANS)
     for name in names:
         holder, _, attribute = name.name.rpartition(".")
         with pytest.MonkeyPatch.context() as patch:
@@ -158,6 +159,8 @@ def rejects_each_missing_name(rank: int) -> int:
                 config = ZeroBubbleConfig(schedule="zero-pp", shard_weights=True)
             if name in used.ON_DEMAND:
                 config = ZeroBubbleConfig(schedule="zero-pp", shard_weights=True, shard_transport="on-demand")
+            if name in used.LAYER_PLANS:
+                config = ZeroBubbleConfig(schedule="dualpipe-v", overlap_experts=True)
             with pytest.raises(SeamError) as caught:
                 apply(config)
         assert str(caught.value) == (

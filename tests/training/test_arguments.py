@@ -17,7 +17,8 @@ OURS = """
 --zero-bubble-fuse-wgrad --zero-bubble-help-all
 --zero-bubble-host-memory --zero-bubble-log-bubble --zero-bubble-memory-limit
 --zero-bubble-nccl-collective-ctas --zero-bubble-nccl-ctas
---zero-bubble-num-chunks --zero-bubble-num-slices --zero-bubble-offload --zero-bubble-placement
+--zero-bubble-num-chunks --zero-bubble-num-slices --zero-bubble-offload --zero-bubble-overlap-experts
+--zero-bubble-placement
 --zero-bubble-post-receives --zero-bubble-post-validation --zero-bubble-recompute-logits
 --zero-bubble-record-costs --zero-bubble-rollback --zero-bubble-schedule --zero-bubble-schedule-file
 --zero-bubble-shard-transport --zero-bubble-shard-weights --zero-bubble-slice-ends --zero-bubble-trace

@@ -20,6 +20,7 @@ from megatron.zero_bubble.adapter.part import IterationFacts, Part
 from megatron.zero_bubble.adapter.prepared import chosen_by
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageParts
 from megatron.zero_bubble.adapter.versions import check_layer_plans, layer_plans
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Op, Pair, Pass, Schedule
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.rule import Choices
@@ -41,6 +42,12 @@ class ExpertOverlap(Part):
         """See ``Part``."""
         if schedule.pairs:
             refuse_excluded({**self._choices, **chosen_by(schedule)})
+            if not getattr(config, "overlap_moe_expert_parallel_comm", False):
+                raise UserError(
+                    "schedules with pairs of a forward and a backward need overlap_moe_expert_parallel_comm=True in "
+                    "the configuration of the model, so that the loop's forward step returns a plan of its layers; "
+                    "got False; set it, or choose a schedule without pairs"
+                )
             layer_plans()
             check_layer_plans(config)
 

@@ -64,6 +64,8 @@ class ZeroBubbleConfig:
             decides (``vocabulary``, ``recompute_logits``, ``shard_weights``, ``unit_microbatches``, ``whole_stages``)
             are set; one that is given and differs is refused.
         plan: the content of ``schedule_file``, if it has been read already.
+        overlap_experts: run forwards together with backwards, layer by layer, so that each hides the all-to-all of the
+            other's experts; for schedules that can have such pairs.
         memory_limit: activation-memory limit per rank for ``zb-auto``, and for ``zero-pp`` without
             ``unit_microbatches``, in the units of ``zero-bubble plan --memory-limit``; ``1p`` is the peak of 1F1B, and,
             with ``vocabulary``, of the first schedule. None is ``1p`` for ``zb-auto``, and else no limit.
@@ -115,6 +117,7 @@ class ZeroBubbleConfig:
     placement: PlacementName = "linear"
     schedule_file: str | None = None
     plan: PlanFile | None = field(default=None, repr=False)
+    overlap_experts: bool = False
     memory_limit: str | None = None
     post_validation: bool = False
     rollback: Literal["exact", "inverse"] = "exact"
@@ -175,6 +178,11 @@ class ZeroBubbleConfig:
     @property
     def _files_moves(self) -> bool:
         return self.offload is None and self.plan is not None and bool(self.plan.moves)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether forwards run at the same time as backwards."""
+        return self.overlap_experts or (self.plan is not None and bool(self.plan.schedule.pairs))
 
     @property
     def ctas(self) -> Ctas:
@@ -259,4 +267,5 @@ class ZeroBubbleConfig:
             vocabulary=vocabulary,
             unit_microbatches=units,
             choice=UnitChoice(limit, costs, whole),
+            pairs=self.overlap_experts,
         )

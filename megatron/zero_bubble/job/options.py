@@ -13,7 +13,6 @@ from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.job.effects import SCHEDULE
 from megatron.zero_bubble.planning.exclusions import (
     BALANCE,
-    PAIRS,
     POST_VALIDATION,
     SHARDS,
     SLICES,
@@ -55,14 +54,8 @@ OPTIONS = (
         IN_SEQUENCE,
         "overlap_moe_expert_parallel_comm",
         False,
-        "passes of two microbatches overlap only in a schedule with pairs",
-    ),
-    Rule(
-        PAIRS,
-        "overlap_moe_expert_parallel_comm",
-        True,
-        "the job's forward step must return a plan of its layers",
-        "give --overlap-moe-expert-parallel-comm",
+        "the passes of two microbatches overlap only in a schedule with pairs",
+        "give --zero-bubble-overlap-experts, with a schedule such as interleaved-1f1b, or drop the option",
     ),
     Rule(SCHEDULE, "delay_wgrad_compute", False, "the schedule already defers weight gradients"),
     Rule(SCHEDULE, "overlap_dispatch_backward_with_experts_wgrad", False, "it runs the W of experts inside their B"),

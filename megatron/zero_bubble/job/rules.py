@@ -108,7 +108,8 @@ def check_schedule(
         check_shards(job)
         check_chunks(schedule.placement)
     divides = algorithm_of(schedule) is not None
-    check_options(job, num_slices=len(schedule.slices), vocabulary=divides, choices=given(options))
+    more = {"vocabulary": divides, "pairs": bool(schedule.pairs)}
+    check_options(job, num_slices=len(schedule.slices), **more, choices=given(options))
     if options.zero_bubble_record_costs and any(source.make(count).fused for count in counts):
         raise UserError(
             "--zero-bubble-record-costs needs a schedule that splits every backward into B and W, got "

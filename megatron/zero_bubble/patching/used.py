@@ -56,10 +56,10 @@ USED: tuple[Used, ...] = (
     *_of("megatron.core.transformer.multi_token_prediction", "set_loss_scale", "MTPLossAutoScaler"),
     *_of(
         "megatron.core.transformer",
-        "barrier_with_L1_time calculate_per_token_loss deallocate_pipeline_outputs finalize_model_grads_func "
-        "grad_scale_func grad_sync_func no_sync_func num_microbatches_with_partial_activation_checkpoints "
-        "moe_aux_loss_coeff moe_router_load_balancing_type moe_z_loss_coeff num_moe_experts pipeline_dtype "
-        "sequence_parallel timers variable_seq_lengths",
+        "barrier_with_L1_time calculate_per_token_loss deallocate_pipeline_outputs expert_model_parallel_size "
+        "finalize_model_grads_func grad_scale_func grad_sync_func no_sync_func "
+        "num_microbatches_with_partial_activation_checkpoints moe_aux_loss_coeff moe_router_load_balancing_type "
+        "moe_z_loss_coeff num_moe_experts pipeline_dtype sequence_parallel timers variable_seq_lengths",
         "TransformerConfig",
     ),
     # ranks and stages
@@ -199,6 +199,19 @@ ON_DEMAND: tuple[Used, ...] = (
     *_of(_BUFFERS, "gradient_scaling_factor", "_ParamAndGradBucket"),
 )
 """Used by sharded units whose shards are exchanged on demand."""
+
+LAYER_PLANS: tuple[Used, ...] = (
+    *_of("megatron.core.pipeline_parallel.utils", "set_streams"),
+    _function(
+        "megatron.core.pipeline_parallel.combined_1f1b",
+        "combined_forward_backward_step",
+        "forward_step_func data_iterator f_model num_microbatches input_tensor forward_data_store b_model "
+        "b_input_tensor b_output_tensor b_output_tensor_grad config f_model_chunk_id collect_non_loss_data "
+        "is_first_microbatch current_microbatch",
+    ),
+    *_of("megatron.core.transformer", "overlap_moe_expert_parallel_comm", "TransformerConfig"),
+)
+"""Used by pairs of a forward and a backward; since 0.14."""
 
 LATE_LINES = _of("megatron.core.num_microbatches_calculator", "_GLOBAL_NUM_MICROBATCHES_CALCULATOR")
 """Used in a Megatron-LM job with post-validation, to log an iteration after the next one has begun."""

@@ -63,7 +63,7 @@ MEASUREMENTS = Choice("measurements of passes", chosen("trace", "record_costs", 
 BALANCE = Choice("balanced microbatches", chosen("balance_microbatches"), "balanced microbatches")
 MEASURED_MEMORY = Choice("the measured memory of microbatches", chosen("measure_memory", "record_costs"))
 LENGTHS = Choice("microbatches of different lengths", chosen("variable_seq_lengths", "shapes", "lengths"))
-PAIRS = Choice("pairs", chosen("pairs"), "schedules with pairs of a forward and a backward")
+PAIRS = Choice("pairs", chosen("pairs", "overlap_experts"), "schedules with pairs of a forward and a backward")
 _TO_ONE_LENGTH = "pad all microbatches to one length, or leave the other one out"
 _OTHER_LENGTHS = "the other one needs equally many microbatches of equal length on all replicas, in this version"
 
@@ -105,7 +105,7 @@ EXCLUSIONS = (
     Rule(LAYOUT, PAIRS, False, "the all-to-alls of experts are known per stage, not per layer"),
     Rule(PAIRS, POST_VALIDATION, False, "this version does not undo steps between the layers of a pair"),
     Rule(PAIRS, MEASURED_MEMORY, False, "the tensors of a forward and of the backward that it runs with are mixed"),
-    Rule(PAIRS, LENGTHS, False, "this version pairs only microbatches of equal length"),
+    Rule(LENGTHS, PAIRS, False, "this version pairs only microbatches of equal length"),
     Rule(LENGTHS, RECORDS, False, "passes of different lengths have no common times", _TO_ONE_LENGTH),
 )
 """What cannot be combined in this version."""

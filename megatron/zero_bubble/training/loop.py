@@ -228,9 +228,11 @@ class Trainer:
         )
 
     def _forward_step(
-        self, batches: Iterator[Batch], model: torch.nn.Module
-    ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """Megatron's forward step: the output of one chunk for the next microbatch, and its loss function."""
+        self, batches: Iterator[Batch], model: torch.nn.Module, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[..., Any]]:
+        """Megatron's forward step: the output of one chunk for the next microbatch, or a plan of its layers, and its
+        loss function.
+        """
         batch: Batch = {}
         more: dict[str, Any] = {}
         ends = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
@@ -240,7 +242,8 @@ class Trainer:
             batch = {name: self.platform.to_device(tensor, self.device) for name, tensor in read.items()}
             if packs:
                 more["packed_seq_params"] = packed_sequences(read[ENDS], batch.pop(ENDS))
-        output = model(
+        run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
+        output = run(
             batch.get("tokens"),
             batch.get("position_ids"),
             batch.get("attention_mask"),
