@@ -1,4 +1,4 @@
-"""Jobs of Megatron-LM whose experts overlap their all-to-all have the logs and weights of stock: with its own overlap, and
+"""Jobs of Megatron-LM whose experts overlap their all-to-all have the logs and weights of stock, with its overlap and
 without.
 """
 
