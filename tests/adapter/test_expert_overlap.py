@@ -5,6 +5,7 @@ experts and without.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ import torch
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.job.flags import parse_ours
+from megatron.zero_bubble.job.options import check_options
+from megatron.zero_bubble.job.stages import place_stages
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from tests.helpers.expert_models import COMBINED, PLAIN, train_with_experts
 from tests.helpers.ranks import RankPool
@@ -69,3 +73,27 @@ def test_what_pairs_exclude_is_refused(other: str) -> None:
     name, _, value = other.partition("=")
     with pytest.raises(UserError, match="pairs and .* exclude each other"):
         refuse_excluded({"pairs": True, name: int(value) if value.isdecimal() else value or True})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"expert_model_parallel_size": 1}, "expert_model_parallel_size to be 2 or more"),
+        ({"moe_token_dispatcher_type": "allgather"}, "moe_token_dispatcher_type to be alltoall or flex"),
+        ({"recompute_granularity": "full"}, "recompute_granularity to be selective, or left out"),
+        ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap to be False"),
+        ({"mtp_num_layers": 2}, "mtp_num_layers to be 1 or less"),
+        ({"bf16": False, "fp16": False}, "16-bit parameters"),
+    ],
+)
+def test_what_the_plans_of_layers_need_is_checked_before_the_start(options: dict[str, Any], words: str) -> None:
+    model = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", "bf16": True, "fp16": False}
+    check_options(SimpleNamespace(**model, overlap_moe_expert_parallel_comm=True), pairs=True)
+    with pytest.raises(UserError, match=f"schedules with pairs of a forward and a backward need {words}"):
+        check_options(SimpleNamespace(**{**model, **options}), pairs=True)
+
+
+def test_one_stage_per_rank_is_refused() -> None:
+    options, _ = parse_ours("--zero-bubble-schedule 1f1b --zero-bubble-overlap-experts".split())
+    with pytest.raises(UserError, match="only with 2 or more stages per rank, .* got schedule 1f1b with one"):
+        place_stages(options, SimpleNamespace(pipeline_model_parallel_size=2), None, 60.0)

@@ -83,8 +83,8 @@ OPTIONS = (
         SWITCH,
         "in a model with experts, run the forward of one microbatch and the backward of another together, layer by "
         "layer, so that each hides the all-to-all of the other's experts, as Megatron's "
-        "--overlap-moe-expert-parallel-comm does in its own schedule; with --zero-bubble-schedule interleaved-1f1b, "
-        "dualpipe-v or 1f1b",
+        "--overlap-moe-expert-parallel-comm does in its own schedule; with --zero-bubble-schedule interleaved-1f1b "
+        "or dualpipe-v",
     ),
     Option(
         "shard-weights",

@@ -6,8 +6,9 @@ An option that a later Megatron adds counts as disabled where it is missing.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.job.effects import SCHEDULE
@@ -149,6 +150,83 @@ _COUNTS = ("mtp_num_layers",)
 """Options whose only supported value, None, does not show that they are numbers."""
 
 
+class _NeededByPairs(NamedTuple):
+    """What an option must be for pairs of a forward and a backward, as megatron-core requires for its own overlap.
+
+    Attributes:
+        holds: whether a value works; None always does.
+        needs: what works, in words.
+    """
+
+    option: str
+    holds: Callable[[Any], bool]
+    needs: str
+    why: str
+    remedy: str
+
+
+_NEEDED_BY_PAIRS = (
+    _NeededByPairs(
+        "expert_model_parallel_size",
+        lambda size: size > 1,
+        "2 or more",
+        "without expert parallelism there is no all-to-all to hide",
+        "raise it, or leave pairs out",
+    ),
+    _NeededByPairs(
+        "moe_token_dispatcher_type",
+        lambda kind: kind in ("alltoall", "flex"),
+        "alltoall or flex",
+        "another dispatcher has no all-to-all",
+        "give --moe-token-dispatcher-type alltoall",
+    ),
+    _NeededByPairs(
+        "recompute_granularity",
+        lambda kind: kind == "selective",
+        "selective, or left out",
+        "megatron-core's plans of layers do not recompute whole layers",
+        "give --recompute-granularity selective",
+    ),
+    _NeededByPairs(
+        "moe_shared_expert_overlap",
+        lambda overlaps: not overlaps,
+        "False",
+        "shared experts would run during the same all-to-all",
+        "drop --moe-shared-expert-overlap",
+    ),
+    _NeededByPairs(
+        "mtp_num_layers",
+        lambda number: number <= 1,
+        "1 or less",
+        "megatron-core's plans of layers have one prediction at most",
+        "lower --mtp-num-layers",
+    ),
+)
+
+
+def check_pairs(values: Any) -> None:
+    """Reject options of Megatron with which its plans of layers do not work.
+
+    Args:
+        values: as for ``check_options``.
+
+    Raises:
+        UserError: the rule, the value and the remedy.
+    """
+    for option, holds, needs, why, remedy in _NEEDED_BY_PAIRS:
+        value = getattr(values, option, None)
+        if value is not None and not holds(value):
+            raise UserError(
+                f"schedules with pairs of a forward and a backward need {option} to be {needs}, because {why}; got "
+                f"{value!r}; {remedy}"
+            )
+    if not getattr(values, "bf16", True) and not getattr(values, "fp16", True):
+        raise UserError(
+            "schedules with pairs of a forward and a backward need 16-bit parameters, because megatron-core's plans of "
+            "layers do; got bf16=False and fp16=False; give --bf16"
+        )
+
+
 def flag_of(option: str) -> str:
     """The flag of Megatron-LM that sets an option."""
     return as_flag(_SPELLED.get(option, option))
@@ -205,6 +283,8 @@ def check_options(
         "pairs": pairs,
     }
     check(OPTIONS, {**own, "num_slices": num_slices}, values)
+    if pairs:
+        check_pairs(values)
     if getattr(values, "variable_seq_lengths", False):
         of_schedule = {"num_slices": num_slices, "vocabulary": vocabulary}
         refuse_excluded({**of_schedule, **choices, "variable_seq_lengths": True})
