@@ -93,7 +93,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", some(LOOPS, "v of the job", "W"))
+@pytest.mark.parametrize("name", some(LOOPS, "W"))
 def test_plans_on_loops_and_waves_change_no_bit(ranks: RankPool, name: str) -> None:
     """A loop has the placement of stock's virtual pipeline, so that everything is equal; a job without it has 1F1B."""
     job, placement, num_layers = LOOPS[name]

@@ -152,6 +152,7 @@ def test_measured_memory_of_a_microbatch_is_that_without_shards(ranks: RankPool)
         assert sharded == plain
 
 
+@pytest.mark.full
 def test_smaller_units(ranks: RankPool) -> None:
     """Units of one and two of four microbatches differ by the order of additions only.
 

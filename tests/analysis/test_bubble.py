@@ -32,7 +32,8 @@ def as_measured(
         iteration = RankIteration(spans[-1].end_ms - spans[0].start_ms, work_ms)
         pass_ms = {key: sum(times) / len(times) for key, times in durations.items()}
         order = tuple(span.pass_ for span in spans)
-        rows.append(RankIterations((iteration,) * iterations, order, pass_ms, timeline.schedule.make_flow, own))
+        flow = timeline.schedule.make_flow
+        rows.append(RankIterations((iteration,) * iterations, order, pass_ms, flow, pairs=own))
     return bubble_of(rows)
 
 

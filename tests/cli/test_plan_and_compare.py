@@ -58,7 +58,13 @@ def test_plan_with_a_limit_reports_bound_and_gap(capsys: Capture, objective: str
     assert "planned in 0.0" in text
 
 
-@pytest.mark.parametrize("command", [["plan", "--schedule", "zb-auto"], ["compare", "--max-chunks", "2"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--schedule", "zb-auto"],
+        pytest.param(["compare", "--max-chunks", "2"], marks=pytest.mark.full),
+    ],
+)
 def test_search_in_python_is_reported(capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     sizes = ["--num-ranks", "2", "--num-microbatches", "2"]
     arguments, module = [*command, *sizes, *TIMES], {"plan": "plan_text", "compare": "compare_table"}[command[0]]

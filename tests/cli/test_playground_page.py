@@ -130,6 +130,7 @@ def test_table_equals_plan_for_drawn_settings(page: WebDriver, capsys: Capture, 
             assert sorted(shlex.split(answer["command"])) == sorted(["zero-bubble", "plan", *words])
 
 
+@pytest.mark.full
 def test_fitted_rows_have_the_stages_per_rank_of_the_setting(page: WebDriver, capsys: Capture) -> None:
     answer = page.execute_async_script(ASK, {**SMALL, "v": "3"}, "zb-interleaved fitted")
     words = "--num-ranks 3 --num-microbatches 4 --forward-ms 10 --backward-ms 11 --wgrad-ms 8 --comm-ms 0.5".split()

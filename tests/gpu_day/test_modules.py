@@ -187,6 +187,7 @@ def test_memory_checker_that_refuses_the_device_is_skipped(code: int, text: str,
     assert memory_check.outcome(code, text) == expected
 
 
+@pytest.mark.full
 def test_prediction_takes_the_shorter_of_both_placements(tmp_path: Path) -> None:
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps({"forward_ms": 33.0, "backward_ms": 35.0, "wgrad_ms": 16.0, "comm_ms": 0.5}))

@@ -4,10 +4,10 @@
 const percent = (rate) => `${(100 * rate).toFixed(2)} %`;
 const ms = (value) => value.toLocaleString("en", {minimumFractionDigits: 2, maximumFractionDigits: 2});
 
-/** Create a cell that has its exact value in data-value. */
+/** Create a cell that has its exact value in data-value, if it has one. */
 function cell(name, text, value, className = "") {
   const made = element("td", {className: `${name} ${className}`, textContent: text});
-  made.dataset.value = value;
+  if (value !== undefined) made.dataset.value = value;
   return made;
 }
 
