@@ -18,7 +18,14 @@ from megatron.zero_bubble.job.flags import parse_ours
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.stages import place_stages
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
-from tests.helpers.expert_models import COMBINED, PLAIN, train_with_experts
+from tests.helpers.expert_models import (
+    COMBINED,
+    PLAIN,
+    deferred,
+    refusal_of_a_loop,
+    refusal_of_one_expert,
+    train_with_experts,
+)
 from tests.helpers.ranks import RankPool
 
 ROWS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -66,6 +73,23 @@ def test_same_bits_as_stock(ranks: RankPool, tmp_path: Path, row: str) -> None:
             stock, of_stock = weights, losses
         assert losses == of_stock, name
         assert [key for key in stock if weights[key] != stock[key]] == [], name
+
+
+def test_weight_gradients_wait_for_their_w_in_pairs_too(ranks: RankPool, tmp_path: Path) -> None:
+    """Those of a microbatch that is split, also if its forward runs together with a fused backward."""
+    _, dualpipe = plan_files(tmp_path, 2, 4)
+    for waiting in ranks.run(4, deferred, dualpipe, 4, timeout=120):
+        assert waiting and all(waiting)
+
+
+def test_a_loop_that_returns_no_plans_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    for said in ranks.run(4, refusal_of_a_loop, plan_files(tmp_path, 2, 4)[0], timeout=120):
+        assert "need a forward step that takes return_schedule_plan" in said
+
+
+def test_one_expert_per_rank_is_refused_where_its_input_is_freed(ranks: RankPool) -> None:
+    (said,) = ranks.run(1, refusal_of_one_expert)
+    assert said.startswith("2: pairs of a forward and a backward need two experts or more per rank with megatron-core")
 
 
 @pytest.mark.parametrize("other", ["num_slices=2", "vocabulary=1", "offload=all", "post_validation", "shard_weights"])

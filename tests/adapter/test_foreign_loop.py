@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import megatron.zero_bubble
 from megatron.zero_bubble.errors import UserError
 from tests.helpers.ranks import RankPool
+from tests.helpers.weights import draw_by_name
 
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4, "v_head_dim": 4}
 LATENT |= {"kv_channels": 4, "rope_type": "rope", "normalization": "RMSNorm", "multi_latent_attention": True}
@@ -184,10 +184,7 @@ def build_chunks(virtual_size: int | None) -> list[Any]:
             share_embeddings_and_output_weights=True,
             **stage,
         )
-        for name, parameter in named(chunk):
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            if parameter.dim() > 1:
-                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        draw_by_name(named(chunk))
         return chunk
 
     chunks = megatron.zero_bubble.build_stages(make_chunk)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.cli import test_playground_page
-from tests.cli.test_playground_page import Capture, figures, lines, name_of, plan, shown
-from tests.helpers.playground import settle, show
+from tests.cli.test_playground_page import Capture, figures, plan
+from tests.helpers.playground import lines, name_of, settle, show, shown
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver

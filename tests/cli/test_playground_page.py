@@ -15,11 +15,10 @@ import pytest
 from megatron.zero_bubble import SCHEDULES
 from megatron.zero_bubble.__main__ import main
 from tests.helpers.browser import browser, console_errors, resize
-from tests.helpers.playground import drawn_setting, playground, settle, show
+from tests.helpers.playground import drawn_setting, line_of, lines, name_of, playground, settle, show, shown
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
-    from selenium.webdriver.remote.webelement import WebElement
 
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
 Capture = pytest.CaptureFixture[str]
@@ -73,24 +72,6 @@ def figures(plan: dict[str, Any]) -> list[float]:
     keys = ("span_ms", "bubble_rate_span", "makespan_ms", "bubble_rate_makespan")
     peak = max(plan["peak_activation"]) / plan["num_ranks"]
     return [*(plan[key] for key in keys), peak, plan["lower_bound_ms"], plan["gap"]]
-
-
-def line_of(page: WebDriver, name: str) -> WebElement:
-    return next(line for line in lines(page) if name_of(line) == name)
-
-
-def lines(page: WebDriver) -> list[WebElement]:
-    return list(page.find_elements("css selector", "tbody tr"))
-
-
-def name_of(line: WebElement) -> str:
-    return str(line.find_element("css selector", "th a").text)
-
-
-def shown(line: WebElement) -> list[float]:
-    return [
-        float(str(cell.get_attribute("data-value"))) for cell in line.find_elements("css selector", "td[data-value]")
-    ]
 
 
 def controls_for(flags: dict[str, str]) -> tuple[dict[str, str], dict[str, str], str]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 import megatron.zero_bubble
+from megatron.zero_bubble.errors import UserError
+from tests.helpers.weights import draw_by_name
 
 SEQUENCE, VOCABULARY, STEPS = 8, 32, 3
 PLAIN, COMBINED = "stock", "stock, combined"
@@ -77,6 +80,49 @@ def _train(name: str, num_microbatches: int, pipeline: int, options: dict[str, A
             megatron.zero_bubble.revert()
 
 
+def deferred(rank: int, name: str, num_microbatches: int) -> list[int]:
+    """Train on two stages with a plan file; return how many weight gradients waited at each W."""
+    from megatron.zero_bubble.wgrad.store import WgradStore
+
+    waiting, run = [], WgradStore.run
+
+    def noting(store: Any, *arguments: Any) -> None:
+        waiting.append(len(list(store.tensors(arguments[0]))))
+        run(store, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WgradStore, "run", noting)
+        _train(name, num_microbatches, 2, {})
+    return waiting
+
+
+def refusal_of_a_loop(rank: int, name: str) -> str:
+    """What a loop gets whose forward step returns no plans."""
+
+    def without_plans(data: Iterator[torch.Tensor], model: Any) -> tuple[Any, Any]:
+        raise AssertionError("the loop is refused before its first forward")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "forward_step", without_plans)
+        try:
+            _train(name, 4, 2, {})
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def refusal_of_one_expert(rank: int) -> str:
+    """What this version says to a single expert per rank; empty if it supports one."""
+    from megatron.zero_bubble.adapter.versions import check_layer_plans
+
+    for experts, ranks in ((4, 2), (2, 2)):
+        try:
+            check_layer_plans(SimpleNamespace(num_moe_experts=experts, expert_model_parallel_size=ranks))
+        except UserError as error:
+            return f"{experts}: {error}"
+    return ""
+
+
 def _chunks(sizes: Mapping[str, Any], options: dict[str, Any], overlap: bool, stock: bool) -> list[Any]:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -128,10 +174,7 @@ def _chunks(sizes: Mapping[str, Any], options: dict[str, Any], overlap: bool, st
             share_embeddings_and_output_weights=False,
             **more,
         )
-        for name, parameter in _named(chunk):
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            if parameter.dim() > 1:
-                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        draw_by_name(_named(chunk))
         return chunk
 
     if stock:

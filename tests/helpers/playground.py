@@ -84,3 +84,24 @@ def drawn_setting(draw: random.Random, *, searched: bool) -> dict[str, str]:
 def without_seconds(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plan's JSON without the planning time, which differs between runs."""
     return {key: value for key, value in plan.items() if key != "planning_seconds"}
+
+
+def line_of(page: WebDriver, name: str) -> WebElement:
+    """The line of a schedule in the table."""
+    return next(line for line in lines(page) if name_of(line) == name)
+
+
+def lines(page: WebDriver) -> list[WebElement]:
+    """The lines of the table."""
+    return list(page.find_elements("css selector", "tbody tr"))
+
+
+def name_of(line: WebElement) -> str:
+    return str(line.find_element("css selector", "th a").text)
+
+
+def shown(line: WebElement) -> list[float]:
+    """The exact values of a line, in the order of its columns."""
+    return [
+        float(str(cell.get_attribute("data-value"))) for cell in line.find_elements("css selector", "td[data-value]")
+    ]

@@ -7,7 +7,6 @@ sequence, which attend to themselves only). Every step evaluates, and trains on 
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tests.helpers.weights import draw_by_name
 from tests.loops.models import PackedAttention, ShardAttention, destroy_groups, named, on_pipeline, packed_params
 
 LAYERS_PER_RANK, HIDDEN, VOCABULARY, LONGEST = 2, 16, 32, 24
@@ -122,10 +122,7 @@ def build(
             stage["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **more)
         positions = "rope" if config.context_parallel_size == 1 else "learned_absolute"
         chunk = GPTModel(config, spec, VOCABULARY, 4 * LONGEST, position_embedding_type=positions, **stage)
-        for name, parameter in named(chunk):
-            if parameter.dim() > 1:
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        draw_by_name(named(chunk))
         return chunk
 
     chunks = megatron.zero_bubble.build_stages(make_chunk)

@@ -9,12 +9,14 @@ Upstream: ``megatron.core.pipeline_parallel.combined_1f1b.combined_forward_backw
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.adapter.part import IterationFacts, Part
 from megatron.zero_bubble.adapter.prepared import chosen_by
@@ -55,6 +57,8 @@ class ExpertOverlap(Part):
         """See ``Part``."""
         if not iteration.prepared.schedule.pairs:
             return {}
+        for own in chunks:
+            _check_returns_plans(own)
         self._stages = {own.facts.stage: LayeredStage(own) for own in chunks}
         return self._stages
 
@@ -76,6 +80,30 @@ class ExpertOverlap(Part):
             return forward.run_pair(op, inputs[:taken], backward, inputs[taken:])
 
         return {Pair: run} if stages else {}
+
+
+def _check_returns_plans(own: StageParts) -> None:
+    """Reject a loop whose forward step, or a model that, cannot return a plan of its layers.
+
+    Raises:
+        UserError: the rule, what was got, and the remedy.
+    """
+    function = own.step.forward_step_func
+    taken = inspect.signature(function).parameters.values()
+    if not any(each.name == "return_schedule_plan" or each.kind is each.VAR_KEYWORD for each in taken):
+        raise UserError(
+            "schedules with pairs of a forward and a backward need a forward step that takes return_schedule_plan, and "
+            "then returns model.build_schedule_plan(...) instead of model(...), as in Megatron-LM's pretrain_gpt.py; "
+            f"got {getattr(function, '__name__', function)}; add the argument, or choose a schedule without pairs"
+        )
+    try:
+        get_attr_wrapped_model(own.model, "build_schedule_plan")
+    except RuntimeError as error:
+        raise UserError(
+            "schedules with pairs of a forward and a backward need a model whose layers can be planned, as "
+            f"megatron-core's GPTModel, by build_schedule_plan; got {type(own.model).__name__} without it; choose a "
+            "schedule without pairs"
+        ) from error
 
 
 class LayeredStage(MegatronStage):
