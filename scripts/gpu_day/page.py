@@ -2,7 +2,7 @@
 
     bash scripts/gpu_day.sh page runs/gpu_day/gpu_day.json [FILE ...]
 
-Where several files have the same part, the last one counts; parts that no file has stay as they are stored.
+Where several files have the same step, the last one counts; steps that no file has stay as they are stored.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ranks
+from gpu_day.run import join
 
 STORED = Path("docs/gpu_day.json")
 _OF_THE_MACHINE = ("command", "last_lines")
@@ -43,7 +44,7 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
     """
     parts: dict[str, Any] = {}
     for file in files:
-        parts |= json.loads(file.read_text(encoding="utf-8"))
+        parts = join(parts, json.loads(file.read_text(encoding="utf-8")))
         if without := [name for name, part in parts.items() if part["on_cpu"] or not part["machine"]["gpus"]]:
             raise ValueError(
                 f"the page shows only runs on GPUs, got part {without[0]} of {file} without; run it where nvidia-smi "

@@ -3,7 +3,7 @@
 A step that fails, hangs or writes no figures costs the other steps nothing. The exit status is the number of steps that
 failed.
 
-    bash scripts/gpu_day.sh PART [--cpu] [--folder FOLDER]
+    bash scripts/gpu_day.sh PART [--cpu] [--steps TEXT ...] [--folder FOLDER]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,15 +47,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="gpu_day.sh", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU, to see that the steps run")
+    parser.add_argument(
+        "--steps", nargs="+", metavar="TEXT", help="only steps whose names contain one of these; other results stay"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/gpu_day"), help="folder of the results")
     options = parser.parse_args()
     folder = options.folder.resolve()
+    part = chosen(PARTS[options.part], options.steps)
+    if not part.steps:
+        names = ", ".join(step.name for step in PARTS[options.part].steps)
+        parser.error(
+            f"part {options.part} has no step whose name contains {' or '.join(options.steps)}; it has {names}"
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_day.sh: ended by SIGTERM"))  # ends the running step, too
     record: dict[str, Any] = {}
-    for record in run_part(PARTS[options.part], folder / options.part, options.cpu):
+    if not options.steps:
+        shutil.rmtree(folder / options.part, ignore_errors=True)
+    for record in run_part(part, folder / options.part, options.cpu):
         add(folder / RESULTS, options.part, record)
     print(f"\n{table(record['steps'])}\n\n{folder / RESULTS}: part {options.part} after {record['seconds']:.0f} s")
     return sum(is_failure(step) for step in record["steps"])
+
+
+def chosen(part: Part, texts: Sequence[str] | None) -> Part:
+    """The part with only the steps whose names contain one of the texts; all steps without texts."""
+    return part if texts is None else Part(part.title, tuple(s for s in part.steps if any(t in s.name for t in texts)))
 
 
 def is_failure(step: Mapping[str, Any]) -> bool:
@@ -67,11 +83,10 @@ def run_part(part: Part, folder: Path, on_cpu: bool, package: str = "gpu_day") -
     """Run the steps in order; after each one, yield the part's record so far.
 
     Args:
-        folder: for one JSON file and one log per step; earlier results of the part in it are removed.
+        folder: for one JSON file and one log per step.
         package: package of the steps' modules.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     began, started = datetime.now(timezone.utc), time.monotonic()
     num_gpus = 0 if on_cpu else len(gpus())
     steps: list[dict[str, Any]] = []
@@ -138,6 +153,7 @@ def _result(step: Step, folder: Path, on_cpu: bool, num_gpus: int, left_s: float
         return {"name": step.name, "status": wanted, "seconds": 0.0}
     file = folder / step.name.replace(",", "").replace(" ", "-")
     output, log = file.with_suffix(".json"), file.with_suffix(".log")
+    output.unlink(missing_ok=True)
     words = _words(step, folder, output, on_cpu, package)
     limit_s = min(step.limit_s * (_PATIENCE_ON_CPU if on_cpu else 1), max(left_s, 1.0))
     print(f"{step.name}: {shlex.join(words)} (at most {limit_s:.0f} s)", flush=True)
@@ -151,7 +167,7 @@ def _result(step: Step, folder: Path, on_cpu: bool, num_gpus: int, left_s: float
     elif code:
         problem = f"exit status {code}"
     status, shown = (problem, "") if problem else _shown(step.reads, figures)
-    result: dict[str, Any] = {"name": step.name, "command": shlex.join(words), "status": status}
+    result: dict[str, Any] = {"name": step.name, "command": shlex.join(words), "status": status, "commit": commit()}
     result |= {"seconds": round(seconds, 1), "shown": shown, "figures": figures}
     if is_failure(result):
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
@@ -255,9 +271,27 @@ def _not_finite(value: Any, name: str = "") -> Iterable[str]:
 
 
 def add(path: Path, part: str, record: Mapping[str, Any]) -> None:
-    """Write the part's record into the file of all parts, in place of an earlier one."""
+    """Write the part's record into the file of all parts, in place of an earlier record of the same steps."""
     parts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    path.write_text(json.dumps({**parts, part: record}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(join(parts, {part: record}), indent=1) + "\n", encoding="utf-8")
+
+
+def join(parts: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
+    """The records of parts, with newer ones; steps that the newer record of a part lacks stay, if both are of GPUs."""
+    joined = dict(parts)
+    for name, part in newer.items():
+        order = [step.name for step in PARTS[name].steps]
+        old = parts.get(name, part)
+        lacking = {*order} - {step["name"] for step in part["steps"]} if old["on_cpu"] == part["on_cpu"] else {}
+        steps = [*part["steps"], *(_dated(step, old) for step in old["steps"] if step["name"] in lacking)]
+        places = {step: place for place, step in enumerate(order)}
+        joined[name] = {**part, "steps": sorted(steps, key=lambda step: places.get(step["name"], len(places)))}
+    return joined
+
+
+def _dated(step: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
+    """A step with the commit that it ran, which is that of its part if it does not say so."""
+    return {"commit": part["machine"]["commit"], **step}
 
 
 def table(steps: Iterable[Mapping[str, Any]]) -> str:

@@ -261,5 +261,14 @@ PARTS = {
             ),
         ),
     ),
+    "8": Part(
+        "microbatches of different lengths and pairs, over NCCL",
+        (
+            _over_nccl("pairs", f"{WHOLE} -k pairs", 120, f"{WHOLE} -k 'pairs and 4'", **{QUEUES: "32"}),
+            _over_nccl(
+                "lengths", f"{WHOLE} -k lengths", 120, f"{WHOLE} -k 'lengths and dense and h1'", **{QUEUES: "32"}
+            ),
+        ),
+    ),
 }
-"""The parts by name. Part 4 needs TransformerEngine, parts 5 and 7 several GPUs or an NCCL that shares one."""
+"""The parts by name. Part 4 needs TransformerEngine; parts 5, 7 and 8 several GPUs or an NCCL that shares one."""

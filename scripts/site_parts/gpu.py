@@ -97,7 +97,8 @@ def results(parts: Figures | None = None) -> str:
 def _part(name: str, part: Figures) -> str:
     machine = part["machine"]
     gpus = f"{len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else "no GPU"
-    versions = f"torch {machine['torch']}, megatron-core {machine['megatron-core']}, commit {machine['commit']}"
+    commits = dict.fromkeys(step.get("commit", machine["commit"]) for step in part["steps"])
+    versions = f"torch {machine['torch']}, megatron-core {machine['megatron-core']}, commit {', '.join(commits)}"
     where = f"{gpus}, driver {', '.join(machine['driver'])}, {versions}; {part['began']}, {part['seconds']:.0f} s."
     rows = [(s["name"], s["status"], f"{s['seconds']:.0f}", s.get("shown", "")) for s in part["steps"]]
     shown = [f"### Part {name}: {part['title']}\n\n{where}", table(("step", "status", "s", "figures"), rows)]

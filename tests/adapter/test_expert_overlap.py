@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.job.flags import parse_ours
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.stages import place_stages
@@ -22,6 +20,8 @@ from tests.helpers.expert_models import (
     COMBINED,
     PLAIN,
     deferred,
+    differences,
+    plan_files,
     refusal_of_a_loop,
     refusal_of_one_expert,
     train_with_experts,
@@ -45,19 +45,6 @@ ROWS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-def plan_files(folder: Path, pipeline: int, num_microbatches: int) -> list[str]:
-    """Files of all schedules with pairs."""
-    files = []
-    for name, num_chunks in (("interleaved-1f1b", 2), ("dualpipe-v", None)):
-        sizes = {"num_ranks": pipeline, "num_microbatches": num_microbatches}
-        schedule = build(name, **sizes, num_chunks=num_chunks, pairs=True)
-        assert schedule.pairs, "a schedule with pairs"
-        file = folder / f"{name}.json"
-        file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1, 1, 1))))
-        files.append(str(file))
-    return files
-
-
 @pytest.mark.parametrize(
     "row", [name if name == "m=4" else pytest.param(name, marks=pytest.mark.full) for name in ROWS]
 )
@@ -65,14 +52,7 @@ def test_same_bits_as_stock(ranks: RankPool, tmp_path: Path, row: str) -> None:
     pipeline, num_microbatches, options = ROWS[row]
     names = [PLAIN, COMBINED, *plan_files(tmp_path, pipeline, num_microbatches)]
     results = ranks.run(2 * pipeline, train_with_experts, names, num_microbatches, pipeline, options, timeout=300)
-    stock: dict[str, str] = {}
-    for run, name in enumerate(names):
-        losses = [of_rank[run][0] for of_rank in results if of_rank[run][0]]
-        weights = {key: digest for of_rank in results for key, digest in of_rank[run][1].items()}
-        if name == PLAIN:
-            stock, of_stock = weights, losses
-        assert losses == of_stock, name
-        assert [key for key in stock if weights[key] != stock[key]] == [], name
+    assert differences(names, results) == []
 
 
 def test_weight_gradients_wait_for_their_w_in_pairs_too(ranks: RankPool, tmp_path: Path) -> None:

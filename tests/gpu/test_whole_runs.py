@@ -24,6 +24,7 @@ import torch
 
 from megatron.zero_bubble.platforms.cuda import nccl_shares_gpus
 from tests.adapter.test_parity import BUCKETS, FP16, UNTIED
+from tests.helpers import expert_models
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.launch import Death, run_training
 from tests.helpers.parity import BASE_FLAGS, Layout, Outcome, assert_same_bits, assert_same_model, train
@@ -32,6 +33,7 @@ from tests.helpers.ranks import RankPool, install_cpu_platform
 from tests.helpers.slices import LONG
 from tests.helpers.training import losses
 from tests.helpers.training import train as train_job
+from tests.loops import varied
 from tests.training.test_faults import BACKWARD, LIMIT_S
 
 DEVICE = os.environ.get("ZB_TEST_DEVICE", "cuda")
@@ -179,6 +181,35 @@ def test_features_agree_with_runs_without(pool: RankPool, record_property: Recor
     if name.startswith("offload"):
         assert_same_bits(results, schedules)
     assert worst <= TOLERANCES["fp32"]
+
+
+NEEDS_STOCK = pytest.mark.skipif(REFERENCE is not None, reason="the reference is stock, which needs NCCL or CPU ranks")
+
+
+@NEEDS_STOCK
+@pytest.mark.parametrize("kind", varied.KINDS)
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_lengths_have_the_bits_of_stock(pool: RankPool, record_property: Record, schedule: str, kind: str) -> None:
+    """Microbatches of different lengths: messages with headers, and shapes that all ranks or the first one give."""
+    runs = varied.runs_of(schedule, kind)
+    expected, *ours = zip(*pool.run(2, varied.outcomes, runs, timeout=RUN_S), strict=True)
+    differences = {run[2].tells: varied.differences(expected, got) for run, got in zip(runs[1:], ours, strict=True)}
+    record_property("equal", {tells: not lines for tells, lines in differences.items()})
+    assert not any(differences.values()), differences
+
+
+@NEEDS_STOCK
+@pytest.mark.parametrize("num_layers", [4, 8])
+def test_pairs_have_the_bits_of_stock(pool: RankPool, record_property: Record, tmp_path: Path, num_layers: int) -> None:
+    """Experts, with pairs of a forward and a backward: two pipeline ranks, experts over two ranks."""
+    if NUM_RANKS < 4:
+        pytest.skip("needs four ranks")
+    names = [expert_models.PLAIN, expert_models.COMBINED, *expert_models.plan_files(tmp_path, 2, 6)]
+    options = {"num_layers": num_layers, "moe_shared_expert_intermediate_size": 16}
+    results = pool.run(4, expert_models.train_with_experts, names, 6, 2, options, timeout=2 * RUN_S)
+    differences = expert_models.differences(names, results)
+    record_property("equal", not differences)
+    assert not differences, differences
 
 
 OVERFLOWS = [Fault(4, 1, 0, math.nan), Fault(8, 1, 1, math.inf), Fault(9, 0, 2, math.nan)]

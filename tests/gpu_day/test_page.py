@@ -89,6 +89,16 @@ def test_files_are_merged_by_part(tmp_path: Path) -> None:
     assert list(merged) == ["1", "3"] and merged["1"]["steps"][0]["status"] == OK
 
 
+def test_steps_that_did_not_run_again_stay_with_their_commit(tmp_path: Path) -> None:
+    first, second = (step.name for step in PARTS["1"].steps[:2])
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    one.write_text(json.dumps({"1": part("1", {first: OK, second: "exit status 1"})}))
+    two.write_text(json.dumps({"1": part("1", {second: OK}) | {"machine": {**MACHINE, "commit": "def"}}}))
+    merged = page.merged([one, two])
+    assert [(s["name"], s["status"]) for s in merged["1"]["steps"]] == [(first, OK), (second, OK)]
+    assert "commit abc, def" in gpu.results(merged)
+
+
 def test_paths_of_the_machine_are_not_published(tmp_path: Path) -> None:
     ran = part("1", {"a": "exit status 1"})
     ran["steps"][0] |= {"command": "gpu_day.a --output /mnt/me/a.json", "last_lines": ["rootdir: /mnt/me"]}

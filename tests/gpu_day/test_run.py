@@ -162,6 +162,15 @@ def test_exit_status_counts_failures_and_parts_are_added(
     assert ["fails", "exit status 1", "0"] in rows and ["works", "ok", "0", "1.5 ms"] in rows, rows
 
 
+def test_steps_are_chosen_by_their_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [step.name for step in run.chosen(PARTS["8"], ["length"]).steps] == ["lengths"]
+    assert run.chosen(PARTS["8"], None) == PARTS["8"]
+    monkeypatch.setattr(sys, "argv", ["gpu_day.sh", "8", "--steps", "vocabulary"])
+    with pytest.raises(SystemExit):
+        run.main()
+    assert "part 8 has no step whose name contains vocabulary; it has pairs, lengths" in capsys.readouterr().err
+
+
 def test_results_of_a_part_that_is_ended_are_kept(folder: Path) -> None:
     """SIGTERM, as from a limit around the script: the steps before are in the file, the running one is ended."""
     main = (

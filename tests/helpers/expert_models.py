@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,44 @@ import pytest
 import torch
 
 import megatron.zero_bubble
+from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.plan import plan_to_json
 from tests.helpers.weights import draw_by_name
 
 SEQUENCE, VOCABULARY, STEPS = 8, 32, 3
 PLAIN, COMBINED = "stock", "stock, combined"
+
+
+def plan_files(folder: Path, pipeline: int, num_microbatches: int) -> list[str]:
+    """Files of all schedules with pairs."""
+    files = []
+    for name, num_chunks in (("interleaved-1f1b", 2), ("dualpipe-v", None)):
+        sizes = {"num_ranks": pipeline, "num_microbatches": num_microbatches}
+        schedule = build(name, **sizes, num_chunks=num_chunks, pairs=True)
+        assert schedule.pairs, "a schedule with pairs"
+        file = folder / f"{name}.json"
+        file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1, 1, 1))))
+        files.append(str(file))
+    return files
+
+
+def differences(names: Sequence[str], results: Sequence[Sequence[tuple[list[str], dict[str, str]]]]) -> list[str]:
+    """What differs between the runs with ``names``, whose results ``train_with_experts`` gave per rank, and the first.
+
+    One line for the losses of a run, and one per weight.
+    """
+    found: list[str] = []
+    stock: dict[str, str] = {}
+    for run, name in enumerate(names):
+        losses = [of_rank[run][0] for of_rank in results if of_rank[run][0]]
+        weights = {key: digest for of_rank in results for key, digest in of_rank[run][1].items()}
+        if not run:
+            stock, of_stock = weights, losses
+        if losses != of_stock:
+            found.append(f"{name}: losses {losses} in place of {of_stock}")
+        found += [f"{name}: {key} differs" for key in stock if weights.get(key) != stock[key]]
+    return found
 
 
 def batches() -> Iterator[torch.Tensor]:
@@ -28,8 +62,9 @@ def batches() -> Iterator[torch.Tensor]:
 
 
 def forward_step(data: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
-    text = next(data)
-    positions, mask = torch.arange(SEQUENCE).expand(2, -1), torch.ones(2, SEQUENCE)
+    text = next(data).cuda()
+    positions = torch.arange(SEQUENCE, device=text.device).expand(2, -1)
+    mask = torch.ones(2, SEQUENCE, device=text.device)
     call = model.build_schedule_plan if return_schedule_plan else model
     made = call(text[:, :-1], positions, None, labels=text[:, 1:], loss_mask=mask)
     return made, partial(_loss, mask)
@@ -175,7 +210,7 @@ def _chunks(sizes: Mapping[str, Any], options: dict[str, Any], overlap: bool, st
             **more,
         )
         draw_by_name(_named(chunk))
-        return chunk
+        return chunk.cuda()
 
     if stock:
         chunks = []
@@ -228,4 +263,4 @@ def _named(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def _digest(parameter: torch.nn.Parameter) -> str:
-    return hashlib.sha1(parameter.detach().float().numpy().tobytes()).hexdigest()
+    return hashlib.sha1(parameter.detach().float().cpu().numpy().tobytes()).hexdigest()

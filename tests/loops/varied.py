@@ -123,7 +123,7 @@ def build(
         positions = "rope" if config.context_parallel_size == 1 else "learned_absolute"
         chunk = GPTModel(config, spec, VOCABULARY, 4 * LONGEST, position_embedding_type=positions, **stage)
         draw_by_name(named(chunk))
-        return chunk
+        return chunk.cuda()
 
     chunks = megatron.zero_bubble.build_stages(make_chunk)
     return [DistributedDataParallel(config, DistributedDataParallelConfig(**of_ddp), chunk) for chunk in chunks]
@@ -159,9 +159,9 @@ def passes(chunks: Sequence[Any], data: Sequence[dict[str, Any]], factor: float 
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:
         batch = next(iterator)
-        text = batch["text"]
+        text = batch["text"].cuda()
         more = {} if batch["packed"] is None else {"packed_seq_params": batch["packed"]}
-        positions = torch.arange(text.shape[1] - 1).expand(text.shape[0], -1)
+        positions = torch.arange(text.shape[1] - 1, device=text.device).expand(text.shape[0], -1)
         shards, shard = (
             parallel_state.get_context_parallel_world_size(),
             parallel_state.get_context_parallel_rank(),
@@ -173,7 +173,8 @@ def passes(chunks: Sequence[Any], data: Sequence[dict[str, Any]], factor: float 
             total = output.float().sum()
             if factor is not None:
                 return total * factor, {"loss": float(total).hex()}
-            return total, torch.tensor(output.numel(), dtype=torch.int), {"loss": float(total).hex()}
+            num_tokens = torch.tensor(output.numel(), dtype=torch.int, device=output.device)
+            return total, num_tokens, {"loss": float(total).hex()}
 
         return losses, loss
 
@@ -255,7 +256,7 @@ def _steps(chunks: Sequence[Any], loop: Loop) -> Outcome:
 def _digests(chunks: Sequence[Any]) -> dict[str, str]:
 
     gradients = {name: each.main_grad for chunk in chunks for name, each in named(chunk.module)}
-    return {name: hashlib.sha256(each.numpy().tobytes()).hexdigest()[:16] for name, each in gradients.items()}
+    return {name: hashlib.sha256(each.cpu().numpy().tobytes()).hexdigest()[:16] for name, each in gradients.items()}
 
 
 def outcomes(rank: int, runs: Sequence[tuple[str | None, int | None, Loop]]) -> list[Outcome]:

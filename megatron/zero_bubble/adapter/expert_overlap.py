@@ -142,6 +142,7 @@ class LayeredStage(MegatronStage):
     def _backward_weight(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         for tensor in self._store.tensors(work):
             assert tensor.untyped_storage().nbytes() or not tensor.numel(), f"a node has freed an operand of {work}"
+            tensor.record_stream(torch.cuda.current_stream())  # it may be from the stream of the all-to-all
         return super()._backward_weight(work, inputs)
 
     def _step_both(
