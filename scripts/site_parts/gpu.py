@@ -31,7 +31,8 @@ def words(parts: Figures | None = None) -> str:
             "([how to run them](docs/gpu.md))."
         )
     ok, ran = _counts(parts)
-    nccl = "" if "5" in parts else " Not yet run over NCCL between GPUs."
+    several = "5" in parts and len(parts["5"]["machine"]["gpus"]) > 1
+    nccl = "" if several else " Not yet run over NCCL between GPUs."
     gpus = " and ".join(sorted({gpu for part in parts.values() for gpu in part["machine"]["gpus"]}))
     return f"**On {gpus}**, {ok} of {ran} steps of {_names(parts)} succeeded ([GPU results](docs/gpu.md)).{nccl}"
 

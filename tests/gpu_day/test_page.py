@@ -64,6 +64,7 @@ def test_results_show_failures_and_what_is_missing() -> None:
     assert "part 5 (NCCL)" in gpu.status(parts)
     assert gpu.words(parts).startswith("**On NVIDIA X**, 1 of 2 steps of part 2 succeeded")
     assert "Not yet run over NCCL" in gpu.words(parts)
+    assert "Not yet run over NCCL" in gpu.words({"5": part("5", {"killed rank": OK})}), "ranks shared one GPU"
     text = gpu.results(parts)
     assert "| memory | timed out after 80 s | 3 | memory shown |" in text
     assert "| stock 1F1B | 300.2 | 20.50 | 41.50 | - | 1.50 | 12.5% | 1.0 | 2.0 |" in text
