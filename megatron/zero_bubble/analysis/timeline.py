@@ -97,8 +97,18 @@ class Timeline:
     @cached_property
     def work_ms(self) -> float:
         """Computing time of the busiest rank; messages are not work."""
+        return max(self.work_by_rank, default=0.0)
+
+    @cached_property
+    def mean_work_ms(self) -> float:
+        """Mean computing time of the ranks."""
+        return sum(self.work_by_rank) / len(self.work_by_rank) if self.work_by_rank else 0.0
+
+    @cached_property
+    def work_by_rank(self) -> tuple[float, ...]:
+        """Computing time of each rank in ms."""
         spans = (map(self.computing, row) for row in self.spans) if self.messages else self.spans
-        return max(self._busy_ms(spans), default=0.0)
+        return tuple(self._busy_ms(spans))
 
     @cached_property
     def busy_ms(self) -> float:
@@ -130,3 +140,10 @@ class Timeline:
         """Share of ``metric`` in which the busiest rank does not compute: (cost - work) / cost."""
         cost = self.makespan_ms if metric == "makespan" else self.span_ms
         return (cost - self.work_ms) / cost if cost > 0 else 0.0
+
+    def idle_rate(self, metric: Metric) -> float:
+        """Mean share of ``metric`` in which a rank does not compute: the bubble rate, and what the ranks with less than
+        the most work idle in addition.
+        """
+        cost = self.makespan_ms if metric == "makespan" else self.span_ms
+        return (cost - self.mean_work_ms) / cost if cost > 0 else 0.0
