@@ -15,6 +15,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.cli.job_figures import job_figures
+from megatron.zero_bubble.cli.links import add_link_flags, with_bandwidths
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
@@ -68,6 +69,7 @@ def add_dry_run(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--costs", metavar="FILE", help="measured pass times and memory (costs file), instead of estimates"
     )
+    add_link_flags(verb)
     verb.add_argument(
         "--megatron-lm", action="store_true", help="the flags are for Megatron-LM's training script, not for ours"
     )
@@ -105,6 +107,9 @@ def dry_run(options: argparse.Namespace) -> str:
     layers = job_layers(args)
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
     costs = job_figures(args, layers, options.gpu, options.costs)
+    estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
+    bandwidths = options.link_bandwidth, options.network_bandwidth
+    costs = with_bandwidths(costs, groups, options.gpu, *bandwidths, estimated)
     schedule = _schedule(args, costs, costs.num_microbatches)
     proved = _prove(args, costs)
     select = _selection(args)

@@ -12,6 +12,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise, permutations
 
 _SHOWN = 60
 """Maximum number of characters for the list of groups in a line."""
@@ -60,6 +61,14 @@ class RankGroups:
     def nodes(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the nodes that hold ``ranks``."""
         return tuple(sorted({rank // self.node_size for rank in ranks}))
+
+    def crossing(self) -> frozenset[tuple[int, int]]:
+        """Return the pairs of pipeline ranks that are on different nodes in some pipeline."""
+        of_pipelines = ([rank // self.node_size for rank in ranks] for ranks in self.groups("pipeline"))
+        # Pipelines that change nodes after the same ranks are alike.
+        alike = {tuple(accumulate((a != b for a, b in pairwise(nodes)), initial=0)) for nodes in of_pipelines}
+        ranks = range(self.sizes["pipeline"])
+        return frozenset((a, b) for a, b in permutations(ranks, 2) if any(nodes[a] != nodes[b] for nodes in alike))
 
     def pipeline_rank(self, rank: int) -> tuple[int, ...]:
         """Return the global ranks at pipeline rank ``rank``: replicas and tensor-parallel parts of the same layers."""

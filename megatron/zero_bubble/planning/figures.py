@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.layers import LayerCosts
-from megatron.zero_bubble.costs.passes import MESSAGE
+from megatron.zero_bubble.costs.passes import COMM, MESSAGE
 from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.costs.units import BYTES, checked_figure, parse_memory_limit, refuse_huge, spread
 from megatron.zero_bubble.errors import UserError
@@ -164,6 +164,38 @@ class Figures:
 
         layers = None if self.layers is None else replace(self.layers, message_ms=ms)
         return replace(self, on=on, layers=layers, tensor=None if divided is None else tensor)
+
+    def with_links(self, links: Mapping[tuple[int, int], float]) -> Figures:
+        """Return these figures with the times in ms of transfers between some pairs of ranks.
+
+        Args:
+            links: ms per (source rank, destination rank), as in ``PassCosts.links``; other pairs keep their times.
+
+        Raises:
+            UserError: for a negative or non-finite time.
+        """
+        refuse_huge(**{f"links{list(link)}": ms for link, ms in links.items()})
+        divided, own = self.tensor, self.layers
+
+        def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+            costs, memory = self.on(placement)
+            return replace(costs, **self._transfers(costs, links)), memory
+
+        def tensor(degree: int, bytes_per_ms: float) -> TensorFigures:
+            assert divided is not None
+            costs, sent = divided(degree, bytes_per_ms)
+            return TensorFigures(costs.with_links(links), sent)
+
+        layers = None if own is None else replace(own, **self._transfers(own, links))
+        return replace(self, on=on, layers=layers, tensor=None if divided is None else tensor)
+
+    def _transfers(self, costs: PassCosts | LayerCosts, links: Mapping[tuple[int, int], float]) -> dict[str, Any]:
+        """Return ``comm_ms`` and ``links`` in their shortest form."""
+        times = {**costs.links, **links}
+        pairs = self.num_ranks * (self.num_ranks - 1)
+        same = len(times) == pairs and len(set(times.values())) == 1
+        comm_ms = next(iter(times.values())) if same else costs.comm_ms
+        return {COMM: comm_ms, "links": {pair: ms for pair, ms in times.items() if ms != comm_ms}}
 
     @property
     def microbatch(self) -> float:
