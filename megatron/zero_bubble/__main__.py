@@ -23,6 +23,7 @@ from megatron.zero_bubble.schedules import SCHEDULES
 
 _COMMANDS = {
     "list": "list the schedules with their bubble and memory",
+    "advise": "say what a training job gains, and the flags to add",
     "plan": "build a schedule and print its cost",
     "compare": "compare all schedules for the same costs",
     "playground": "explore schedules interactively in a browser",
@@ -54,7 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = parser(only=arguments[0] if arguments else "")
     options, others = root.parse_known_args(arguments)
     if others:
-        after = "; the flags of the training script come last, after a separate --" if options.name == "dry-run" else ""
+        after = (
+            "; the flags of the training script come last, after a separate --"
+            if options.name in ("advise", "dry-run")
+            else ""
+        )
         root.error(f"unrecognized arguments: {' '.join(others)}{after}")
     try:
         output: str = options.command(options)

@@ -110,7 +110,7 @@ def dry_run(options: argparse.Namespace) -> str:
     estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
     bandwidths = options.link_bandwidth, options.network_bandwidth
     costs = with_bandwidths(costs, groups, options.gpu, *bandwidths, estimated)
-    schedule = _schedule(args, costs, costs.num_microbatches)
+    schedule = job_schedule(args, costs, costs.num_microbatches)
     proved = _prove(args, costs)
     select = _selection(args)
     plan = None if select is None else lower_training(schedule, moves=select(schedule))
@@ -167,7 +167,7 @@ def _checked_job(options: argparse.Namespace) -> MegatronJob:
     return MegatronJob(args, (), ())
 
 
-def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -> Schedule:
+def job_schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -> Schedule:
     """Return the schedule that the run would use for this number of microbatches."""
     if args.zero_bubble_schedule == ZB_AUTO:
         config: ZeroBubbleConfig = args.zero_bubble
@@ -212,7 +212,7 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
     if args.zero_bubble_schedule == ZB_AUTO:
         counts = counts[-1:]  # the run plans smaller batches when it reaches them
     for count in counts:
-        schedule = _schedule(args, costs, count)
+        schedule = job_schedule(args, costs, count)
         check_runnable(schedule, costs.num_ranks, count)
         validate(schedule)
         moves = () if select is None else select(schedule)

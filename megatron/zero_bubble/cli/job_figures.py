@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate, layer_costs
 from megatron.zero_bubble.costs.predictions import prediction_parts, prediction_weights, with_predictions
 from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.formats.layout import job_predictions
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, model_of, unestimated_kinds
+from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, unestimated_kinds
 from megatron.zero_bubble.job.pattern import pattern_of
+from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 
 _NO_PREDICTIONS = (
@@ -36,12 +38,13 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
     vocabulary = known_vocabulary(args)
     if vocabulary is not None:
         model = replace(model, vocabulary=vocabulary)
+    division = replace(division_of(args, vocabulary), given=layers)
     if costs_file is not None:
-        figures = _measured(sizes, costs_file, args.placement, layers)
+        figures = _measured(sizes, costs_file, args.placement, division)
         if any(predictions) and read_costs_file(costs_file).layer_costs() is not None:
             figures = _noting(figures, _NO_PREDICTIONS)
     elif dense:
-        figures = _estimated(sizes, model, gpu, predictions)
+        figures = _estimated(sizes, model, gpu, predictions, division)
         if vocabulary is None:
             figures = _noting(figures, f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed.")
         if args.context_parallel_size > 1:
@@ -55,9 +58,15 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
         return figures
     each, parts = _bytes_per_parameter(args), _parts(args)
 
-    def parameters(on: Placement) -> tuple[float, ...]:
+    def parameters(on: Placement, layout: tuple[int, ...] | None = None) -> tuple[float, ...]:
         more = prediction_weights(model, _on(predictions, on))
-        return tuple(own + extra for own, extra in zip(model.stage_weights(on), more, strict=True))
+        own = replace(model, layers=layout or division.on(on)).stage_weights(on)
+        return tuple(map(sum, zip(own, more, strict=True)))
+
+    def weights(layout: tuple[int, ...] | None) -> Callable[[Placement], tuple[float, ...]]:
+        return lambda on: tuple(
+            each * sum(parameters(on, layout)[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks)
+        )
 
     taken = f"take {each:.3g} bytes per parameter"
     if args.zero_bubble_shard_weights:
@@ -66,42 +75,66 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
     note += "buffers, fragmentation" + (", copies for a rollback." if args.zero_bubble_post_validation else ".")
     return replace(
         _noting(figures, note),
-        weight_bytes=lambda on: tuple(
-            each * sum(parameters(on)[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks)
-        ),
+        weight_bytes=weights(None),
+        layout_weight_bytes=weights,
         stage_bytes=lambda on: StageBytes.of(parameters(on), *parts),
     )
 
 
-def _measured(sizes: tuple[int, int], file: str, placement: Placement, layers: tuple[int, ...]) -> Figures:
+def _measured(sizes: tuple[int, int], file: str, placement: Placement, division: Division) -> Figures:
     """Return the costs in a file; those per layer are for the layout of the job."""
     read = read_costs_file(file)
     read.check_links(placement.num_ranks)
-    per_layer = read.layer_costs() is not None
-    costs, memory = read.on_layout(placement, layers) if per_layer else read.on(placement)
+    layers = read.layer_costs()
+    costs, memory = read.on_layout(placement, division.given) if layers is not None else read.on(placement)
     kept = PassMemory.uniform(placement) if memory is None else memory
+
+    def on(other: Placement) -> tuple[PassCosts, PassMemory]:
+        if layers is None or other == placement:
+            return costs.fit(other), kept.fit(other)
+        own, amounts = read.on_layout(other, division.on(other))
+        return own, PassMemory.uniform(other) if amounts is None else amounts
+
     return Figures(
         *sizes,
-        lambda on: (costs.fit(on), kept.fit(on)),
+        on,
         memory is not None,
         notes=(f"Costs are from {file}.", *((f"A lower bound: {HALVED}",) if read.halves(placement) else ())),
+        layers=layers,
+        division=None if layers is None else division,
+        halves=read.halves,
     )
 
 
-def _estimated(sizes: tuple[int, int], model: Model, gpu: str, predictions: tuple[int, ...]) -> Figures:
+def _estimated(
+    sizes: tuple[int, int], model: Model, gpu: str, predictions: tuple[int, ...], division: Division
+) -> Figures:
     device = DEVICES[gpu]
     notes = (
         "Times and memory are estimated from the model's shapes, not measured; use --costs for figures of a run.",
         f"{device}.",
         f"Attention {'uses flash kernels' if model.flash else 'stores its scores'}, recompute {model.recompute}.",
     )
+
+    def plain(placement: Placement) -> tuple[PassCosts, PassMemory]:
+        return estimate(replace(model, layers=division.on(placement)), device, placement)
+
     if not any(predictions):
-        return Figures(*sizes, lambda on: estimate(model, device, on), True, notes=notes)
+        return Figures(
+            *sizes,
+            plain,
+            True,
+            notes=notes,
+            most_layers=max(division.on(Placement.linear(sizes[0]))),
+            sequence=model.sequence,
+            layers=layer_costs(model, device),
+            division=division,
+        )
     parts = prediction_parts(replace(model, pattern=""), device)
     more = "A layer of multi-token prediction (mtp) counts as a layer, a projection and an output layer."
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        return with_predictions(*estimate(model, device, placement), _on(predictions, placement), *parts)
+        return with_predictions(*plain(placement), _on(predictions, placement), *parts)
 
     return Figures(*sizes, on, True, notes=(*notes, more))
 

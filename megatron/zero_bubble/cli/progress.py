@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
 from typing import TypeVar
@@ -65,9 +65,9 @@ def progress(verb: str, steps: Sequence[tuple[str, T]]) -> Iterator[Iterator[T]]
 
 
 @contextmanager
-def working(what: str) -> Iterator[None]:
-    """Context, or decorator of a function, that shows ``what`` as its only step."""
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Context, or decorator of a function, that shows ``what``, and then what the function that it yields is given."""
     step = _Step(what)
     with step.reported():
         step.begin(what)
-        yield
+        yield step.begin

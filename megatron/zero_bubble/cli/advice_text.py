@@ -1,0 +1,150 @@
+"""Advice as text and as JSON."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from megatron.zero_bubble.analysis.idle import Idle, idle_of
+from megatron.zero_bubble.planning.advice import NUMBERS, Advice, Row, Today
+from megatron.zero_bubble.search.placements import name_of
+
+_GIB = 2**30
+
+
+class Batch(NamedTuple):
+    """The batch of a job.
+
+    Attributes:
+        tokens: tokens of an iteration, on all GPUs.
+        gpus: number of GPUs.
+        replicas: number of data-parallel replicas.
+    """
+
+    tokens: int
+    gpus: int
+    replicas: int
+
+    def rate(self, ms: float) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens / self.gpus / (ms / 1e3)
+
+
+def content_of(found: Advice, batch: Batch, argv: Sequence[str]) -> dict[str, Any]:
+    """Return what ``--format json`` prints: the job, the advised changes, and whether one is worth it."""
+    timeline, costs, need = found.today
+    ms, best = timeline.makespan_ms, found.best
+    return {
+        "job": {
+            "schedule": timeline.schedule.name,
+            "num_ranks": costs.num_ranks,
+            "num_microbatches": costs.num_microbatches,
+            "makespan_ms": ms,
+            "memory_bytes": need.most if costs.in_bytes else None,
+            "bubble_rate": timeline.bubble_rate("makespan"),
+            "idle": {name: value / ms for name, value in _idle(found.today)._asdict().items()},
+            "tokens_per_s_per_gpu": batch.rate(ms),
+            "notes": costs.notes,
+        },
+        "advice": [_row(row, argv, costs.in_bytes) for row in found.rows],
+        "worth_it": best is not None,
+        "best": None if best is None else found.rows.index(best) + 1,
+        "dropped": [{"name": each.name, "reason": each.reason} for each in found.dropped],
+        "left_out": found.left_out,
+    }
+
+
+def _row(row: Row, argv: Sequence[str], in_bytes: bool) -> dict[str, Any]:
+    return {
+        "name": row.change.name,
+        "best_at": row.titles,
+        "flags": row.flags,
+        "placement": name_of(row.change.placement),
+        "num_chunks": row.change.placement.num_stages // row.change.placement.num_ranks,
+        "leave_out": given_of(row.change.drops, argv),
+        "makespan_ms": row.plan.timeline.makespan_ms,
+        "gain": row.gain,
+        "gap": row.gap,
+        "memory_bytes": row.need.most if in_bytes else None,
+        "bits": NUMBERS[row.change.numbers],
+    }
+
+
+def given_of(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
+    """Return those of the flags that a job gives."""
+    given = {word.partition("=")[0] for word in argv}
+    return [flag for flag in flags if flag in given]
+
+
+def text_of(found: Advice, batch: Batch, argv: Sequence[str], capacity: float | None) -> str:
+    """Return what ``advise`` prints: the job as it is, a table, the flags of each row, and one sentence of advice."""
+    timeline, costs, need = found.today
+    ms, idle, size = timeline.makespan_ms, _idle(found.today), f"{costs.num_ranks} pipeline ranks"
+    causes = (
+        f"{idle.warm_up / ms:.1%} while the pipeline fills and drains",
+        f"{idle.imbalance / ms:.1%} because their work differs",
+        f"{idle.transfers / ms:.1%} in transfers",
+    )
+    sizes = f"{size}, {costs.num_microbatches} microbatches, {batch.replicas} data-parallel replicas"
+    lines = [*costs.notes, "", f"The job as it is: {timeline.schedule.name}, {sizes}"]
+    lines.append(f"  {ms:,.1f} ms for the passes of an iteration, {batch.rate(ms):,.0f} tokens per second and GPU")
+    lines.append(f"  ranks idle {idle.total / ms:.1%} of the time: {', '.join(causes)}")
+    if costs.in_bytes and capacity is not None:
+        at = need.fullest
+        weights, kept, messages = (part[at] / _GIB for part in (need.weights, need.activations, need.messages))
+        parts = f"{weights:.1f} of weights and optimizer, {kept:.1f} of activations, {messages:.2f} of messages"
+        fullest = f"{need.most / _GIB:.1f} GiB on the fullest rank, {at}"
+        lines.append(f"  {fullest}: {parts}; plans may take {capacity / _GIB:.1f} GiB")
+    if found.rows:
+        lines += ["", *_table(found, argv)]
+    return "\n".join([*lines, "", *_remarks(found), _verdict(found)]) + "\n"
+
+
+def _idle(today: Today) -> Idle:
+    return idle_of(today.timeline, today.costs.on(today.timeline.schedule.placement)[0])
+
+
+def _table(found: Advice, argv: Sequence[str]) -> Iterator[str]:
+    width, in_bytes = max(len(row.change.name) for row in found.rows), found.today.costs.in_bytes
+    yield f"{'':3}{'change':{width}}{'ms':>12}{'time':>8}{'GiB' if in_bytes else '':>8}  the best at"
+    for number, row in enumerate(found.rows, 1):
+        gib = f"{row.need.most / _GIB:8.1f}" if in_bytes else f"{'':8}"
+        best = ", ".join(row.titles)
+        yield f"{number:<3}{row.change.name:{width}}{row.ms:12,.1f}{-row.gain:+8.1%}{gib}  {best}"
+    for number, row in enumerate(found.rows, 1):
+        yield ""
+        yield f"{number:<3}add {shlex.join(row.flags)}"
+        if out := given_of(row.change.drops, argv):
+            yield f"   leave out {' '.join(out)}"
+        yield f"   numbers: {NUMBERS[row.change.numbers]}"
+
+
+def _remarks(found: Advice) -> Iterator[str]:
+    """What was not planned."""
+    if found.dropped:
+        what = (
+            "change would be refused for this job, or has"
+            if len(found.dropped) == 1
+            else ("changes would be refused for this job, or have")
+        )
+        yield f"{len(found.dropped)} more {what} no plan; --format json gives the reasons."
+    if found.left_out:
+        yield f"Left out, because the time was up: {', '.join(found.left_out)}."
+
+
+def _verdict(found: Advice) -> str:
+    best, today = found.best, found.today
+    name = today.timeline.schedule.name
+    if best is None:
+        share = max((row.gain for row in found.rows if row.fits), default=0.0)
+        gains = f"the best change gains {share:.1%}" if share > 0 else "no change gains anything"
+        return (
+            f"Stay with {name}: its ranks idle {_idle(today).total / today.timeline.makespan_ms:.1%} of the time, and "
+            f"{gains}; a change is worth it from {found.worth:.0%}."
+        )
+    more = f", {(best.need.most - today.need.most) / _GIB:+.1f} GiB" if today.costs.in_bytes else ""
+    return (
+        f"Add {shlex.join(best.flags)}: {-best.gain:+.1%} of the time of the passes{more}. Its numbers are "
+        f"{NUMBERS[best.change.numbers]}. By a lower bound, no plan of this kind is more than {best.gap:.1%} shorter."
+    )

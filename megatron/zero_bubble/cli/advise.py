@@ -1,0 +1,235 @@
+"""``zero-bubble advise``: what a job gains from this package, whether it fits, and the flags to add."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.zero_bubble.analysis.idle import idle_of
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of
+from megatron.zero_bubble.cli.dry_run import job_schedule
+from megatron.zero_bubble.cli.job_figures import job_figures
+from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_variants
+from megatron.zero_bubble.cli.links import add_link_flags, with_bandwidths
+from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
+from megatron.zero_bubble.cli.progress import working
+from megatron.zero_bubble.cli.rank_groups import RankGroups
+from megatron.zero_bubble.costs.estimate import DEVICES
+from megatron.zero_bubble.costs.units import BYTES, parse_memory_limit, positive_figure
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.layout import job_layers
+from megatron.zero_bubble.job.changes import Pipeline
+from megatron.zero_bubble.job.flags import has_schedule
+from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.advice import (
+    NUMBERS,
+    WORTH,
+    WORTH_ESTIMATED,
+    Advice,
+    Adviser,
+    Change,
+    Today,
+    need_of,
+)
+from megatron.zero_bubble.planning.plan_file import written
+from megatron.zero_bubble.planning.score import DroppedVariant, attempt
+
+_MEMORY = {"a100": "80GiB", "h100": "80GiB", "h200": "141GiB", "b200": "180GiB"}
+"""Memory of a GPU where none is given."""
+_RESERVED = 0.1
+"""The share of a GPU's memory that is left for CUDA, NCCL and fragmentation."""
+_SECONDS = 25.0
+"""CPU time after which searches are left out."""
+_HOST_GB_PER_S = 20.0
+"""Copies between a GPU and its host where no bandwidth is given: PCIe 4 or better, shared by no more than two GPUs."""
+
+
+def add_advise(verb: argparse.ArgumentParser) -> None:
+    """Add the flags of ``advise``; the flags of the job follow after ``--``."""
+    verb.usage = "%(prog)s [OPTION ...] -- FLAGS"
+    verb.description = (
+        "Say what a Megatron-LM job gains from this package: plan the job as it is, search for what is faster within "
+        "the memory of its GPUs, and print the flags to add. It starts nothing, and needs neither torch nor a GPU."
+    )
+    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
+    verb.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node (default: 8)")
+    verb.add_argument("--gpu", choices=tuple(DEVICES), default="h100", help="GPU to estimate for (default: h100)")
+    verb.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="memory of a GPU, of which a tenth is left for CUDA, NCCL and fragmentation (default: that of --gpu)",
+    )
+    verb.add_argument(
+        "--costs", metavar="FILE", help="pass times and memory that a run of the job has measured, instead of estimates"
+    )
+    add_link_flags(verb)
+    verb.add_argument(
+        "--host-bandwidth",
+        type=float,
+        default=_HOST_GB_PER_S,
+        metavar="GB/S",
+        help=f"bandwidth between a GPU and its host in one direction, for offloading (default: {_HOST_GB_PER_S:g})",
+    )
+    verb.add_argument(
+        "--write", metavar="FILE", help="write the plan of a row; a job runs it with --zero-bubble-schedule FILE"
+    )
+    verb.add_argument(
+        "--row", type=int, default=None, metavar="N", help="the row to write (default: the advised one, else the first)"
+    )
+    verb.add_argument(
+        "--may-change",
+        metavar="LIST",
+        help=f"what else of the job may change, separated by commas: {', '.join(VARIANTS)} (default: nothing)",
+    )
+    verb.add_argument(
+        "--quick",
+        action="store_true",
+        help="plan only schedules by name, without searches; --zero-bubble-schedule auto decides so when a run starts",
+    )
+    verb.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
+    verb.add_argument(
+        "job", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the flags of the job, after a separate --"
+    )
+    verb.set_defaults(command=advise)
+
+
+class _Job(NamedTuple):
+    """A job as its flags describe it."""
+
+    read: MegatronJob
+    today: Today
+    objective: Metric
+    batch: Batch
+
+
+def advise(options: argparse.Namespace) -> str:
+    """Plan, and format the advice.
+
+    Raises:
+        UserError: the error that the job itself would stop with, a job without a pipeline, or bad options.
+    """
+    positive_figure("--host-bandwidth", options.host_bandwidth)
+    argv = options.job[1:] if options.job[:1] == ["--"] else options.job
+    own = _read(options, argv)
+    costs = own.today.costs
+    capacity = _capacity(options, own.today)
+    limit = capacity if capacity is not None else max(costs.limit("1p"), *own.today.need.activations)
+    bandwidth = options.host_bandwidth * 1e6
+    pipeline = Pipeline(own.today.timeline.schedule.placement, costs, limit, own.objective, bandwidth)
+    worth = WORTH if options.costs else WORTH_ESTIMATED
+
+    def accepts(flags: Sequence[str], drops: Sequence[str]) -> str | None:
+        try:
+            checked_megatron_job(changed(argv, flags, drops), *_sizes(options))
+        except UserError as error:
+            return str(error)
+        return None
+
+    variants = tuple(chosen_variants(options.may_change, own.read.args, options.costs))
+
+    def changes() -> Iterator[Change | DroppedVariant]:
+        yield from pipeline.named_changes() if options.quick else pipeline.changes()
+        for variant in variants:
+            yield from attempt(variant.name, partial(_changes_of, variant, options, argv, limit))
+
+    with working("planning") as tell:
+        adviser = Adviser(
+            own.today, own.objective, capacity, accepts, worth, _SECONDS, lambda name: tell(f"planning {name}")
+        )
+        found = Advice(own.today, (), own.objective, worth) if _is_full(own, worth) else adviser.advise(changes())
+    if options.write is not None:
+        _write(options, found)
+    if options.format == "json":
+        return json.dumps(content_of(found, own.batch, argv), indent=2) + "\n"
+    return text_of(found, own.batch, argv, capacity)
+
+
+def _sizes(options: argparse.Namespace) -> tuple[int, int]:
+    for flag, count in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
+        if count < 1:
+            raise UserError(f"{flag} must be 1 or more; got {count}")
+    return options.nodes * options.gpus_per_node, options.gpus_per_node
+
+
+def _read(options: argparse.Namespace, argv: Sequence[str]) -> _Job:
+    """Check the job, and plan it as it is."""
+    read = checked_megatron_job(argv, *_sizes(options))
+    args = read.args
+    if args.pipeline_model_parallel_size < 2:
+        raise UserError(
+            "advice is about pipelines of 2 or more ranks; got --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size}; a job without a pipeline has no bubble"
+        )
+    costs = job_figures(args, job_layers(args), options.gpu, options.costs)
+    estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
+    groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
+    costs = with_bandwidths(costs, groups, options.gpu, options.link_bandwidth, options.network_bandwidth, estimated)
+    schedule = job_schedule(args, costs, costs.num_microbatches)
+    timeline = timeline_of(schedule, *costs.on(args.placement))
+    objective: Metric = "span" if has_schedule(args) and args.zero_bubble.post_validation else "makespan"
+    batch = Batch(args.batch_sizes.final * args.seq_length, groups.num_ranks, args.data_parallel_size)
+    return _Job(read, Today(timeline, costs, need_of(timeline, costs)), objective, batch)
+
+
+def _changes_of(variant: Variant, options: argparse.Namespace, argv: Sequence[str], limit: float) -> Iterator[Change]:
+    """The changes of a job with other sizes."""
+    other = _read(options, changed(argv, variant.flags, variant.drops))
+    schedule = other.today.timeline.schedule
+    pipeline = Pipeline(schedule.placement, other.today.costs, limit, other.objective, options.host_bandwidth * 1e6)
+    for change in pipeline.quick_changes(schedule):
+        yield replace(
+            change,
+            name=f"{variant.name}, {change.name}",
+            flags=(*variant.flags, *change.flags),
+            drops=tuple(dict.fromkeys((*variant.drops, *change.drops))),
+            numbers=max(variant.numbers, change.numbers, key=list(NUMBERS).index),
+            reorders=False,
+        )
+
+
+def _capacity(options: argparse.Namespace, today: Today) -> float | None:
+    """What a plan may take: the memory of a GPU but for what is reserved, or as much as the job takes today."""
+    if not today.costs.in_bytes or today.costs.weight_bytes is None:
+        return None
+    amount, unit = parse_memory_limit(options.gpu_memory or _MEMORY[options.gpu])
+    if unit == "p":
+        raise UserError(f"--gpu-memory needs a size in bytes, such as 80GiB; got {options.gpu_memory}; give one")
+    return max((1 - _RESERVED) * amount * BYTES[unit], today.need.most)
+
+
+def _is_full(job: _Job, worth: float) -> bool:
+    """Whether no order, layout or division can gain enough, because all ranks work nearly all the time."""
+    timeline, costs, _ = job.today
+    idle = idle_of(timeline, costs.on(timeline.schedule.placement)[0])
+    return idle.total < worth * timeline.makespan_ms
+
+
+def changed(argv: Sequence[str], flags: Sequence[str], drops: Sequence[str]) -> list[str]:
+    """Return the flags of a job without some, with their values, and with others at the end."""
+    left: list[str] = []
+    is_dropped = False
+    for word in argv:
+        if word.startswith("--"):
+            is_dropped = word.partition("=")[0] in (*drops, *(flag for flag in flags if flag.startswith("--")))
+        if not is_dropped:
+            left.append(word)
+    return [*left, *flags]
+
+
+def _write(options: argparse.Namespace, found: Advice) -> None:
+    rows = found.rows
+    if not rows:
+        raise UserError(f"--write needs a row to write; got none for {options.write}; leave it out")
+    if options.row is not None and not 1 <= options.row <= len(rows):
+        raise UserError(f"--row must be from 1 to {len(rows)}; got {options.row}")
+    row = rows[options.row - 1] if options.row is not None else found.best or rows[0]
+    try:
+        Path(options.write).write_text(written(row.plan), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{options.write} cannot be written: {error.strerror}; give another file") from error

@@ -1,0 +1,220 @@
+"""The changes of a job that ``advise`` plans: what this package can do with its pipeline, and the flags for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.planning.advice import ORDER, ROUNDED, SAME, Change
+from megatron.zero_bubble.planning.answer import Answer
+from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offload import AUTO
+from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.source import ZB_AUTO
+from megatron.zero_bubble.planning.vocabulary import variants
+from megatron.zero_bubble.schedules import SCHEDULES
+from megatron.zero_bubble.schedules.recipe import Recipe
+from megatron.zero_bubble.search.placements import label_of, name_of, placements
+
+_SCHEDULE = "--zero-bubble-schedule"
+_STAGES = "--num-virtual-stages-per-pipeline-rank"
+_VIRTUAL = (_STAGES, "--num-layers-per-virtual-pipeline-stage")
+_LAYOUT = "--pipeline-model-parallel-layout"
+_LAYERS = (
+    _LAYOUT,
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+_MOST_STAGES = 4
+"""Most stages per rank of a change, unless the job has more."""
+_LEAST_LOSS = 0.5
+"""The work of the output layer in layers from which dividing the vocabulary is tried."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What changes start from.
+
+    Attributes:
+        placement: where its stages are now.
+        costs: its costs; memory limits leave room for weights.
+        limit: bytes of a GPU that a plan may take, or activation memory in the unit of the costs where bytes are not
+            known.
+        host_bandwidth: bytes per ms of copies between a GPU and its host.
+    """
+
+    placement: Placement
+    costs: Figures
+    limit: float
+    objective: Metric
+    host_bandwidth: float
+
+    def quick_changes(self, schedule: Schedule) -> Iterator[Change]:
+        """Yield its own schedule, those by name, and searches without and with two stages per rank."""
+        whole = Question(self.costs, None, 0.0, self.objective, fits=False)
+        yield Change(schedule.name, replace(whole, file=schedule), (), self.placement)
+        yield from self._named(whole)
+        for change in self._searched(whole):
+            if name_of(change.placement) in ("linear", "vee"):
+                yield change
+
+    def named_changes(self) -> Iterator[Change]:
+        """Yield schedules by name, Megatron's own too."""
+        whole = Question(self.costs, None, 0.0, self.objective, fits=False)
+        yield from self._of_megatron(whole)
+        yield from self._named(whole)
+
+    def changes(self) -> Iterator[Change]:
+        """Yield all changes: first schedules by name, then searches, then what else can be divided or moved."""
+        yield from self.named_changes()
+        whole = Question(self.costs, None, 0.0, self.objective, fits=False)
+        searches = list(self._searched(whole))
+        yield from searches
+        yield from self._laid_out(whole)
+        yield from self._divided(searches)
+        yield from self._sliced(whole)
+        if self.costs.in_bytes:
+            yield from map(self._offloaded, searches)
+
+    @property
+    def _own_stages(self) -> int:
+        return self.placement.num_stages // self.placement.num_ranks
+
+    @property
+    def _counts(self) -> range:
+        """Numbers of stages per rank above 1 that the layers suffice for."""
+        layers = self.costs.most_layers or _MOST_STAGES
+        return range(2, max(min(_MOST_STAGES, layers), self._own_stages) + 1)
+
+    def _of_megatron(self, whole: Question) -> Iterator[Change]:
+        """Megatron's own schedules, without this package."""
+        sizes = whole.costs.num_ranks, whole.costs.num_microbatches
+        for count in self._counts if sizes[1] % sizes[0] == 0 and sizes[0] > 1 else ():
+            on = Placement.interleaved(sizes[0], count)
+            if on != self.placement:
+                asked = replace(whole, schedule="interleaved-1f1b", num_chunks=(count,), limit=self._limit(on))
+                flags, drops = (_STAGES, str(count)), (_SCHEDULE, *self._drops(on))
+                yield Change(f"Megatron's interleaving x{count}", asked, flags, on, drops, ORDER)
+
+    def _named(self, whole: Question) -> Iterator[Change]:
+        for recipe in SCHEDULES.values():
+            if recipe.sliced or recipe.has_units:
+                continue
+            for count in self._counts if recipe.shape == "interleaved" else (None,):
+                yield from self._of_name(recipe, count, whole)
+
+    def _of_name(self, recipe: Recipe, count: int | None, whole: Question) -> Iterator[Change]:
+        on = recipe.placement(self.costs.num_ranks, recipe.num_chunks(count))
+        asked = replace(whole, schedule=recipe.name, num_chunks=(count,), limit=self._limit(on))
+        title = recipe.name if count is None else f"{recipe.name} x{count}"
+        yield self._change(title, asked, (_SCHEDULE, recipe.name), on)
+
+    def _searched(self, whole: Question) -> Iterator[Change]:
+        for on in self._placements:
+            asked = replace(whole, schedule=ZB_AUTO, placement=(on,), limit=self._limit(on))
+            yield self._change(f"{ZB_AUTO} {label_of(on)}", asked, self._flags_of_search(on), on)
+
+    @property
+    def _placements(self) -> Iterator[Placement]:
+        """Those that a search is tried on."""
+        for on in placements("auto", self.costs.num_ranks, "auto"):
+            if on.num_stages // on.num_ranks in (1, *self._counts):
+                yield on
+
+    def _laid_out(self, whole: Question) -> Iterator[Change]:
+        """Layers per stage chosen together with the schedule."""
+        if self.costs.layers is None:
+            return
+        evenly = self.costs.evenly()
+        for on in self._placements:
+            asked = replace(whole, costs=evenly, schedule=ZB_AUTO, placement=(on,), by_cost=True, limit=self._limit(on))
+            own = self._change(f"{ZB_AUTO} {label_of(on)}, layout", asked, self._flags_of_search(on), on)
+            drops = (*own.drops, *_VIRTUAL, *_LAYERS)
+            yield replace(own, drops=drops, numbers=ORDER, reorders=False, of_plan=_layout)
+
+    def _divided(self, searches: list[Change]) -> Iterator[Change]:
+        """The vocabulary divided over all ranks."""
+        layers = self.costs.layers
+        if layers is None or layers.loss.work_ms < _LEAST_LOSS * max(layers.work_ms):
+            return
+        for change in searches:
+            if name_of(change.placement) not in ("linear", "vee"):
+                continue
+            for each in variants(self.costs, "auto"):
+                if each.algorithm is not None:
+                    flags = (*change.flags, "--zero-bubble-vocabulary-parallel", str(each.algorithm))
+                    asked = replace(change.question, variants=(each,))
+                    name = f"{change.name}, vocabulary {each.algorithm}"
+                    yield replace(change, name=name, question=asked, flags=flags, numbers=ROUNDED, reorders=False)
+
+    def _sliced(self, whole: Question) -> Iterator[Change]:
+        """Sequences cut into slices."""
+        tokens = self.costs.sequence
+        if tokens is None or tokens < 2 * LEAST_TOKENS:
+            return
+        cuts = tuple(each for each in Cuts(None).candidates(self.costs) if len(each) > 1)
+        for recipe in SCHEDULES.values():
+            if recipe.sliced and recipe.shape == "linear" and cuts:
+                on = recipe.placement(self.costs.num_ranks, 1)
+                asked = replace(whole, schedule=recipe.name, slices=cuts, limit=self._limit(on))
+                own = self._change(f"{recipe.name}, slices", asked, (_SCHEDULE, recipe.name), on)
+                yield replace(own, numbers=ROUNDED, reorders=False, of_plan=self._slice_ends)
+
+    def _offloaded(self, change: Change) -> Change:
+        """A change with activations that move to host memory."""
+        limit = change.question.limit
+        moving = Offloading(AUTO, (limit, 2.0 * (limit or 0.0)), limit, bytes_per_ms=self.host_bandwidth)
+        flags = (*change.flags, "--zero-bubble-offload", AUTO)
+        return replace(
+            change, name=f"{change.name}, offloading", question=replace(change.question, offload=moving), flags=flags
+        )
+
+    def _change(self, title: str, asked: Question, flags: tuple[str, ...], on: Placement) -> Change:
+        """A change to whole sequences and layers."""
+        stages = on.num_stages // on.num_ranks
+        same = on == self.placement
+        loop = name_of(on) == "loop"
+        counted = ("--zero-bubble-num-chunks", str(stages)) if loop and flags[1] != ZB_AUTO and not same else ()
+        drops = () if same else self._drops(on)
+        return Change(title, asked, (*flags, *counted), on, drops, SAME if same else ORDER, same)
+
+    def _drops(self, on: Placement) -> tuple[str, ...]:
+        """Flags that give another number of stages."""
+        return () if on.num_stages == self.placement.num_stages and name_of(on) == "loop" else (*_VIRTUAL, _LAYOUT)
+
+    def _flags_of_search(self, on: Placement) -> tuple[str, ...]:
+        name = str(name_of(on))
+        stages = ("--zero-bubble-num-chunks", str(on.num_stages // on.num_ranks)) if name in ("loop", "wave") else ()
+        flags = (_SCHEDULE, ZB_AUTO, "--zero-bubble-placement", name, *stages)
+        return (*flags, "--zero-bubble-memory-limit", self._limit_text(on))
+
+    def _limit(self, on: Placement) -> float:
+        """The limit of activations on a placement: what weights and messages leave."""
+        costs = self.costs
+        if not costs.in_bytes:
+            return self.limit
+        weights = max(costs.weight_bytes(on)) if costs.weight_bytes else 0.0
+        messages = 4 * (on.num_stages // on.num_ranks) * (costs.message_bytes or 0.0)
+        return max(self.limit - weights - messages, costs.microbatch)  # without room, the least plan is above it
+
+    def _limit_text(self, on: Placement) -> str:
+        limit, costs = self._limit(on), self.costs
+        if costs.in_bytes:
+            return f"{math.floor(limit / _GIB * 100) / 100}GiB"
+        return f"{limit / (costs.num_ranks * costs.microbatch):.4g}p"
+
+    def _slice_ends(self, plan: Answer) -> tuple[str, ...]:
+        assert self.costs.sequence is not None, "slices are planned for known sequences"
+        return ("--zero-bubble-slice-ends", ",".join(map(str, plan.schedule.slices.in_tokens(self.costs.sequence))))
+
+
+def _layout(plan: Answer) -> tuple[str, ...]:
+    assert plan.layouts is not None, "the layout was asked for"
+    return (_LAYOUT, plan.layouts.best.text)

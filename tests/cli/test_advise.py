@@ -1,0 +1,170 @@
+"""Tests of ``advise``: what it says of published recipes, that it finds the best, and that a job accepts its flags."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory
+from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.cli.advise import changed
+from megatron.zero_bubble.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.changes import Pipeline
+from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.advice import Adviser, Today, need_of
+from megatron.zero_bubble.planning.answer import answer
+from megatron.zero_bubble.planning.division import Division
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.schedules import build
+from tests.helpers.recipes import COMMON, RECIPES
+
+Capture = pytest.CaptureFixture[str]
+SMALL = (
+    "--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
+    "--micro-batch-size 1 --global-batch-size 16 --pipeline-model-parallel-size 4 --bf16 --train-iters 10 --lr 1e-4 "
+    "--vocab-size 32000 --tokenizer-type NullTokenizer --mock-data --untie-embeddings-and-output-weights"
+).split()
+
+
+def advice(capsys: Capture, flags: list[str], *own: str) -> dict[str, Any]:
+    assert main(["advise", *own, "--format", "json", "--", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def check_rows(capsys: Capture, found: dict[str, Any], flags: list[str], *own: str) -> None:
+    """A dry run accepts the flags of every row."""
+    for row in found["advice"]:
+        job = changed(flags, row["flags"], row["leave_out"])
+        assert main(["dry-run", *own, "--megatron-lm", "--", *job]) == 0, f"{row['name']}: {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    "name", [name if recipe.is_even else pytest.param(name, marks=pytest.mark.full) for name, recipe in RECIPES.items()]
+)
+def test_published_recipes(capsys: Capture, name: str) -> None:
+    recipe = RECIPES[name]
+    flags, own = shlex.split(f"{COMMON} {recipe.flags}"), ("--nodes", str(recipe.nodes), "--gpu", recipe.gpu)
+    found = advice(capsys, flags, *own)
+    if recipe.is_even:
+        assert found["job"]["bubble_rate"] == pytest.approx(recipe.bubble, abs=0.003)
+    assert found["worth_it"] is recipe.pays
+    assert bool(found["advice"]) or not recipe.pays
+    check_rows(capsys, found, flags, *own)
+
+
+def test_a_small_job_gets_rows_that_it_accepts(capsys: Capture, tmp_path: Path) -> None:
+    own = ("--gpus-per-node", "4", "--gpu", "a100")
+    found = advice(capsys, SMALL, *own, "--write", str(tmp_path / "plan.json"))
+    titles = [title for row in found["advice"] for title in row["best_at"]]
+    assert titles.count("fastest") == titles.count("same bits") == 1 and len(found["advice"]) <= 6
+    assert found["worth_it"] and sum(found["job"]["idle"].values()) > 0.1
+    check_rows(capsys, found, SMALL, *own)
+    best = found["advice"][found["best"] - 1]
+    job = [*changed(SMALL, ["--zero-bubble-schedule"], best["leave_out"]), str(tmp_path / "plan.json")]
+    layout = [word for word in best["flags"] if "|" in word]
+    assert layout or main(["dry-run", *own, "--megatron-lm", "--", *job]) == 0, capsys.readouterr().err
+
+
+def test_text_says_what_to_add_and_what_to_leave_out(capsys: Capture) -> None:
+    flags = [*SMALL, "--num-virtual-stages-per-pipeline-rank", "2"]
+    assert main(["advise", "--gpus-per-node", "4", "--", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "The job as it is: interleaved-1f1b, 4 pipeline ranks, 16 microbatches, 1 data-parallel replicas" in out
+    last = out.splitlines()[-1]
+    assert last.startswith("Add --zero-bubble-schedule") and "% of the time of the passes" in last
+    assert "the best at\n1  " in out
+
+
+def test_no_memory_is_no_advice_to_take_more(capsys: Capture) -> None:
+    """No row needs more than the GPU has, or than the job takes today."""
+    found = advice(capsys, SMALL, "--gpus-per-node", "4", "--gpu-memory", "2GiB")
+    assert all(row["memory_bytes"] <= found["job"]["memory_bytes"] * (1 + 1e-9) for row in found["advice"])
+
+
+@pytest.mark.parametrize(
+    ("own", "job", "words"),
+    [
+        ([], ["--pipeline-model-parallel-size", "1"], "advice is about pipelines of 2 or more ranks; got"),
+        (["--may-change", "layers"], [], "--may-change takes micro-batch-size, recompute, pipeline; got 'layers'"),
+        (["--may-change", "pipeline", "--costs", "none.json"], [], "none.json"),
+        (["--gpu-memory", "1p"], [], "--gpu-memory needs a size in bytes, such as 80GiB; got 1p"),
+        (["--host-bandwidth", "0"], [], "--host-bandwidth"),
+        (["--row", "9", "--write", "x.json"], [], "--row must be from 1 to"),
+        ([], ["--global-batch-size", "15", "--micro-batch-size", "2"], "--global-batch-size"),
+        ([], ["--zero-bubble-schedule", "zb-vv"], "zb-vv"),
+    ],
+)
+def test_errors_are_sentences(capsys: Capture, own: list[str], job: list[str], words: str) -> None:
+    assert main(["advise", "--gpus-per-node", "4", *own, "--", *SMALL, *job]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and words in err and "Traceback" not in err
+
+
+def test_other_sizes_may_change(capsys: Capture) -> None:
+    flags = [*SMALL, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    own = ("--gpus-per-node", "4", "--may-change", "recompute")
+    found = advice(capsys, flags, *own)
+    row = found["advice"][0]
+    assert "no recomputation" in row["name"] and "--recompute-granularity" in row["leave_out"]
+    check_rows(capsys, found, flags, "--gpus-per-node", "4")
+
+
+def random_pipeline(seed: int) -> tuple[Pipeline, Today]:
+    """A small job with uneven layers, a large output layer, and little or much memory."""
+    draw = random.Random(seed)
+    ranks, count = draw.choice((2, 3, 4)), draw.choice((2, 4, 6, 8))
+    layer = Part(
+        draw.uniform(0.5, 2), draw.uniform(0.5, 2), draw.uniform(0.2, 2), 2.0**20, draw.uniform(0.2, 1) * 2**20
+    )
+    loss = Part(*(draw.uniform(0, 3) for _ in range(3)), 2.0**20, 2.0**19)
+    layers = LayerCosts((layer,) * (2 * ranks), Part(), loss, comm_ms=draw.choice((0.0, 0.1)))
+    division = Division(2 * ranks)
+
+    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+        return layers.on(division.on(placement))
+
+    costs = Figures(ranks, count, on, True, layers=layers, division=division, most_layers=2, sequence=4096)
+    schedule = build("1f1b", num_ranks=ranks, num_microbatches=count)
+    timeline = timeline_of(schedule, *on(schedule.placement))
+    limit = draw.choice((1.0, 2.0)) * costs.limit("1p")
+    return Pipeline(schedule.placement, costs, limit, "makespan", 1e6), Today(timeline, costs, need_of(timeline, costs))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 50))])
+def test_pruned_search_finds_what_all_questions_find(seed: int) -> None:
+    """No plan of any change is shorter than the fastest row, or takes less memory than that with the least."""
+    pipeline, today = random_pipeline(seed)
+    adviser = Adviser(today, "makespan", pipeline.limit, lambda *_: None, 0.01)
+    rows = adviser.advise(pipeline.changes()).rows
+    best, least = today.timeline.makespan_ms, today.need.most
+    for change in pipeline.changes():
+        try:
+            plan = answer(change.question)
+        except UserError:
+            continue
+        need = need_of(plan.timeline, plan.costs)
+        if need.most <= pipeline.limit * (1 + 1e-9):
+            best = min(best, plan.timeline.makespan_ms)
+            least = least if change.searches else min(least, need.most)
+    found = {title: row for row in rows for title in row.titles}
+    assert min([today.timeline.makespan_ms, *(row.ms for row in rows)]) == pytest.approx(best, rel=2e-6)
+    assert ("least memory" not in found) or found["least memory"].need.most <= least * (1 + 2e-6)
+
+
+def test_bounds_are_below_plans() -> None:
+    """What a search is left out for is a lower bound on its plan."""
+    pipeline, today = random_pipeline(7)
+    adviser = Adviser(today, "makespan", None, lambda *_: None, 0.01)
+    for change in pipeline.changes():
+        if change.searches and not change.question.offload:
+            plan = answer(replace(change.question, limit=2 * (change.question.limit or 0.0)))
+            assert adviser._least(change) <= plan.timeline.makespan_ms * (1 + 1e-9), change.name
