@@ -264,3 +264,53 @@ def test_batch_size_without_a_plan_does_not_block_the_next(ranks: RankPool) -> N
     assert ranks.run(2, sizes_planned_for, [4, 6, 6, 6, 4, 4, 4], [4, 6]) == [[4, 6], []], (
         "each size must be tried once"
     )
+
+
+def schedules_run(rank: int, plan_takes: float, keep_faster: bool) -> tuple[list[str], list[str]]:
+    """The name of the schedule of each of six iterations, and what is logged.
+
+    Args:
+        plan_takes: the measured time of a pass in the planned schedule, in those of the one before it.
+    """
+    from megatron.zero_bubble.adapter import auto, measured
+
+    planned = build("zb-h2", num_ranks=2, num_microbatches=4)
+    said: list[str] = []
+    names: list[str] = []
+
+    class Planner:
+        def __init__(self, _: Request) -> None:
+            pass
+
+        def finished(self) -> bool:
+            return True
+
+        def result(self) -> tuple[Any, str]:
+            return planned, "switched"
+
+    def trace(*_: Any) -> Any:
+        own = schedule.make(2, 4)
+        ms = (plan_takes if own.name == planned.name else 1.0,) * 2
+        return SimpleNamespace(timeline=simulate(own, PassCosts(ms, ms, ms)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "Planner", Planner)
+        patch.setattr(measured, "gather_trace", trace)
+        passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
+        memory: Any = SimpleNamespace(gather=lambda group: PassMemory((1.0, 1.0), (1.0, 1.0)))
+        options = auto.AutoOptions(warm_up=0, measured=1, keep_faster=keep_faster)
+        schedule = auto.AutoSchedule(options, memory, said.append)
+        observer = measured.Measured(passes, [schedule])
+        for _ in range(6):
+            with observed(observer, IterationStart(torch.distributed.group.WORLD, 4)):
+                names.append(schedule.make(2, 4).name)
+    return names, said
+
+
+def test_a_plan_that_proves_slower_is_given_up_if_asked(ranks: RankPool) -> None:
+    for plan_takes, keep_faster, last in ((1.5, True, "zb-h1"), (1.5, False, "zb-h2"), (0.95, True, "zb-h2")):
+        results = ranks.run(2, schedules_run, plan_takes, keep_faster)
+        assert [names[0] for names, _ in results] == ["zb-h1"] * 2
+        assert "zb-h2" in results[0][0] and [names[-1] for names, _ in results] == [last] * 2
+        assert any("back to zb-h1, because" in line for line in results[0][1]) is (last == "zb-h1")
+        assert not results[1][1], "rank 0 logs"

@@ -74,6 +74,7 @@ FROZEN: tuple[tuple[str, dict[str, Any]], ...] = (
         "--zero-bubble-schedule dualpipe-v --zero-bubble-overlap-experts",
         {"schedule": "dualpipe-v", "overlap_experts": True},
     ),
+    ("--zero-bubble-schedule zb-auto --zero-bubble-keep-faster", {"schedule": "zb-auto", "keep_faster": True}),
     ("zb-h1 --zero-bubble-balance-microbatches", {}),
     ("zb-h1 --zero-bubble-trace x --zero-bubble-trace-iterations 2-3,7", {}),
     ("zb-h1 --zero-bubble-record-costs x", {}),

@@ -41,6 +41,10 @@ from megatron.zero_bubble.runtime.groups import backend_of, ranks_of, torchs
 from megatron.zero_bubble.runtime.observer import IterationStart
 from megatron.zero_bubble.search.placements import PlacementName
 
+_GO_ON, _REPLAN, _GO_BACK = 0, 1, 2
+"""What rank 0 decides after a measurement."""
+_TOLERANCE = 0.01
+"""The share of its time by which a plan may be slower than the schedule before it, for the noise of measurements."""
 _MOST_PLANS = 64
 """Plans kept, of different numbers of microbatches; as many as a pipeline keeps."""
 
@@ -61,6 +65,7 @@ class AutoOptions:
         measured: iterations per measurement.
         check_every: iterations between measurements that check the pass times for drift.
         drift: relative change of the predicted iteration time above which a new plan is made.
+        keep_faster: whether to go back to the schedule before a plan that proves slower.
     """
 
     memory_limit: str = "1p"
@@ -73,6 +78,7 @@ class AutoOptions:
     measured: int = 4
     check_every: int = 100
     drift: float = 0.1
+    keep_faster: bool = False
 
 
 class AutoSchedule(Replanner):
@@ -93,6 +99,7 @@ class AutoSchedule(Replanner):
         self._recomputes = False
         self._costs: PassCosts | None = None
         self._hopeless: set[tuple[int, int]] = set()
+        self._before: dict[tuple[int, int], float] = {}  # measured ms of the schedule before the plan
         self._next_measurement = options.warm_up
         self._planner: Planner | None = None
         self._planning_for = (0, 0)
@@ -180,7 +187,7 @@ class AutoSchedule(Replanner):
         deciders = _Deciders.of(start)
         costs = median_costs(timelines, self._costs, varies=start.varies)
         self._memory_of = self._memory.gather(group)
-        replan = False
+        decision = _GO_ON
         if deciders.is_first:
             schedule = self.make(group.size(), num_microbatches)
             predicted = simulate(schedule, costs).makespan_ms
@@ -191,8 +198,17 @@ class AutoSchedule(Replanner):
                 f"{measured:.1f} ms"
             )
             known = size in self._planned or size in self._hopeless
-            replan = self._costs is None or not known or self._drifted(schedule, costs, start.varies)
-        self._waiting = bool(deciders.number(int(replan)))
+            if self._costs is None or not known:
+                decision = _REPLAN
+                self._before[size] = measured
+            elif self._is_slower(size, measured):
+                decision = _GO_BACK
+            elif self._drifted(schedule, costs, start.varies):
+                decision = _REPLAN
+        decision = deciders.number(decision)
+        if decision == _GO_BACK:
+            self._planned[size] = self._first[(*size, self._recomputes)]
+        self._waiting = decision == _REPLAN
         if self._waiting:
             self._costs = costs
             if deciders.is_first:
@@ -202,6 +218,21 @@ class AutoSchedule(Replanner):
                 self._hopeless.clear()
         self._planning_for = size
         self._next_measurement = self.iteration + self._options.check_every
+
+    def _is_slower(self, size: tuple[int, int], measured: float) -> bool:
+        """Whether the plan takes longer than the schedule before it, which is asked once per plan."""
+        before = self._before.pop(size, None)
+        first = self._first.get((*size, self._recomputes))
+        if not self._options.keep_faster or before is None or first is None or size not in self._planned:
+            return False
+        if is_slower := measured > before * (1 + _TOLERANCE):
+            self._log(
+                f"iteration {self.iteration + 1}: back to {first.name}, because the planned schedule takes "
+                f"{measured:.1f} ms and {first.name} {before:.1f} ms"
+            )
+        else:
+            self._log(f"iteration {self.iteration + 1}: {measured:.1f} ms in place of {before:.1f} ms")
+        return is_slower
 
     def _drifted(self, schedule: Schedule, costs: PassCosts, varies: bool) -> bool:
         """Whether an iteration takes another time than with the costs of the last plan; if lengths vary, in proportion

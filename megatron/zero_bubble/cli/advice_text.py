@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -60,6 +61,7 @@ def _row(row: Row, argv: Sequence[str], in_bytes: bool) -> dict[str, Any]:
         "name": row.change.name,
         "best_at": row.titles,
         "flags": row.flags,
+        "activation_limit": _limit_text(row, in_bytes),
         "placement": name_of(row.change.placement),
         "num_chunks": row.change.placement.num_stages // row.change.placement.num_ranks,
         "leave_out": given_of(row.change.drops, argv),
@@ -69,6 +71,14 @@ def _row(row: Row, argv: Sequence[str], in_bytes: bool) -> dict[str, Any]:
         "memory_bytes": row.need.most if in_bytes else None,
         "bits": NUMBERS[row.change.numbers],
     }
+
+
+def _limit_text(row: Row, in_bytes: bool) -> str:
+    """The memory limit of activations that the row was planned for, or that it needs where bytes are not known."""
+    costs, limit = row.plan.costs, row.plan.question.limit
+    if in_bytes and limit is not None:
+        return f"{math.floor(limit / _GIB * 100) / 100}GiB"
+    return f"{max(1.0, max(row.need.activations) / (costs.num_ranks * costs.microbatch)):.4g}p"
 
 
 def given_of(flags: Sequence[str], argv: Sequence[str]) -> list[str]:

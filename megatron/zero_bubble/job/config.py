@@ -66,6 +66,8 @@ class ZeroBubbleConfig:
         plan: the content of ``schedule_file``, if it has been read already.
         overlap_experts: run forwards together with backwards, layer by layer, so that each hides the all-to-all of the
             other's experts; for schedules that can have such pairs.
+        keep_faster: ``zb-auto`` compares the measured times of its plan and of the schedule before it, and goes back if
+            the plan takes longer.
         memory_limit: activation-memory limit per rank for ``zb-auto``, and for ``zero-pp`` without
             ``unit_microbatches``, in the units of ``zero-bubble plan --memory-limit``; ``1p`` is the peak of 1F1B, and,
             with ``vocabulary``, of the first schedule. None is ``1p`` for ``zb-auto``, and else no limit.
@@ -118,6 +120,7 @@ class ZeroBubbleConfig:
     schedule_file: str | None = None
     plan: PlanFile | None = field(default=None, repr=False)
     overlap_experts: bool = False
+    keep_faster: bool = False
     memory_limit: str | None = None
     post_validation: bool = False
     rollback: Literal["exact", "inverse"] = "exact"
@@ -139,6 +142,11 @@ class ZeroBubbleConfig:
     def __post_init__(self) -> None:
         if self.memory_limit is None and self.schedule == ZB_AUTO:
             object.__setattr__(self, "memory_limit", DEFAULT_LIMIT)
+        if self.schedule == "auto":
+            raise UserError(
+                "schedule auto is decided from the flags of a job, by scripts/pretrain_gpt.py and by "
+                "megatron.zero_bubble.launch; got it without them; give zb-auto, or what `zero-bubble advise` says"
+            )
         if self.schedule is None and self.schedule_file is None:
             raise UserError("a configuration needs schedule or schedule_file; got neither; give one of them")
         if self.memory_limit is not None:

@@ -132,6 +132,7 @@ EFFECTS = (
         ", because every other schedule has a fixed peak; got {schedule}",
         "choose one of the two",
     ),
+    *_rules("keep_faster", PLANS, ", which changes schedules during the run; got {schedule}", "choose zb-auto"),
     *_rules("costs_file", _CHOSEN_UNITS, ", whose units it chooses; got {schedule}", "choose zero-pp"),
     *_rules("rollback", POST_VALIDATION, ", whose steps it undoes", "give post_validation"),
     *_rules(

@@ -21,7 +21,8 @@ OPTIONS = (
         "schedule",
         "core",
         "NAME|FILE",
-        f"pipeline schedule to run: {', '.join(SCHEDULES)} or {ZB_AUTO}; `zero-bubble list` describes them; or a file "
+        f"pipeline schedule to run: auto to decide when the run starts, as `zero-bubble advise` does; or "
+        f"{', '.join(SCHEDULES)} or {ZB_AUTO}, which `zero-bubble list` describes; or a file "
         "that ends in .json or has a folder in its path, as --zero-bubble-schedule-file",
         "Megatron's own schedule",
     ),
@@ -143,6 +144,13 @@ OPTIONS = (
         "with --zero-bubble-vocabulary-parallel: compute the logits again, in blocks of tokens, for the weight "
         "gradient of the output layer, instead of keeping their softmax, 4 bytes per token and entry of the rank's "
         "part of the vocabulary",
+    ),
+    Option(
+        "keep-faster",
+        "advanced",
+        SWITCH,
+        f"{ZB_AUTO} compares the measured times of its plan and of the schedule before it, and goes back if the plan "
+        "takes longer",
     ),
     Option(
         "placement",

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.errors import PatchError, PeerError, SeamError, UserError
+from megatron.zero_bubble.job.deciding import decided
 from megatron.zero_bubble.job.flags import HELP_ALL, add_flags, full_help, has_schedule, parse_ours
 from megatron.zero_bubble.job.installed import check_installed
 from megatron.zero_bubble.job.planned import adopt
@@ -79,9 +80,10 @@ def join() -> None:
 def _join(ending: _Ending) -> None:
     sys.excepthook = ending.excepthook
     arguments, rewritten = modernize(sys.argv[1:])
+    arguments, decisions = decided(arguments)
     options, _ = parse_ours(arguments)
     sys.argv[1:] = arguments
-    for line in rewritten:
+    for line in (*rewritten, *decisions):
         _say(line)
     check_format(options, _value_of("--yaml-cfg", arguments))
     check_installed("torch")  # megatron.core comes from the checkout

@@ -61,6 +61,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args([*tokens, *argv])
 
 
+def expanded(argv: Sequence[str]) -> list[str]:
+    """Return the flags with those of ``--config FILE`` in the place of it; flags of the command line are the last.
+
+    Raises:
+        UserError: an unreadable or invalid configuration file.
+    """
+    first = _Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", default=None)
+    options, others = first.parse_known_args(argv)
+    return others if options.config is None else [*config_tokens(options.config, argv), *others]
+
+
 def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     """Parse the flags of a job that runs Megatron-LM's script.
 

@@ -1,0 +1,85 @@
+"""Tests of ``--zero-bubble-schedule auto``: what it decides from the flags of a job, and what it remembers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job import deciding
+from megatron.zero_bubble.job.deciding import COSTS, DECISION, decided
+
+JOB = (
+    "--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
+    "--micro-batch-size 1 --pipeline-model-parallel-size 4 --bf16 --train-iters 10 --lr 1e-4 --vocab-size 32000 "
+    "--tokenizer-type NullTokenizer --mock-data --untie-embeddings-and-output-weights --zero-bubble-device cpu"
+).split()
+FEW, MANY = ["--global-batch-size", "8"], ["--global-batch-size", "2048"]
+AUTO = ["--zero-bubble-schedule", "auto"]
+WORLD = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "0"}
+
+
+def test_other_schedules_pass_through() -> None:
+    for own in ([], ["--zero-bubble-schedule", "zb-h1"]):
+        assert decided([*JOB, *FEW, *own], {}) == ([*JOB, *FEW, *own], [])
+
+
+def test_few_microbatches_get_a_placement_to_search_on() -> None:
+    flags, (line,) = decided([*JOB, *FEW, *AUTO, "--zero-bubble-exact"], WORLD)
+    added = flags[len(JOB) + 3 :]
+    assert added[:3] == ["--zero-bubble-schedule", "zb-auto", "--zero-bubble-placement"]
+    assert "--zero-bubble-keep-faster" in added and "--zero-bubble-exact" in flags
+    assert line.startswith("auto: --zero-bubble-schedule zb-auto") and "of the time of the passes expected" in line
+
+
+def test_interleaved_stages_without_a_bubble_stay() -> None:
+    """512 microbatches per rank: nothing is worth a change."""
+    even = [*JOB, *MANY, "--num-virtual-stages-per-pipeline-rank", "4", "--vocab-size", "128"]
+    assert decided([*even, *AUTO], WORLD)[0] == even
+
+
+def test_a_decision_is_kept_beside_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = [*JOB, *FEW, "--save", str(tmp_path / "saved")]
+    first, _ = decided([*job, *AUTO], WORLD)
+
+    def refused(*_: Any) -> Any:
+        raise AssertionError("the decision is read")
+
+    monkeypatch.setattr(deciding, "_advice", refused)
+    again, (line,) = decided([*job, *AUTO], {**WORLD, "RANK": "3"})
+    assert again == first and str(tmp_path / "saved" / DECISION) in line
+    (tmp_path / "saved" / DECISION).write_text("{}")
+    with pytest.raises(UserError, match="is not a decision of --zero-bubble-schedule auto"):
+        decided([*job, *AUTO], WORLD)
+
+
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    decided([*JOB, *FEW, "--save", str(tmp_path), *AUTO], {**WORLD, "RANK": "1"})
+    assert not (tmp_path / DECISION).exists()
+
+
+def test_costs_of_the_last_run_decide(tmp_path: Path) -> None:
+    """Passes of the last run, in which W takes no time, so that splitting backwards gains nothing."""
+    costs = {"forward_ms": [1.0] * 4, "backward_ms": [2.0] * 4, "wgrad_ms": [0.0] * 4, "comm_ms": 5.0}
+    (tmp_path / COSTS).write_text(json.dumps(costs))
+    with_costs, _ = decided([*JOB, *FEW, "--load", str(tmp_path), *AUTO], WORLD)
+    (tmp_path / DECISION).unlink()
+    (tmp_path / COSTS).unlink()
+    without, _ = decided([*JOB, *FEW, "--load", str(tmp_path), *AUTO], WORLD)
+    assert with_costs != without
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--zero-bubble-placement", "vee"], "auto decides what --zero-bubble-placement does; got"),
+        (["--zero-bubble-vocabulary-parallel", "1"], "auto decides what --zero-bubble-vocabulary-parallel does"),
+        (["--num-layers", "3"], "could not decide: --num-layers must be divisible"),
+    ],
+)
+def test_errors_are_sentences(more: list[str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        decided([*JOB, *FEW, *more, *AUTO], WORLD)
