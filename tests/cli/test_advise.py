@@ -61,6 +61,7 @@ def test_published_recipes(capsys: Capture, name: str) -> None:
     check_rows(capsys, found, flags, *own)
 
 
+@pytest.mark.full
 def test_a_small_job_gets_rows_that_it_accepts(capsys: Capture, tmp_path: Path) -> None:
     own = ("--gpus-per-node", "4", "--gpu", "a100")
     found = advice(capsys, SMALL, *own, "--write", str(tmp_path / "plan.json"))
@@ -74,9 +75,18 @@ def test_a_small_job_gets_rows_that_it_accepts(capsys: Capture, tmp_path: Path) 
     assert layout or main(["dry-run", *own, "--megatron-lm", "--", *job]) == 0, capsys.readouterr().err
 
 
+def test_schedules_by_name_are_accepted(capsys: Capture) -> None:
+    own = ("--gpus-per-node", "4", "--gpu", "a100")
+    found = advice(capsys, SMALL, *own, "--quick")
+    assert found["worth_it"] and {"fastest", "same bits"} <= {
+        each for row in found["advice"] for each in row["best_at"]
+    }
+    check_rows(capsys, found, SMALL, *own)
+
+
 def test_text_says_what_to_add_and_what_to_leave_out(capsys: Capture) -> None:
     flags = [*SMALL, "--num-virtual-stages-per-pipeline-rank", "2"]
-    assert main(["advise", "--gpus-per-node", "4", "--", *flags]) == 0
+    assert main(["advise", "--quick", "--gpus-per-node", "4", "--", *flags]) == 0
     out = capsys.readouterr().out
     assert "The job as it is: interleaved-1f1b, 4 pipeline ranks, 16 microbatches, 1 data-parallel replicas" in out
     last = out.splitlines()[-1]
@@ -86,7 +96,7 @@ def test_text_says_what_to_add_and_what_to_leave_out(capsys: Capture) -> None:
 
 def test_no_memory_is_no_advice_to_take_more(capsys: Capture) -> None:
     """No row needs more than the GPU has, or than the job takes today."""
-    found = advice(capsys, SMALL, "--gpus-per-node", "4", "--gpu-memory", "2GiB")
+    found = advice(capsys, SMALL, "--quick", "--gpus-per-node", "4", "--gpu-memory", "2GiB")
     assert all(row["memory_bytes"] <= found["job"]["memory_bytes"] * (1 + 1e-9) for row in found["advice"])
 
 
@@ -99,16 +109,17 @@ def test_no_memory_is_no_advice_to_take_more(capsys: Capture) -> None:
         (["--gpu-memory", "1p"], [], "--gpu-memory needs a size in bytes, such as 80GiB; got 1p"),
         (["--host-bandwidth", "0"], [], "--host-bandwidth"),
         (["--row", "9", "--write", "x.json"], [], "--row must be from 1 to"),
-        ([], ["--global-batch-size", "15", "--micro-batch-size", "2"], "--global-batch-size"),
+        ([], ["--num-layers", "15"], "--num-layers must be divisible by the number of pipeline stages, got 15"),
         ([], ["--zero-bubble-schedule", "zb-vv"], "zb-vv"),
     ],
 )
 def test_errors_are_sentences(capsys: Capture, own: list[str], job: list[str], words: str) -> None:
-    assert main(["advise", "--gpus-per-node", "4", *own, "--", *SMALL, *job]) == 2
+    assert main(["advise", "--quick", "--gpus-per-node", "4", *own, "--", *SMALL, *job]) == 2
     out, err = capsys.readouterr()
     assert out == "" and words in err and "Traceback" not in err
 
 
+@pytest.mark.full
 def test_other_sizes_may_change(capsys: Capture) -> None:
     flags = [*SMALL, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     own = ("--gpus-per-node", "4", "--may-change", "recompute")
@@ -139,7 +150,9 @@ def random_pipeline(seed: int) -> tuple[Pipeline, Today]:
     return Pipeline(schedule.placement, costs, limit, "makespan", 1e6), Today(timeline, costs, need_of(timeline, costs))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 50))])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed == 1 else pytest.mark.full) for seed in range(50)]
+)
 def test_pruned_search_finds_what_all_questions_find(seed: int) -> None:
     """No plan of any change is shorter than the fastest row, or takes less memory than that with the least."""
     pipeline, today = random_pipeline(seed)
