@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core
 import pytest
 import torch
 
@@ -17,11 +18,10 @@ from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.stages import place_stages
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from tests.helpers.expert_models import (
-    COMBINED,
-    PLAIN,
     deferred,
     differences,
     plan_files,
+    references,
     refusal_of_a_loop,
     refusal_of_one_expert,
     train_with_experts,
@@ -40,6 +40,7 @@ ROWS: dict[str, tuple[int, int, dict[str, Any]]] = {
             "moe_router_score_function": "sigmoid",
         },
     ),
+    "multi-token prediction": (2, 4, {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}),
     "fp16, two layers per stage": (2, 4, {"dtype": torch.float16, "num_layers": 8}),
     "four ranks": (4, 8, {"num_layers": 8}),
 }
@@ -50,9 +51,9 @@ ROWS: dict[str, tuple[int, int, dict[str, Any]]] = {
 )
 def test_same_bits_as_stock(ranks: RankPool, tmp_path: Path, row: str) -> None:
     pipeline, num_microbatches, options = ROWS[row]
-    names = [PLAIN, COMBINED, *plan_files(tmp_path, pipeline, num_microbatches)]
-    results = ranks.run(2 * pipeline, train_with_experts, names, num_microbatches, pipeline, options, timeout=300)
-    assert differences(names, results) == []
+    names = [*references(options), *plan_files(tmp_path, pipeline, num_microbatches)]
+    job = names, num_microbatches, pipeline, options, 3 if row == "m=4" else 5
+    assert differences(names, ranks.run(2 * pipeline, train_with_experts, *job, timeout=300)) == []
 
 
 def test_weight_gradients_wait_for_their_w_in_pairs_too(ranks: RankPool, tmp_path: Path) -> None:
@@ -69,7 +70,11 @@ def test_a_loop_that_returns_no_plans_is_refused_on_every_rank(ranks: RankPool, 
 
 def test_one_expert_per_rank_is_refused_where_its_input_is_freed(ranks: RankPool) -> None:
     (said,) = ranks.run(1, refusal_of_one_expert)
-    assert said.startswith("2: pairs of a forward and a backward need two experts or more per rank with megatron-core")
+    minor = int(megatron.core.__version__.split(".")[1])
+    assert (said == "") == (minor >= 17)
+    assert not said or said.startswith(
+        "2: pairs of a forward and a backward need two experts or more per rank with megatron-core"
+    )
 
 
 @pytest.mark.parametrize("other", ["num_slices=2", "vocabulary=1", "offload=all", "post_validation", "shard_weights"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -90,6 +91,10 @@ def reset() -> None:
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     get_moe_layer_wise_logging_tracker().clear()  # its length is that of the first model
     MTPLossLoggingHelper.tracker.clear()
+    with contextlib.suppress(ImportError):  # since 0.18, the losses of experts are in a tracker of their own
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        destroy_moe_metrics_tracker()
     gc.collect()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
