@@ -4,10 +4,12 @@ without.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.helpers.megatron_lm import VARIABLE, Checkout, pretrain_gpt, stock
-from tests.megatron_lm.test_parity import CHECKOUTS, UNTIED, same
+from tests.megatron_lm.test_parity import CHECKOUTS, UNTIED, same, until
 
 pytestmark = [
     pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of Megatron-LM"),
@@ -33,3 +35,13 @@ def test_logs_equal_both_schedules_of_stock(checkout: Checkout, variant: str) ->
     own = pretrain_gpt(*job, "interleaved-1f1b", ("--zero-bubble-overlap-experts",))
     same(own, stock(*job))
     same(own, stock(*job, ("--overlap-moe-expert-parallel-comm",)))
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+def test_a_v_continues_a_checkpoint_as_stock_does(checkout: Checkout, tmp_path: Path) -> None:
+    """``_moved`` in ``test_placements`` says why it is a checkpoint, unclipped and without an optimizer."""
+    job = checkout, 4, f"{_EXPERTS} {_VARIANTS['overlap of reductions']} --clip-grad 1000 --ckpt-format torch_dist"
+    stock(*job, (*until(2, tmp_path), "--no-save-optim"))
+    load = ("--load", str(tmp_path), "--no-load-optim")
+    own = pretrain_gpt(*job, "dualpipe-v", ("--zero-bubble-overlap-experts", *load))
+    same(own, stock(*job, load))
