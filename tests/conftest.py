@@ -30,21 +30,26 @@ FORKED_RANKS = re.compile(r"\b(RankPool|run_training|LaunchServer|checkouts)\b")
 
 
 @functools.cache
-def forks_ranks(file: str) -> bool:
-    """Whether tests of a file run on ranks that are forked from a process with the slow imports done."""
-    return bool(FORKED_RANKS.search((TESTS.parent / file).read_text()))
+def scope_of(file: str) -> str | None:
+    """The name of the tests that one worker of pytest-xdist must run together with those of a file; None if its tests
+    share nothing.
+    """
+    text = (TESTS.parent / file).read_text()
+    if FORKED_RANKS.search(text):
+        return "ranks"  # forked from a process with the slow imports done
+    return file if 'scope="module"' in text else None  # a browser, a server with its answers, or plans
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all tests on forked ranks to one worker of pytest-xdist, so that there is one pool of ranks; the other tests
-    go one by one to the worker that has nothing to do.
+    """Give all tests on forked ranks to one worker of pytest-xdist, so that there is one pool of ranks, and those of a
+    file that share a fixture; the other tests go one by one to the worker that has nothing to do.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class RanksTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if forks_ranks(nodeid.partition("::")[0]) else nodeid
+            return scope_of(nodeid.partition("::")[0]) or nodeid
 
     return RanksTogether(config, log)
 

@@ -127,7 +127,7 @@ def test_plans_with_fused_backwards_change_no_bit(ranks: RankPool, options: str)
     "cuts",
     [
         pytest.param("--zero-bubble-num-slices 4", marks=pytest.mark.full),
-        f"--zero-bubble-num-slices 4 {ON_A_V} --zero-bubble-memory-limit 0.9p",
+        pytest.param(f"--zero-bubble-num-slices 4 {ON_A_V} --zero-bubble-memory-limit 0.9p", marks=pytest.mark.full),
         "--zero-bubble-slice-ends 20,34,42,48",
         pytest.param("--zero-bubble-num-slices 4 --zero-bubble-placement loop", marks=pytest.mark.full),
         pytest.param(f"--zero-bubble-num-slices 4 {IN_A_WAVE}", marks=pytest.mark.full),

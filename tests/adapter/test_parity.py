@@ -17,6 +17,7 @@ from tests.helpers.hybrid_models import train_hybrid
 from tests.helpers.own_loss import train_on_logits
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
 from tests.helpers.ranks import RankPool
+from tests.helpers.rows import some
 
 SCHEDULES = [None, "1f1b", "zb-h1", "zb-h2"]
 
@@ -67,7 +68,14 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
+QUICK = [
+    name
+    for name in ROWS
+    if not name.startswith(("m=1,", "p=4, m=p-1", "p=4, late", "tp=2, bf16", "dp=2, per", "dp=2, o"))
+]
+
+
+@pytest.mark.parametrize("name", some(ROWS, *QUICK))
 def test_same_bits_as_stock(ranks: RankPool, name: str) -> None:
     layout, num_microbatches, options = ROWS[name]
     results = ranks.run(layout.num_ranks, train, layout.flags(num_microbatches, options), SCHEDULES, timeout=120)

@@ -85,7 +85,7 @@ def check(found: list[list[Difference]]) -> None:
             assert difference.losses <= 5e-7 and difference.worst <= 2e-6, found
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", some(ROWS, *list(ROWS)[1::2]))
 def test_gradients_equal_those_of_whole_layers(ranks: RankPool, name: str) -> None:
     layout, num_microbatches, options, schedules = ROWS[name]
     check(ranks.run(layout.num_ranks, differences, layout.flags(num_microbatches, options), schedules, timeout=120))

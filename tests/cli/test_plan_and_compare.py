@@ -147,16 +147,18 @@ def test_compare_lists_every_schedule_and_sorts_fitting_ones_first(capsys: Captu
 
 
 def test_compare_sorts_by_makespan(capsys: Capture) -> None:
-    table = run_json(capsys, "compare", *SIZES, *TIMES, "--objective", "makespan", "--placement", "linear")
+    table = run_json(
+        capsys, "compare", *SIZES, *TIMES, "--equal-passes", "--objective", "makespan", "--placement", "linear"
+    )
     order = [(not row["within_limit"], row["makespan_ms"]) for row in table["rows"]]
     assert order == sorted(order)
     assert [row["placement"] for row in table["rows"] if row["schedule"] == "zb-auto"] == ["linear"]
 
 
 def test_compare_reports_omitted_schedules_with_reasons(capsys: Capture) -> None:
-    out = run(capsys, "compare", *SIZES, *TIMES)
+    out = run(capsys, "compare", *SIZES, *TIMES, "--equal-passes")
     assert "no linear schedule within the limit has a span below" in out
-    tight = run(capsys, "compare", *SIZES, *TIMES, "--memory-limit", "0.2p")
+    tight = run(capsys, "compare", *SIZES, *TIMES, "--equal-passes", "--memory-limit", "0.2p")
     assert "not compared: the memory limit admits no schedule" in tight
     assert "no linear schedule" not in tight
     assert tight.count("over the limit") == tight.count(" vee ") + tight.count(" linear ") + tight.count(
@@ -165,7 +167,7 @@ def test_compare_reports_omitted_schedules_with_reasons(capsys: Capture) -> None
 
 
 def test_text_table_columns_are_aligned(capsys: Capture) -> None:
-    lines = run(capsys, "compare", *SIZES, *TIMES, "--activation-memory", "2e9").splitlines()
+    lines = run(capsys, "compare", *SIZES, *TIMES, "--equal-passes", "--activation-memory", "2e9").splitlines()
     assert lines[0].startswith("4 ranks, 8 microbatches, memory limit 4 microbatches, 7.451 GiB; shortest span first")
     h1 = next(line for line in lines if line.startswith("zb-h1"))
     for label, end in (("span ms", "55.000"), ("bubble", "0.2727"), ("GiB", "7.451"), ("sends", "48")):
@@ -174,7 +176,7 @@ def test_text_table_columns_are_aligned(capsys: Capture) -> None:
 
 @pytest.mark.parametrize("limit", ["0.5p", "2p"])
 def test_compare_draws_the_first_row_of_the_table(capsys: Capture, limit: str) -> None:
-    out = run(capsys, "compare", *SIZES, *TIMES, "--memory-limit", limit)
+    out = run(capsys, "compare", *SIZES, *TIMES, "--equal-passes", "--memory-limit", limit)
     table, picture = out.split("\n\nShortest within the limit: ")
     first = table.splitlines()[2]
     name, (_, makespan_ms) = first[:22].strip(), re.findall(r"\d+\.\d{3}\b", first)
@@ -184,12 +186,12 @@ def test_compare_draws_the_first_row_of_the_table(capsys: Capture, limit: str) -
 
 
 def test_compare_draws_nothing_if_no_schedule_is_within_the_limit(capsys: Capture) -> None:
-    assert "Shortest" not in run(capsys, "compare", *SIZES, *TIMES, "--memory-limit", "0.2p")
+    assert "Shortest" not in run(capsys, "compare", *SIZES, *TIMES, "--equal-passes", "--memory-limit", "0.2p")
 
 
 def test_large_pictures_are_excerpts_as_wide_as_the_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     large = ["--num-ranks", "16", "--num-microbatches", "4", *TIMES]
-    plan, compare = ["plan", "--schedule", "zb-h2"], ["compare", "--max-chunks", "2"]
+    plan, compare = ["plan", "--schedule", "zb-h2"], ["compare", "--max-chunks", "2", "--equal-passes"]
     for columns, width, command in (("100", 100, plan), ("500", 160, plan), ("500", 160, compare)):
         monkeypatch.setenv("COLUMNS", columns)
         out = run(capsys, *command, *large)

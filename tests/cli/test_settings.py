@@ -17,7 +17,7 @@ from tests.helpers.settings import LAYER_COSTS, LAYERS, is_quick, settings
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "tests/golden/settings.json"
-PARTS = {True: 12, False: 16}
+PARTS = {True: 36, False: 16}
 """The tests among which the quick settings are divided, and the others."""
 
 

@@ -26,7 +26,7 @@ PIPELINE = f"{DROPOUT} --pipeline-model-parallel-size 2"
 @pytest.mark.parametrize(
     "flags",
     [
-        "--pipeline-model-parallel-size 2",
+        pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.full),
         "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h2 --zero-bubble-post-validation --bf16",
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16",
         pytest.param(f"{EXPERTS} --expert-model-parallel-size 2", marks=pytest.mark.full),

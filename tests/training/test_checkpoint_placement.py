@@ -29,7 +29,7 @@ DISTRIBUTED = "--use-distributed-optimizer --bf16"
             (2, VEE), (2, LOOPED), f"{DISTRIBUTED} --untie-embeddings-and-output-weights", marks=pytest.mark.full
         ),
         pytest.param((4, LINEAR), (2, WAVE), "", marks=pytest.mark.full),
-        ((2, WAVE), (2, INTERLEAVED), DISTRIBUTED),
+        pytest.param((2, WAVE), (2, INTERLEAVED), DISTRIBUTED, marks=pytest.mark.full),
         pytest.param((2, INTERLEAVED), (2, LOOP), "", marks=pytest.mark.full),
         pytest.param((2, LOOP), (4, LINEAR), DISTRIBUTED, marks=pytest.mark.full),
     ],
