@@ -24,6 +24,7 @@ from tests.helpers.expert_models import (
     references,
     refusal_of_a_loop,
     refusal_of_one_expert,
+    sends,
     train_with_experts,
 )
 from tests.helpers.ranks import RankPool
@@ -61,6 +62,13 @@ def test_weight_gradients_wait_for_their_w_in_pairs_too(ranks: RankPool, tmp_pat
     _, dualpipe = plan_files(tmp_path, 2, 4)
     for waiting in ranks.run(4, deferred, dualpipe, 4, timeout=120):
         assert waiting and all(waiting)
+
+
+def test_a_pair_sends_what_one_pass_gives_while_the_other_still_runs(ranks: RankPool, tmp_path: Path) -> None:
+    interleaved, _ = plan_files(tmp_path, 2, 4)
+    results = ranks.run(4, sends, interleaved, 4, timeout=120)
+    assert all(result and all(is_early for _, is_early in result) for result in results)
+    assert {value.lstrip("0123456789")[0] for result in results for value, _ in result} == {"F", "B"}
 
 
 def test_a_loop_that_returns_no_plans_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:

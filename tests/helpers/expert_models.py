@@ -147,6 +147,42 @@ def deferred(rank: int, name: str, num_microbatches: int) -> list[int]:
     return waiting
 
 
+def sends(rank: int, name: str, num_microbatches: int) -> list[tuple[str, bool]]:
+    """Train on two stages with a plan file; return every message that a pair gives to another rank, and whether it was
+    sent before the backward of the pair had ended.
+    """
+    from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+    from megatron.zero_bubble.adapter.expert_overlap import LayeredStage
+    from megatron.zero_bubble.runtime.transport import Transport
+
+    pairs: list[Any] = [None]
+    found: list[tuple[str, bool]] = []
+    run_pair, backward, send = LayeredStage.run_pair, ScheduleNode.backward, Transport.send
+
+    def noting_pairs(stage: Any, pair: Any, *arguments: Any) -> Any:
+        pairs[:] = [pair, "running"]
+        return run_pair(stage, pair, *arguments)
+
+    def noting_ends(node: Any, *grads: Any) -> Any:
+        given = backward(node, *grads)
+        if node.name == "pre_process":  # the last node of a backward
+            pairs[1:] = ["ended"]
+        return given
+
+    def noting_sends(transport: Any, message: Any, tensor: Any) -> None:
+        if pairs[0] is not None and message.producer in pairs[0].works:
+            found.append((str(message.value), pairs[1] == "running"))
+        send(transport, message, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayeredStage, "run_pair", noting_pairs)
+        patch.setattr(ScheduleNode, "backward", noting_ends)
+        patch.setattr(Transport, "send", noting_sends)
+        _train(name, num_microbatches, 2, {})
+    return found
+
+
 def refusal_of_a_loop(rank: int, name: str) -> str:
     """What a loop gets whose forward step returns no plans."""
 

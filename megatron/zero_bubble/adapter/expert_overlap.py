@@ -10,7 +10,7 @@ Upstream: ``megatron.core.pipeline_parallel.combined_1f1b.combined_forward_backw
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,10 +23,12 @@ from megatron.zero_bubble.adapter.prepared import chosen_by
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageParts
 from megatron.zero_bubble.adapter.versions import check_layer_plans, layer_plans
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Kind, Op, Pair, Pass, Schedule
+from megatron.zero_bubble.ir import Flow, Kind, Op, Pair, Pass, Schedule, Value
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.rule import Choices
-from megatron.zero_bubble.runtime.handler import Handler
+from megatron.zero_bubble.runtime.handler import EarlyHandler, Give, Handler
+
+HandOver = Callable[[Pass, torch.Tensor], None]
 
 
 class ExpertOverlap(Part):
@@ -70,16 +72,32 @@ class ExpertOverlap(Part):
         finally:
             self._stages = {}
 
-    def handlers(self, iteration: IterationFacts) -> Mapping[type[Op], Handler]:
+    def handlers(self, iteration: IterationFacts) -> Mapping[type[Op], EarlyHandler]:
         """The handler of pairs."""
-        stages, flow = self._stages, iteration.prepared.schedule.flow
+        return {Pair: _Pairs(self._stages, iteration.prepared.schedule.flow)} if self._stages else {}
+
+
+class _Pairs:
+    """Runs pairs; what one of the two passes gives to another rank is sent while the other still runs."""
+
+    def __init__(self, stages: Mapping[int, LayeredStage], flow: Flow) -> None:
+        self._stages, self._flow = stages, flow
+
+    def giving(self, give: Give) -> Handler:
+        """See ``EarlyHandler``."""
 
         def run(op: Pair, inputs: Sequence[Any]) -> Sequence[Any]:
-            forward, backward = stages[op.forward.stage], stages[op.backward.stage]
-            taken = len(flow.inputs(op.forward))
-            return forward.run_pair(op, inputs[:taken], backward, inputs[taken:])
+            gives = op.effects(self._flow).gives
 
-        return {Pair: run} if stages else {}
+            def hand_over(work: Pass, output: torch.Tensor) -> None:
+                if (value := Value(work)) in gives:
+                    give(gives.index(value), output)
+
+            forward, backward = self._stages[op.forward.stage], self._stages[op.backward.stage]
+            taken = len(self._flow.inputs(op.forward))
+            return forward.run_pair(op, inputs[:taken], backward, inputs[taken:], hand_over)
+
+        return run
 
 
 def _check_returns_plans(own: StageParts) -> None:
@@ -110,13 +128,15 @@ class LayeredStage(MegatronStage):
     """One model chunk, whose passes are made of the nodes of its layers."""
 
     def run_pair(
-        self, pair: Pair, inputs: Sequence[Any], other: LayeredStage, of_other: Sequence[Any]
+        self, pair: Pair, inputs: Sequence[Any], other: LayeredStage, of_other: Sequence[Any], hand_over: HandOver
     ) -> Sequence[Any]:
         """Run a forward of this stage together with a backward of ``other``.
 
         Args:
             inputs: those of the forward.
             of_other: those of the backward.
+            hand_over: called with each pass, as soon as all its nodes are issued, and its output for another stage; its
+                current stream is one that has the output.
 
         Returns:
             the outputs of both.
@@ -128,7 +148,11 @@ class LayeredStage(MegatronStage):
         # One context for both: a forward only asks whether its microbatch is split, a backward stores for its own.
         defers = self._store.defer(backward, backward.kind is Kind.B, paired=self._splits(forward))
         with self._as_stage_rank(), defers, self._slices.forward(forward, False):
-            y, grad = self._step_both(forward, x, other, other_x, other_y, received)
+            sent = {
+                "post_forward": lambda output, _: hand_over(forward, output.detach()),
+                "post_backward": lambda output, _: hand_over(backward, output),
+            }
+            y, grad = self._step_both(forward, x, other, other_x, other_y, received, **sent)
         return *self._forwarded(forward, x, y), *other._backwarded(backward, grad)
 
     def _run_model(self, work: Pass, x: torch.Tensor | None) -> torch.Tensor:
@@ -153,8 +177,13 @@ class LayeredStage(MegatronStage):
         other_x: torch.Tensor | None,
         other_y: torch.Tensor | None,
         received: torch.Tensor | None,
+        **called: Callable[[torch.Tensor, Any], None],
     ) -> tuple[Any, Any]:
-        """Run a forward of this stage, a backward of ``other``, or both; returns the output and the gradient."""
+        """Run a forward of this stage, a backward of ``other``, or both; returns the output and the gradient.
+
+        Args:
+            called: what Megatron calls with the output of a pass and its chunk when the nodes of the pass are issued.
+        """
         step = self._step
         y, num_tokens, grad = layer_plans().combined_forward_backward_step(
             step.forward_step_func,
@@ -174,6 +203,7 @@ class LayeredStage(MegatronStage):
                 step.first_val_step, step.forward_only, forward is not None and forward.microbatch == 0
             ),
             current_microbatch=None if forward is None else forward.microbatch,
+            **called,
         )
         if forward is not None:
             self._results.num_tokens += num_tokens

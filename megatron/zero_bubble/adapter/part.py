@@ -22,7 +22,7 @@ from megatron.zero_bubble.adapter.stage import StageParts, StepArguments
 from megatron.zero_bubble.adapter.staging import Links
 from megatron.zero_bubble.ir import Op, Plan, Schedule, Slices
 from megatron.zero_bubble.platforms import Platform
-from megatron.zero_bubble.runtime.handler import Handler
+from megatron.zero_bubble.runtime.handler import EarlyHandler, Handler
 from megatron.zero_bubble.runtime.handlers import Channels, Stage
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.saved import SavedTensors
@@ -111,7 +111,7 @@ class Part:
         """Context around the passes of an iteration, entered when the stages are made, and again if they are rerun."""
         return nullcontext()
 
-    def handlers(self, iteration: IterationFacts) -> Mapping[type[Op], Handler]:
+    def handlers(self, iteration: IterationFacts) -> Mapping[type[Op], Handler | EarlyHandler]:
         """The handlers of the part's own ops, made within ``iteration``."""
         return {}
 
