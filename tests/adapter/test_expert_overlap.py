@@ -18,8 +18,10 @@ from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.stages import place_stages
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from tests.helpers.expert_models import (
+    PLAIN_V,
     deferred,
     differences,
+    nodes_of_fused_backwards,
     plan_files,
     references,
     refusal_of_a_loop,
@@ -52,7 +54,7 @@ ROWS: dict[str, tuple[int, int, dict[str, Any]]] = {
 )
 def test_same_bits_as_stock(ranks: RankPool, tmp_path: Path, row: str) -> None:
     pipeline, num_microbatches, options = ROWS[row]
-    names = [*references(options), *plan_files(tmp_path, pipeline, num_microbatches)]
+    names = [*references(options), *plan_files(tmp_path, pipeline, num_microbatches), PLAIN_V]
     job = names, num_microbatches, pipeline, options, 3 if row == "m=4" else 5
     assert differences(names, ranks.run(2 * pipeline, train_with_experts, *job, timeout=300)) == []
 
@@ -69,6 +71,17 @@ def test_a_pair_sends_what_one_pass_gives_while_the_other_still_runs(ranks: Rank
     results = ranks.run(4, sends, interleaved, 4, timeout=120)
     assert all(result and all(is_early for _, is_early in result) for result in results)
     assert {value.lstrip("0123456789")[0] for result in results for value, _ in result} == {"F", "B"}
+
+
+def test_w_of_experts_runs_beside_the_dispatch_of_its_own_backward(ranks: RankPool) -> None:
+    """A node that has issued the dispatch does not wait for W; nor does the message, for that of the last node."""
+    layer = ["moe_combine", "mlp", "W of experts", "moe_dispatch", "attn"]
+    for result in ranks.run(4, nodes_of_fused_backwards, PLAIN_V, 4, timeout=120):
+        assert result
+        for work, ran in result:
+            # The gradient of stage 2 is for the other stage of the rank.
+            loss, sent = ["post_process"] * (work[0] == "3"), ["send"] * (work[0] in "13")
+            assert ran == [*loss, *layer, "W", *layer, *sent, "W", "pre_process", "end"], work
 
 
 def test_a_loop_that_returns_no_plans_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
@@ -106,7 +119,7 @@ def test_what_pairs_exclude_is_refused(other: str) -> None:
 def test_what_the_plans_of_layers_need_is_checked_before_the_start(options: dict[str, Any], words: str) -> None:
     model = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", "bf16": True, "fp16": False}
     check_options(SimpleNamespace(**model, overlap_moe_expert_parallel_comm=True), pairs=True)
-    with pytest.raises(UserError, match=f"schedules with pairs of a forward and a backward need {words}"):
+    with pytest.raises(UserError, match=f"schedules that hide the all-to-all of experts need {words}"):
         check_options(SimpleNamespace(**{**model, **options}), pairs=True)
 
 

@@ -16,10 +16,13 @@ import megatron.zero_bubble
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.ir import Kind
 from tests.helpers.weights import draw_by_name
 
 SEQUENCE, VOCABULARY = 8, 32
 PLAIN, COMBINED = "stock", "stock, combined"
+PLAIN_V = "zb-v"
+"""A schedule without pairs, in which W of the experts runs beneath the dispatch of its own backward."""
 Result = tuple[list[str], dict[str, str]]
 """The losses on the last rank; digests of weights by their names in the whole model, and of every step the norms of
 their gradients."""
@@ -94,7 +97,7 @@ def _loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, dict[
 def train_with_experts(
     rank: int, names: Sequence[str], num_microbatches: int, pipeline: int, options: Mapping[str, Any], steps: int
 ) -> list[Result]:
-    """Train with each of ``names``: ``PLAIN``, ``COMBINED``, or the name of a plan file with pairs."""
+    """Train with each of ``names``: ``PLAIN``, ``COMBINED``, ``PLAIN_V``, or the name of a plan file with pairs."""
     from megatron.core.transformer.moe import moe_utils
 
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +116,8 @@ def _train(name: str, num_microbatches: int, pipeline: int, options: dict[str, A
     }
     parallel_state.destroy_model_parallel()
     stock = name in (PLAIN, COMBINED)
-    own = None if stock else megatron.zero_bubble.ZeroBubbleConfig(schedule_file=name, fuse_wgrad=False)
+    chosen: dict[str, Any] = {"fuse_wgrad": False, "overlap_experts": name == PLAIN_V}
+    own = None if stock else megatron.zero_bubble.ZeroBubbleConfig(name, **chosen)
     ends = (
         {} if own is None else {"get_embedding_ranks": megatron.zero_bubble.ModelStages(own, pipeline).embedding_ranks}
     )
@@ -147,13 +151,62 @@ def deferred(rank: int, name: str, num_microbatches: int) -> list[int]:
     return waiting
 
 
+def nodes_of_fused_backwards(rank: int, name: str, num_microbatches: int) -> list[tuple[str, list[str]]]:
+    """Train on two stages with a plan file; return every fused backward of the rank, and what ran in it: the nodes, in
+    which W of the experts and of all other weights, and the send.
+    """
+    from megatron.core.pipeline_parallel.utils import ScheduleNode
+
+    from megatron.zero_bubble.adapter.layered_stage import LayeredStage
+    from megatron.zero_bubble.runtime.transport import Transport
+    from megatron.zero_bubble.wgrad.store import WgradStore
+
+    found: list[tuple[str, list[str]]] = []
+    alone, backward, run, send = LayeredStage.run_alone, ScheduleNode.backward, WgradStore.run, Transport.send
+    experts: set[int] = set()
+
+    def noting(what: str) -> None:
+        if found and found[-1][1][-1:] != ["end"]:
+            found[-1][1].append(what)
+
+    def noting_passes(stage: Any, work: Any, *arguments: Any) -> Any:
+        experts.update(id(p) for name, p in stage._model.named_parameters() if ".experts." in name)
+        if work.kind is not Kind.BW:
+            return alone(stage, work, *arguments)
+        found.append((str(work), []))
+        given = alone(stage, work, *arguments)
+        noting("end")
+        return given
+
+    def noting_nodes(node: Any, *grads: Any) -> Any:
+        noting({"pre_dispatch_computation": "attn"}.get(node.name, node.name))
+        return backward(node, *grads)
+
+    def noting_gradients(store: Any, work: Any, *more: Any) -> None:
+        weights = {id(entry.deferred.weight) for entry in store._stored.get(work, ())}
+        noting("W of experts" if weights & experts else "W")
+        run(store, work, *more)
+
+    def noting_sends(*arguments: Any) -> None:
+        noting("send")
+        send(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayeredStage, "run_alone", noting_passes)
+        patch.setattr(ScheduleNode, "backward", noting_nodes)
+        patch.setattr(WgradStore, "run", noting_gradients)
+        patch.setattr(Transport, "send", noting_sends)
+        _train(name, num_microbatches, 2, {"num_layers": 8})
+    return found
+
+
 def sends(rank: int, name: str, num_microbatches: int) -> list[tuple[str, bool]]:
     """Train on two stages with a plan file; return every message that a pair gives to another rank, and whether it was
     sent before the backward of the pair had ended.
     """
     from megatron.core.pipeline_parallel.utils import ScheduleNode
 
-    from megatron.zero_bubble.adapter.expert_overlap import LayeredStage
+    from megatron.zero_bubble.adapter.layered_stage import LayeredStage
     from megatron.zero_bubble.runtime.transport import Transport
 
     pairs: list[Any] = [None]

@@ -31,6 +31,17 @@ from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.planning.source import ScheduleSource, UnitChoice, even_costs
 
 
+@pytest.mark.parametrize("name", ["zb-v", "interleaved-1f1b", "dualpipe-v"])
+def test_schedules_that_hide_the_all_to_all_of_experts(name: str) -> None:
+    source = ScheduleSource.by_name(name, 2, overlaps=True)
+    for count in (1, 8):
+        schedule = source.make(count)
+        assert source.overlaps and schedule.overlaps
+        assert bool(schedule.pairs) is (name != "zb-v" and count > 1)
+        validate(schedule)
+    assert any(p.kind is Kind.BW for p in schedule.passes())
+
+
 def test_source_by_name() -> None:
     source = ScheduleSource.by_name("interleaved-1f1b", 2, 3)
     assert (source.name, source.placement) == ("interleaved-1f1b", Placement.interleaved(2, 3))

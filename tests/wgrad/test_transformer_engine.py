@@ -148,6 +148,52 @@ def test_split_modules_equal_undelayed_modules_in_bits_and_hooks(
     assert not len(store)
 
 
+class _Nodes(Layers):
+    """The same layers as two nodes."""
+
+    def forward(self, x: torch.Tensor, microbatch: int) -> torch.Tensor:
+        before = self.first(x, microbatch == 0)
+        boundary = before.detach().requires_grad_()
+        y, bias = self.second(boundary.tanh(), microbatch == 0)
+        self.boundary = before, boundary
+        return y if bias is None else y + bias
+
+
+class _ByNodes(Run):
+    """A fused backward runs node by node, each followed by its weight gradients."""
+
+    def run(self, work: Pass) -> None:
+        if work.kind is Kind.F:
+            super().run(work)
+            return
+        assert self.store is not None
+        x, y = self._outputs.pop(work.microbatch)
+        before, boundary = self.ddp.module.boundary
+        self.ddp.is_last = work.microbatch == LAST
+        with self.store.defer(work):
+            for output, grad in ((y, lambda: y.detach().cos()), (before, lambda: boundary.grad)):
+                output.backward(grad())
+                self.store.settle()
+                w = work._replace(kind=Kind.W)
+                self.store.run(w, lambda origin: origin.microbatch != LAST, self.ddp.no_sync)
+        self.input_grads[work.microbatch] = x.grad
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
+def test_weight_gradients_may_run_within_their_backward(fused: bool, fp8: bool) -> None:
+    def make() -> torch.nn.Module:
+        return _Nodes(fuse_wgrad_accumulation=fused)
+
+    order = "F0 BW0 F1 BW1 F2 BW2 F3 BW3"
+    expected = stock(lambda: Layers(fuse_wgrad_accumulation=fused), order, fp8)
+    with split() as store:
+        own = _ByNodes(make, fp8, store)
+        assert_same_bits(own.passes(order), gradients(expected))
+    assert sorted(own.ddp.ready) == sorted(expected.ddp.ready), "each must be ready once, in the last microbatch"
+    assert not len(store)
+
+
 def test_weight_gradients_are_grouped_by_weight() -> None:
     make = Layers
     expected = stock(make, SPLIT_ORDER)

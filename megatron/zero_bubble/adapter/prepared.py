@@ -115,7 +115,7 @@ def lowered(
 
 def chosen_by(schedule: Schedule) -> dict[str, Any]:
     """The fields of a configuration that would choose what a schedule has."""
-    return {"num_slices": schedule.num_slices, "vocabulary": algorithm_of(schedule), "pairs": bool(schedule.pairs)}
+    return {"num_slices": schedule.num_slices, "vocabulary": algorithm_of(schedule), "pairs": schedule.overlaps}
 
 
 def check_model(config: Any, schedule: Schedule) -> None:
@@ -125,7 +125,7 @@ def check_model(config: Any, schedule: Schedule) -> None:
         UserError: the rule, the value and the remedy.
     """
     divided = algorithm_of(schedule) is not None
-    check_options(config, num_slices=schedule.num_slices, vocabulary=divided, pairs=bool(schedule.pairs))
+    check_options(config, num_slices=schedule.num_slices, vocabulary=divided, pairs=schedule.overlaps)
 
 
 def loss_rank(schedule: Schedule) -> int:

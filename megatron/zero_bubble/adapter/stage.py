@@ -185,7 +185,7 @@ class MegatronStage:
         return self._forwarded(work, x, y)
 
     def _splits(self, work: Pass) -> bool:
-        """Whether the microbatch of F has a W."""
+        """Whether linears defer weight gradients in an F or a backward: if the microbatch has a W."""
         return (work.microbatch, work.slice) not in self._facts.fused
 
     def _forwarded(self, work: Pass, x: torch.Tensor | None, y: torch.Tensor) -> Sequence[Any]:
@@ -251,12 +251,12 @@ class MegatronStage:
         The store keeps the operands of W, and ``_slices`` the gradients of keys and values for the previous slice.
         """
         (x, y), received = self._received(inputs)
-        split = work.kind is Kind.B
         self._before_backward(work)
         if self._slices.is_cut and self._has_experts:
             self._step.scale_auxiliary_losses(y.device, self._slices.share(work))
-        with self._as_stage_rank(), self._store.defer(work, split), self._slices.at(work), self._counted(work):
-            grad = self._backward_step(x, y, received)
+        defers = self._store.defer(work, self._splits(work))
+        with self._as_stage_rank(), defers, self._slices.at(work), self._counted(work):
+            grad = self._backward_step(work, x, y, received)
         return self._backwarded(work, grad)
 
     def _before_backward(self, work: Pass) -> None:
@@ -266,7 +266,7 @@ class MegatronStage:
         if work.kind is not Kind.B:
             self._store.join()
 
-    def _backward_step(self, x: torch.Tensor | None, y: torch.Tensor, received: torch.Tensor | None) -> Any:
+    def _backward_step(self, work: Pass, x: torch.Tensor | None, y: torch.Tensor, received: torch.Tensor | None) -> Any:
         """Call megatron-core's backward step; returns the gradient of ``x``."""
         of_type = supported_kwargs(schedules.backward_step, model_type=self._model_type)
         return schedules.backward_step(x, y, received, config=self._step.config, **of_type)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -143,11 +143,21 @@ def layer_plans() -> Any:
         from megatron.core.pipeline_parallel.utils import set_streams
     except ImportError as error:
         raise UserError(
-            "schedules with pairs of a forward and a backward need megatron-core 0.14 or newer, which can run their "
-            "layers in turn; upgrade it, or choose a schedule without pairs"
+            "schedules that hide the all-to-all of experts need megatron-core 0.14 or newer, which can run their "
+            "layers in turn; upgrade it, or choose a schedule without this overlap"
         ) from error
     set_streams()
     return combined_1f1b
+
+
+def nodes_with_weights(plan: Any) -> Iterator[Any]:
+    """The nodes of a plan of layers whose weight gradients may run apart from them; that of attention has another name
+    since 0.19.
+    """
+    for number in range(plan.num_layers()):
+        layer = plan.get_layer(number)
+        yield layer.mlp
+        yield layer.attn if hasattr(layer, "attn") else layer.pre_dispatch_computation
 
 
 def check_layer_plans(config: Any) -> None:

@@ -86,7 +86,7 @@ def _configured(update: Callable[[Any], None], say: Callable[[str], None]) -> Ca
         config, source = place(cfg.model, options, 60.0 * cfg.dist.distributed_timeout_minutes)
         update(cfg)
         megatrons_own = is_megatrons_own(source.placement)
-        check_options(cfg.model, megatrons_own, vocabulary=source.vocabulary is not None, pairs=source.pairs)
+        check_options(cfg.model, megatrons_own, vocabulary=source.vocabulary is not None, pairs=source.overlaps)
         check_schedule(
             options, source, source.placement.num_ranks, num_microbatches(_batches(cfg), has_ramps()), cfg.model
         )

@@ -64,8 +64,9 @@ class ZeroBubbleConfig:
             decides (``vocabulary``, ``recompute_logits``, ``shard_weights``, ``unit_microbatches``, ``whole_stages``)
             are set; one that is given and differs is refused.
         plan: the content of ``schedule_file``, if it has been read already.
-        overlap_experts: run forwards together with backwards, layer by layer, so that each hides the all-to-all of the
-            other's experts; for schedules that can have such pairs.
+        overlap_experts: hide the all-to-all of experts: run forwards together with backwards, layer by layer, so that
+            each hides that of the other, or, in a schedule without such pairs, run the weight gradients of the experts
+            beneath the dispatch of their own backward.
         keep_faster: ``zb-auto`` compares the measured times of its plan and of the schedule before it, and goes back if
             the plan takes longer.
         memory_limit: activation-memory limit per rank for ``zb-auto``, and for ``zero-pp`` without
@@ -188,9 +189,9 @@ class ZeroBubbleConfig:
         return self.offload is None and self.plan is not None and bool(self.plan.moves)
 
     @property
-    def has_pairs(self) -> bool:
-        """Whether forwards run at the same time as backwards."""
-        return self.overlap_experts or (self.plan is not None and bool(self.plan.schedule.pairs))
+    def overlaps(self) -> bool:
+        """Whether the all-to-all of experts runs beneath computation."""
+        return self.overlap_experts or (self.plan is not None and self.plan.schedule.overlaps)
 
     @property
     def ctas(self) -> Ctas:
@@ -275,5 +276,5 @@ class ZeroBubbleConfig:
             vocabulary=vocabulary,
             unit_microbatches=units,
             choice=UnitChoice(limit, costs, whole),
-            pairs=self.overlap_experts,
+            overlaps=self.overlap_experts,
         )

@@ -85,7 +85,8 @@ OPTIONS = (
         "in a model with experts, run the forward of one microbatch and the backward of another together, layer by "
         "layer, so that each hides the all-to-all of the other's experts, as Megatron's "
         "--overlap-moe-expert-parallel-comm does in its own schedule; with --zero-bubble-schedule interleaved-1f1b "
-        "or dualpipe-v",
+        "or dualpipe-v; other schedules with 2 or more stages per rank, such as zb-v, only run the weight gradients of "
+        "experts beneath the dispatch of their own backward",
     ),
     Option(
         "shard-weights",

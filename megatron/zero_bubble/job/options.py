@@ -26,9 +26,9 @@ ON_A_V = Choice("stages on a V or in a wave", chosen("on_a_v"))
 GRAPHS = Choice(SCHEDULE.words, chosen("training_graphs"), SCHEDULE.plural)
 """A schedule, in a job whose training may capture CUDA graphs."""
 IN_SEQUENCE = Choice(
-    "a schedule without pairs",
+    "a schedule that does not hide the all-to-all of experts",
     lambda choices: [] if choices.get("pairs") else SCHEDULE.shown_by(choices),
-    "zero-bubble schedules without pairs of a forward and a backward",
+    "zero-bubble schedules that do not hide the all-to-all of experts",
 )
 _GRAPHS = "Megatron captures CUDA graphs in the order of its own 1F1B"
 _FSDP = "FSDP does not reduce gradients through DistributedDataParallel"
@@ -217,12 +217,12 @@ def check_pairs(values: Any) -> None:
         value = getattr(values, option, None)
         if value is not None and not holds(value):
             raise UserError(
-                f"schedules with pairs of a forward and a backward need {option} to be {needs}, because {why}; got "
+                f"schedules that hide the all-to-all of experts need {option} to be {needs}, because {why}; got "
                 f"{value!r}; {remedy}"
             )
     if not getattr(values, "bf16", True) and not getattr(values, "fp16", True):
         raise UserError(
-            "schedules with pairs of a forward and a backward need 16-bit parameters, because megatron-core's plans of "
+            "schedules that hide the all-to-all of experts need 16-bit parameters, because megatron-core's plans of "
             "layers do; got bf16=False and fp16=False; give --bf16"
         )
 

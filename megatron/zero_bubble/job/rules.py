@@ -108,7 +108,7 @@ def check_schedule(
         check_shards(job)
         check_chunks(schedule.placement)
     divides = algorithm_of(schedule) is not None
-    more = {"vocabulary": divides, "pairs": bool(schedule.pairs)}
+    more = {"vocabulary": divides, "pairs": schedule.overlaps}
     check_options(job, num_slices=len(schedule.slices), **more, choices=given(options))
     if options.zero_bubble_record_costs and any(source.make(count).fused for count in counts):
         raise UserError(

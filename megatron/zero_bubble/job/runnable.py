@@ -52,12 +52,6 @@ def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) ->
             f"microbatches, but the job runs {num_ranks} pipeline ranks and {num_microbatches} microbatches "
             "(global batch size / micro batch size / data-parallel size); plan the schedule for these numbers"
         )
-    if schedule.overlaps and not schedule.pairs:
-        raise UserError(
-            "this version runs the layers of a forward and a backward in turn, but not the weight gradients of experts "
-            f"during the all-to-all of their own backward, as schedule {schedule.name!r} does; plan it without "
-            "--pairs, or a schedule with pairs, such as dualpipe-v"
-        )
     check_trainable(schedule)
 
 

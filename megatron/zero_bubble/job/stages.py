@@ -56,11 +56,11 @@ def place_stages(
     placement = source.placement
     check_placement(placement, ranks)
     chunks = placement.num_stages // ranks
-    if source.pairs and chunks < 2:
+    if source.overlaps and chunks < 2:
         raise UserError(
-            "a job runs pairs of a forward and a backward only with 2 or more stages per rank, because megatron-core "
-            f"plans the layers of no other pipeline; got schedule {source.name} with one; give interleaved-1f1b or "
-            "dualpipe-v"
+            "a job hides the all-to-all of experts only with 2 or more stages per rank, because megatron-core plans "
+            f"the layers of no other pipeline; got schedule {source.name} with one; give interleaved-1f1b, dualpipe-v "
+            "or zb-v"
         )
     if num_chunks not in (None, chunks):
         raise UserError(

@@ -46,7 +46,7 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
             f"Megatron-LM needs stages 0 to {ranks - 1} on ranks 0 to {ranks - 1}, in this order; the schedule has "
             f"them on ranks {list(placement.stage_to_rank[:ranks])}; choose another schedule"
         )
-    if source.pairs:  # Megatron's forward steps then return a plan of their layers
+    if source.overlaps:  # Megatron's forward steps then return a plan of their layers
         args.overlap_moe_expert_parallel_comm = True
     _check_options(args, options, source)  # before Megatron changes the options or rejects their combination
     chunks = placement.num_stages // ranks
@@ -106,7 +106,7 @@ def check_offload(
 def _check_options(args: Any, options: argparse.Namespace, source: ScheduleSource) -> None:
     megatrons_own, divides = is_megatrons_own(source.placement), source.vocabulary is not None
     validates = bool(options.zero_bubble_post_validation)
-    check_options(args, megatrons_own, validates, vocabulary=divides, pairs=source.pairs)
+    check_options(args, megatrons_own, validates, vocabulary=divides, pairs=source.overlaps)
 
 
 def _check_weight_shards(args: Any) -> None:

@@ -104,7 +104,7 @@ def apply(
         (used.VOCABULARY, config.vocabulary is not None),
         (seams.sharded_units, config.shard_weights),
         (used.ON_DEMAND, config.shard_transport == "on-demand"),
-        (used.LAYER_PLANS, config.has_pairs),
+        (used.LAYER_PLANS, config.overlaps),
     )
     used.look_up((*seams.used, *(name for names, is_used in of_options if is_used for name in names)))
     sources: SourceOnRanks = config.sources() if source is None else lambda _: source

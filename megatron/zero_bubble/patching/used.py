@@ -206,12 +206,17 @@ LAYER_PLANS: tuple[Used, ...] = (
         "megatron.core.pipeline_parallel.combined_1f1b",
         "combined_forward_backward_step",
         "forward_step_func data_iterator f_model num_microbatches input_tensor forward_data_store b_model "
-        "b_input_tensor b_output_tensor b_output_tensor_grad config f_model_chunk_id collect_non_loss_data "
-        "is_first_microbatch current_microbatch",
+        "b_input_tensor b_output_tensor b_output_tensor_grad config f_model_chunk_id post_forward "
+        "post_backward collect_non_loss_data is_first_microbatch current_microbatch",
+    ),
+    *_of(
+        "megatron.core.models.common.model_chunk_schedule_plan",
+        "num_layers get_layer",
+        "TransformerModelChunkSchedulePlan",
     ),
     *_of("megatron.core.transformer", "overlap_moe_expert_parallel_comm", "TransformerConfig"),
 )
-"""Used by pairs of a forward and a backward; since 0.14."""
+"""Used to hide the all-to-all of experts; since 0.14."""
 
 LATE_LINES = _of("megatron.core.num_microbatches_calculator", "_GLOBAL_NUM_MICROBATCHES_CALCULATOR")
 """Used in a Megatron-LM job with post-validation, to log an iteration after the next one has begun."""

@@ -63,7 +63,7 @@ MEASUREMENTS = Choice("measurements of passes", chosen("trace", "record_costs", 
 BALANCE = Choice("balanced microbatches", chosen("balance_microbatches"), "balanced microbatches")
 MEASURED_MEMORY = Choice("the measured memory of microbatches", chosen("measure_memory", "record_costs"))
 LENGTHS = Choice("microbatches of different lengths", chosen("variable_seq_lengths", "shapes", "lengths"))
-PAIRS = Choice("pairs", chosen("pairs", "overlap_experts"), "schedules with pairs of a forward and a backward")
+PAIRS = Choice("pairs", chosen("pairs", "overlap_experts"), "schedules that hide the all-to-all of experts")
 _TO_ONE_LENGTH = "pad all microbatches to one length, or leave the other one out"
 _OTHER_LENGTHS = "the other one needs equally many microbatches of equal length on all replicas, in this version"
 

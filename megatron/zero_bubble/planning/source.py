@@ -24,6 +24,7 @@ from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, with_collectives
 from megatron.zero_bubble.planning.unit_sizes import smallest, unit_sizes
 from megatron.zero_bubble.schedules import build, recipe
+from megatron.zero_bubble.schedules.alone import fuse_alone
 from megatron.zero_bubble.search.auto import zb_auto
 from megatron.zero_bubble.search.placements import PlacementName, placements
 from megatron.zero_bubble.search.sliced import sliced_auto
@@ -67,7 +68,7 @@ class ScheduleSource:
             the number; for ``zb-auto``, the schedule that runs before the planned one.
         vocabulary: the algorithm of vocabulary parallelism that all its schedules have; None without it.
         moves: what moves to host memory between forward and backward by the schedule file.
-        pairs: whether forwards run at the same time as backwards.
+        overlaps: whether the all-to-all of experts runs beneath computation.
     """
 
     name: str
@@ -75,7 +76,7 @@ class ScheduleSource:
     make: Callable[[int], Schedule]
     vocabulary: Algorithm | None = None
     moves: tuple[Move, ...] = ()
-    pairs: bool = False
+    overlaps: bool = False
 
     @classmethod
     def by_name(
@@ -87,32 +88,32 @@ class ScheduleSource:
         vocabulary: Algorithm | None = None,
         unit_microbatches: int | None = None,
         choice: UnitChoice = UnitChoice(),
-        pairs: bool = False,
+        overlaps: bool = False,
     ) -> ScheduleSource:
         """The schedules named ``name``; ``num_chunks`` is the number of stages per rank of interleaved schedules,
         ``slices`` are the cuts of sequences, ``vocabulary`` is the algorithm of vocabulary parallelism, if any, and
         ``unit_microbatches`` is the size of the units of a schedule of units; None for the best by ``choice``, which
-        by default is the smallest that takes no longer than one unit of all microbatches. With ``pairs``, forwards run
-        at the same time as backwards.
+        by default is the smallest that takes no longer than one unit of all microbatches. With ``overlaps``, the
+        all-to-all of experts is hidden: in pairs, or else beneath the weight gradients of fused backwards.
 
         Raises:
-            UserError: an unknown name, or a number of chunks or slices, or pairs, that the schedule does not support.
-                ``make`` raises it for a memory limit below the peak of all sizes of units.
+            UserError: an unknown name, or a number of chunks or slices that the schedule does not support. ``make``
+                raises it for a memory limit below the peak of all sizes of units.
         """
         known = recipe(name)
         placement = known.placement(num_ranks, known.num_chunks(num_chunks))
-        known.pairs(pairs)
 
         def build_units(num_microbatches: int, unit: int | None = unit_microbatches) -> Schedule:
             size = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-            more = {"num_chunks": num_chunks, "num_slices": slices, "unit_microbatches": unit, "pairs": pairs}
-            return build(name, **size, **more)  # type: ignore[arg-type]
+            more = {"num_chunks": num_chunks, "num_slices": slices, "unit_microbatches": unit}
+            schedule = build(name, **size, **more, pairs=overlaps and known.has_pairs)  # type: ignore[arg-type]
+            return replace(fuse_alone(schedule), overlap_experts=True) if overlaps and not schedule.pairs else schedule
 
         make: Callable[[int], Schedule] = build_units
         if known.has_units and unit_microbatches is None:
             make = functools.cache(functools.partial(_with_units, build_units, num_ranks, choice))
         if vocabulary is None:
-            return cls(name, placement, make, pairs=pairs)
+            return cls(name, placement, make, overlaps=overlaps)
         divided = functools.cache(lambda count: _with_vocabulary(make(count), vocabulary))
         return cls(name, placement, divided, vocabulary)
 
@@ -120,7 +121,7 @@ class ScheduleSource:
     def of_plan(cls, path: str, plan: PlanFile) -> ScheduleSource:
         """The schedule of a plan that was read from ``path``, and what it moves."""
         schedule = plan.schedule
-        return cls(path, schedule.placement, lambda _: schedule, plan.vocabulary, plan.moves, bool(schedule.pairs))
+        return cls(path, schedule.placement, lambda _: schedule, plan.vocabulary, plan.moves, schedule.overlaps)
 
     @classmethod
     def automatic(

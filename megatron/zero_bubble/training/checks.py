@@ -339,7 +339,7 @@ def _check_schedule(args: argparse.Namespace) -> None:
     timeout_s = args.distributed_timeout_minutes * 60
     args.zero_bubble, args.source = place_stages(args, args, chunks, peer_timeout_s=timeout_s)
     args.placement = args.source.placement
-    if args.source.pairs:  # forward steps then return a plan of their layers
+    if args.source.overlaps:  # forward steps then return a plan of their layers
         args.overlap_moe_expert_parallel_comm = True
     own_chunks = args.placement.num_stages // args.pipeline_model_parallel_size
     args.virtual_pipeline_model_parallel_size = own_chunks if own_chunks > 1 else None

@@ -105,6 +105,10 @@ class Source(Protocol):
         """Context around a backward pass; ``split`` is whether it has a separate W pass."""
         ...
 
+    def settle(self) -> None:
+        """Complete the gradients that the running backward has deferred so far, so that they can run within it."""
+        ...
+
     def clear(self) -> None:
         """Discard all deferred gradients."""
         ...
@@ -160,17 +164,14 @@ class WgradStore:
         return self._deferring
 
     @contextmanager
-    def defer(self, work: Pass, split: bool = True, paired: bool | None = None) -> Iterator[None]:
+    def defer(self, work: Pass, split: bool = True) -> Iterator[None]:
         """Context around the F or B of a split microbatch: linears defer, and gradients are stored for its W.
 
         With ``split=False``, context around an unsplit backward, in which nothing is deferred.
-
-        Args:
-            paired: whether the microbatch is split whose F runs together with the backward ``work``; None without one.
         """
         w = Pass(work.stage, Kind.W, work.microbatch, work.slice)
         self._current = w if split else None
-        self._deferring = split if paired is None else paired
+        self._deferring = split
         try:
             with ExitStack() as sources:
                 for source in self._sources if work.kind is not Kind.F else ():
@@ -241,6 +242,11 @@ class WgradStore:
                         self._accumulator.add(complete, ready=not together)
                         complete = []
 
+    def settle(self) -> None:
+        """Called within a backward, before the gradients that it has deferred so far are run."""
+        for source in self._sources:
+            source.settle()
+
     def join(self) -> None:
         """Make later work, for example an unsplit backward, wait for all W passes so far."""
         self._accumulator.join()
@@ -249,6 +255,10 @@ class WgradStore:
         """The tensors held in memory until the W pass ``work``."""
         for entry in self._stored.get(work, ()):
             yield from entry.deferred.tensors()
+
+    def has(self, work: Pass) -> bool:
+        """Whether gradients wait for the W pass ``work``."""
+        return bool(self._stored.get(work))
 
     def clear(self) -> None:
         """Discard everything; called when an iteration starts, which may be a repetition by Megatron."""

@@ -318,13 +318,17 @@ class TransformerEngineSplit:
                         "deferred; this model was built before; build it after apply()"
                     )
 
+    def settle(self) -> None:
+        """See ``wgrad_store.Source``."""
+        for module in self._delayed.values():
+            module.settle()
+
     @contextmanager
     def backward(self, split: bool) -> Iterator[None]:
         """See ``wgrad_store.Source``."""
         if split:
             yield
-            for module in self._delayed.values():
-                module.settle()
+            self.settle()
             return
         for queue in self._delayed:
             queue.disable_delay_wgrad_compute()
