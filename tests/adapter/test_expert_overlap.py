@@ -22,6 +22,7 @@ from tests.helpers.expert_models import (
     deferred,
     differences,
     nodes_of_fused_backwards,
+    peaks,
     plan_files,
     references,
     refusal_of_a_loop,
@@ -82,6 +83,16 @@ def test_w_of_experts_runs_beside_the_dispatch_of_its_own_backward(ranks: RankPo
             # The gradient of stage 2 is for the other stage of the rank.
             loss, sent = ["post_process"] * (work[0] == "3"), ["send"] * (work[0] in "13")
             assert ran == [*loss, *layer, "W", *layer, *sent, "W", "pre_process", "end"], work
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)], ids=["interleaved-1f1b", "dualpipe-v"])
+def test_the_peak_of_pairs_is_within_the_plan(ranks: RankPool, tmp_path: Path, number: int) -> None:
+    """What forwards save and what waits for W is at most 5 % more than planned from the memory of a microbatch, also
+    within a pair; the plan has all of its forward before it frees any of its backward.
+    """
+    name = plan_files(tmp_path, 2, 8)[number]
+    for measured, planned in ranks.run(4, peaks, name, 8, timeout=120):
+        assert 0.75 * planned < measured < 1.05 * planned
 
 
 def test_a_loop_that_returns_no_plans_is_refused_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,11 @@ import torch
 
 import megatron.zero_bubble
 from megatron.zero_bubble import PassCosts, build, simulate
+from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.formats.plan import plan_to_json, read_plan_file
 from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.planning.source import even_costs
 from tests.helpers.weights import draw_by_name
 
 SEQUENCE, VOCABULARY = 8, 32
@@ -151,6 +154,45 @@ def deferred(rank: int, name: str, num_microbatches: int) -> list[int]:
     return waiting
 
 
+def peaks(rank: int, name: str, num_microbatches: int) -> tuple[float, float]:
+    """Train on two stages with a plan file; return the peak of this rank in bytes, as measured at any moment, also
+    within a pair, and as planned from what its microbatches take.
+    """
+    from megatron.core import parallel_state
+
+    from megatron.zero_bubble.measure import memory as measure
+
+    found: list[tuple[float, float]] = []
+    held: list[int] = []
+    keep = measure._Kept.__init__
+
+    def keeping(kept: Any, alive: Any, storage: Any) -> None:
+        keep(kept, alive, storage)
+        held.append(alive.num_bytes)
+
+    apply, revert = megatron.zero_bubble.apply, megatron.zero_bubble.revert
+
+    def measuring(config: Any) -> None:
+        pipeline = apply(replace(config, measure_memory=True))
+
+        def noting() -> None:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            memory = pipeline.memory.gather(group)
+            schedule = read_plan_file(name).schedule
+            planned = most_kept(simulate(schedule, even_costs(schedule.placement), memory), memory)
+            assert max(held) >= pipeline.memory.peak
+            found.append((max(held), planned[group.rank()]))
+            revert()
+
+        patch.setattr(megatron.zero_bubble, "revert", noting)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron.zero_bubble, "apply", measuring)
+        patch.setattr(measure._Kept, "__init__", keeping)
+        _train(name, num_microbatches, 2, {"moe_router_topk": 4})  # all experts, so that microbatches are alike
+    return found[0]
+
+
 def nodes_of_fused_backwards(rank: int, name: str, num_microbatches: int) -> list[tuple[str, list[str]]]:
     """Train on two stages with a plan file; return every fused backward of the rank, and what ran in it: the nodes, in
     which W of the experts and of all other weights, and the send.
@@ -280,7 +322,7 @@ def _chunks(sizes: Mapping[str, Any], options: dict[str, Any], overlap: bool, st
         ffn_hidden_size=32,
         num_moe_experts=4,
         moe_ffn_hidden_size=32,
-        moe_router_topk=2,
+        moe_router_topk=options.pop("moe_router_topk", 2),
         moe_aux_loss_coeff=0.01,
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=False,

@@ -54,7 +54,7 @@ _CHOICES = {
     exclusions.POST_VALIDATION: ("--zero-bubble-post-validation", ""),
     exclusions.LAYOUT: ("", "--layout auto"),
     exclusions.PAIRS: ("--zero-bubble-overlap-experts", "--pairs"),
-    exclusions.MEASURED_MEMORY: ("--zero-bubble-record-costs x", ""),
+    exclusions.RECORDED_COSTS: ("--zero-bubble-record-costs x", ""),
     exclusions.WGRAD_STREAM: ("--zero-bubble-wgrad-stream", ""),
     exclusions.EXACT: ("--zero-bubble-exact", ""),
     exclusions.FUSED: ("--zero-bubble-fuse-wgrad", ""),

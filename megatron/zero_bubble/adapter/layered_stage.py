@@ -56,7 +56,8 @@ class LayeredStage(MegatronStage):
     def run_alone(self, work: Pass, inputs: Sequence[Any], hand_over: HandOver) -> Sequence[Any]:
         """Run one pass; as ``run``."""
         self._hand_over = hand_over
-        return self.run(work, inputs)
+        with self._store.saved.of(work):
+            return self.run(work, inputs)
 
     def run_pair(
         self, pair: Pair, inputs: Sequence[Any], other: LayeredStage, of_other: Sequence[Any], hand_over: HandOver
@@ -76,7 +77,8 @@ class LayeredStage(MegatronStage):
         (other_x, other_y), received = other._received(of_other)
         other._before_backward(backward)
         # One context for both: a forward only asks whether linears defer, a backward stores for its own microbatch.
-        with self._as_stage_rank(), self._store.defer(backward), self._slices.forward(forward, False):
+        defers, saves = self._store.defer(backward), self._store.saved.of(forward)
+        with self._as_stage_rank(), defers, saves, self._slices.forward(forward, False):
             y, grad = self._run_nodes(forward, x, _Backward(backward, other, other_x, other_y, received))
         return *self._forwarded(forward, x, y), *other._backwarded(backward, grad)
 

@@ -61,7 +61,7 @@ FUSED = Choice("fused weight gradients", is_value("fuse_wgrad", True))
 RECORDS = Choice("recorded iterations", chosen("trace", "record_costs"))
 MEASUREMENTS = Choice("measurements of passes", chosen("trace", "record_costs", "log_bubble"))
 BALANCE = Choice("balanced microbatches", chosen("balance_microbatches"), "balanced microbatches")
-MEASURED_MEMORY = Choice("the measured memory of microbatches", chosen("measure_memory", "record_costs"))
+RECORDED_COSTS = Choice("recorded costs", chosen("record_costs"))
 LENGTHS = Choice("microbatches of different lengths", chosen("variable_seq_lengths", "shapes", "lengths"))
 PAIRS = Choice("pairs", chosen("pairs", "overlap_experts"), "schedules that hide the all-to-all of experts")
 _TO_ONE_LENGTH = "pad all microbatches to one length, or leave the other one out"
@@ -104,7 +104,7 @@ EXCLUSIONS = (
     Rule(PAIRS, SHARDS, False, "their collectives would compete with the all-to-alls of experts"),
     Rule(LAYOUT, PAIRS, False, "the all-to-alls of experts are known per stage, not per layer"),
     Rule(PAIRS, POST_VALIDATION, False, "this version does not undo steps between the layers of a pair"),
-    Rule(PAIRS, MEASURED_MEMORY, False, "the tensors of a forward and of the backward that it runs with are mixed"),
+    Rule(PAIRS, RECORDED_COSTS, False, "the two passes of a pair have no times of their own"),
     Rule(LENGTHS, PAIRS, False, "this version pairs only microbatches of equal length"),
     Rule(LENGTHS, RECORDS, False, "passes of different lengths have no common times", _TO_ONE_LENGTH),
 )

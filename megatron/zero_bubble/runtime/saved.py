@@ -9,7 +9,7 @@ The unit is the storage, not the tensor: views and aliases of one storage are sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -132,12 +132,17 @@ class SavedTensors:
         self._parameters = frozenset(p.untyped_storage()._cdata for p in weights if _has_storage(p))
 
         def run(op: Compute, inputs: Sequence[Any]) -> Any:
-            if op.work.kind is not Kind.F or (self.counter is None and op.work not in self._moving):
-                return compute(op, inputs)
-            with self._hooked(op.work):
+            with self.of(op.work):
                 return compute(op, inputs)
 
         return run
+
+    def of(self, work: Pass) -> AbstractContextManager[None]:
+        """Context around a pass, or around a forward and what runs at the same time: with the hooks, if it is a forward
+        that is measured or moves.
+        """
+        collects = work.kind is Kind.F and (self.counter is not None or work in self._moving)
+        return self._hooked(work) if collects else nullcontext()
 
     @contextmanager
     def _hooked(self, forward: Pass) -> Iterator[None]:
