@@ -175,6 +175,25 @@ def test_memory_is_compared_with_the_gpus(capsys: Capture) -> None:
     assert "--gpu-memory needs a size in bytes, such as 80GiB" in refusal(capsys, ["--gpu-memory", "1p"], job)
 
 
+def test_experts_are_estimated(capsys: Capture) -> None:
+    """What all of them keep, divided by the expert-parallel ranks, and what the all-to-alls take."""
+    job = [*JOB, *PIPELINE, *"--zero-bubble-schedule zb-h1 --bf16 --num-experts 16 --moe-router-topk 2".split()]
+    nodes = ["--nodes", "2", "--gpus-per-node", "8", "--gpu", "h100"]
+    whole = run(capsys, nodes, job)
+    assert "Experts are assumed to be balanced: 2 of 16 process each token.\n" in whole
+    divided = [*job, *"--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall".split()]
+    own = run(capsys, nodes, divided)
+    assert "The all-to-alls of 4 expert-parallel ranks, 4 per node, run at 450 GB/s within a node." in own
+    near = run(capsys, [*nodes[:3], "2", *nodes[4:], "--nodes", "8", "--network-bandwidth", "25"], divided)
+    assert "4 expert-parallel ranks, 2 per node, run at 450 GB/s within a node and 25 GB/s between nodes." in near
+    sharded = run(capsys, nodes, [*divided, "--use-distributed-optimizer"])
+    assert "Weights, gradients and optimizer take 9 bytes per parameter, those of experts 18." in sharded
+    with_memory = [*nodes, "--gpu-memory"]
+    assert "got 0.0" in refusal(capsys, [*with_memory, "1MiB"], job)
+    assert run(capsys, [*with_memory, "80GiB"], job) == whole
+    assert "--link-bandwidth must be above 0; got 0" in refusal(capsys, [*nodes, "--link-bandwidth", "0"], job)
+
+
 def test_costs_file_replaces_the_estimate(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     placement = Placement.linear(4)
@@ -188,12 +207,6 @@ def test_costs_file_replaces_the_estimate(capsys: Capture, tmp_path: Path) -> No
     assert rows(out)[0][4] == "4.0"
     makespan = simulate(build("zb-h1", num_ranks=4, num_microbatches=16), costs).makespan_ms
     assert f"zb-h1: 4 ranks, 16 microbatches, {makespan:,.1f} ms" in out
-    experts = [*job, "--num-experts", "4"]
-    assert "Experts are not estimated: every pass of every stage is assumed to take 1 ms" in run(capsys, FOUR, experts)
-    for own_costs in ([], own):
-        text = refusal(capsys, [*FOUR, *own_costs, "--gpu-memory", "80GiB"], experts)
-        assert "--gpu-memory needs the size of the weights, which is not estimated for experts" in text
-    assert rows(run(capsys, [*FOUR, *own], experts))[0][4:] == ["4.0", "0.00"]
     file.write_text(costs_to_json(costs))
     assert "in bytes, which the --costs file does not have; got 80GiB" in refusal(
         capsys, [*FOUR, *own, "--gpu-memory", "80GiB"], job

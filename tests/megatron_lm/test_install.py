@@ -183,7 +183,7 @@ def says_what_recomputation_costs() -> None:
     for name, is_said in (("zb-h1", True), ("1f1b", False), ("zb-auto", False)):
         said: list[str] = []
         flags = ["--zero-bubble-schedule", name]
-        job = "--pipeline-model-parallel-size 2 --num-experts 4 --recompute-granularity full"
+        job = "--pipeline-model-parallel-size 2 --fp8 e4m3 --recompute-granularity full"
         sys.argv = ["job.py", *job.split(), *flags]
         megatron_lm.install(parse_ours(flags)[0], said.append)
         try:
@@ -196,6 +196,27 @@ def says_what_recomputation_costs() -> None:
 
 def test_job_says_what_full_recomputation_costs(ranks: RankPool) -> None:
     ranks.run(1, with_fake_megatron, says_what_recomputation_costs)
+
+
+def says_what_is_not_hidden() -> None:
+    from megatron.zero_bubble.megatron_lm import install as megatron_lm
+
+    for ranks in (1, 2):
+        said: list[str] = []
+        flags = ["--zero-bubble-schedule", "zb-h1"]
+        sizes = f"--pipeline-model-parallel-size 2 --num-experts 4 --expert-model-parallel-size {ranks}"
+        sys.argv = ["job.py", *sizes.split(), *flags]
+        megatron_lm.install(parse_ours(flags)[0], said.append)
+        try:
+            sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
+        finally:
+            megatron_lm.revert()
+        lines = [line for line in said if "all-to-all of experts over 2 ranks is not hidden by schedule zb-h1" in line]
+        assert len(lines) == ranks - 1
+
+
+def test_job_says_that_the_all_to_all_is_not_hidden(ranks: RankPool) -> None:
+    ranks.run(1, with_fake_megatron, says_what_is_not_hidden)
 
 
 def accepts_one_weight_shard_per_rank() -> None:

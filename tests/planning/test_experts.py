@@ -127,3 +127,34 @@ def test_a_schedule_without_pairs_needs_to_know_the_all_to_all(capsys: pytest.Ca
     assert main(f"plan --schedule 1f1b --pairs {times}".split()) == 0
     with pytest.raises(UserError, match="pairs and vocabulary parallelism exclude each other"):
         refuse_excluded({"pairs": True, "vocabulary": "1"})
+
+
+def test_estimate_of_a_model_has_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From ``--config``: by the bandwidths, and with what is assumed."""
+    file = tmp_path / "experts.yaml"
+    shapes = "hidden-size: 1024\nnum-attention-heads: 16\nseq-length: 2048\nmicro-batch-size: 1\nswiglu: true\n"
+    experts = "num-experts: 64\nmoe-router-topk: 8\nmoe-ffn-hidden-size: 512\nmoe-token-dispatcher-type: alltoall\n"
+    file.write_text(
+        f"{shapes}{experts}num-layers: 16\nexpert-model-parallel-size: 16\npipeline-model-parallel-size: 4\n"
+        "global-batch-size: 16\n"
+    )
+    plan = ["plan", "--config", str(file), "--schedule", "dualpipe-v", "--pairs"]
+
+    def share(*more: str) -> int:
+        assert main([*plan, *more]) == 0
+        out = capsys.readouterr().out
+        assert "dualpipe-v with pairs" in out and "Experts are assumed to be balanced: 8 of 64" in out
+        return int(out.partition("all-to-all of experts: ")[2].partition("%")[0])
+
+    slow = share()
+    assert slow > share("--network-bandwidth", "100") > share("--gpus-per-node", "16") > 0
+    assert share("--gpus-per-node", "16", "--link-bandwidth", "25") > slow
+    assert main([*plan, "--shard-weights"]) == 2
+    capsys.readouterr()
+    assert main(["plan", "--config", str(file), "--schedule", "zb-v", "--shard-weights"]) == 2
+    assert "--shard-weights needs a model without experts" in capsys.readouterr().err
+    assert main(["plan", *FLAGS.split(), "--schedule", "zb-v", "--link-bandwidth", "1"]) == 2
+    assert "--link-bandwidth requires --config" in capsys.readouterr().err
+    file.write_text(f"{shapes}{experts}num-layers: 16\nexpert-model-parallel-size: 5\n")
+    assert main(plan) == 2
+    assert "--num-experts must be divisible by --expert-model-parallel-size, got 64 and 5" in capsys.readouterr().err

@@ -60,7 +60,17 @@ def test_a_node_has_the_sum_of_its_ranks(world_size: int, node_size: int, ranks:
 
 
 def test_jobs_without_estimate_or_moves_are_not_refused() -> None:
-    checked(1, "--global-batch-size 32 --num-experts 4")
+    checked(1, "--global-batch-size 32 --recompute-granularity selective --recompute-modules mlp --disable-bias-linear")
+
+
+def test_rows_of_experts_must_fit() -> None:
+    """A token has as many rows as experts process it."""
+    amounts = [
+        float(re.findall(r"estimated ([\d.]+) GiB", refusal(1, f"--global-batch-size 32 --num-experts 8 {more}"))[0])
+        for more in ("--moe-router-topk 1", "--moe-router-topk 2", "--moe-router-topk 4")
+    ]
+    assert 14.9 < amounts[0] < amounts[1] < amounts[2]
+    assert amounts[2] - amounts[1] == pytest.approx(2 * (amounts[1] - amounts[0]), rel=0.02)
 
 
 def test_limit_without_moves_is_rejected() -> None:

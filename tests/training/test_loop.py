@@ -106,6 +106,22 @@ def test_start_and_dry_run_say_what_full_recomputation_costs(
         assert (f"\n{sentence}\n" in capsys.readouterr().out) == (schedule == "zb-h1")
 
 
+def test_start_and_dry_run_say_that_the_all_to_all_is_not_hidden(
+    ranks: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, by the first rank; not without expert parallelism, with pairs or under Megatron's own schedule."""
+    experts = "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16"
+    job = f"{SMALL} --mock-data --pipeline-model-parallel-size 2 --disable-bias-linear --train-iters 1"
+    h1 = "--zero-bubble-schedule zb-h1"
+    shown = "".join(ranks.run(4, screen, 4, f"{job} {experts} {h1}".split(), timeout=100))
+    (sentence,) = re.findall("zero-bubble: (the all-to-all of experts .*)", shown)
+    assert "over 2 ranks is not hidden by schedule zb-h1; where it takes" in sentence
+    pairs = "--zero-bubble-schedule interleaved-1f1b --zero-bubble-overlap-experts"
+    for flags, is_said in ((f"{experts} {h1}", True), (h1, False), (f"{experts} {pairs}", False), (experts, False)):
+        assert main(["dry-run", "--gpus-per-node", "4", "--", *f"{job} {flags}".split()]) == 0
+        assert (f"\n{sentence}\n" in capsys.readouterr().out) == is_said, flags
+
+
 @pytest.mark.parametrize("flags", ["", "--zero-bubble-schedule zb-h1 --zero-bubble-post-validation"])
 def test_first_iteration_is_logged_with_any_log_interval(ranks: RankPool, flags: str) -> None:
     """With post-validation, the first iteration is logged once its step is final."""

@@ -16,7 +16,7 @@ from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of
 from megatron.zero_bubble.cli.dry_run import job_schedule
 from megatron.zero_bubble.cli.job_figures import job_figures
 from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_variants
-from megatron.zero_bubble.cli.links import add_link_flags, with_bandwidths
+from megatron.zero_bubble.cli.links import add_link_flags, links_of, with_bandwidths
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups
@@ -166,7 +166,7 @@ def _read(options: argparse.Namespace, argv: Sequence[str]) -> _Job:
             "advice is about pipelines of 2 or more ranks; got --pipeline-model-parallel-size "
             f"{args.pipeline_model_parallel_size}; a job without a pipeline has no bubble"
         )
-    costs = job_figures(args, job_layers(args), options.gpu, options.costs)
+    costs = job_figures(args, job_layers(args), options.gpu, options.costs, links_of(options, options.gpus_per_node))
     estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
     costs = with_bandwidths(costs, groups, options.gpu, options.link_bandwidth, options.network_bandwidth, estimated)

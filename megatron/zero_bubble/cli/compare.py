@@ -79,8 +79,8 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         "--pairs",
         action="store_true",
         help="also list schedules whose forwards run at the same time as backwards of other microbatches, so that "
-        "each hides the all-to-all of the other's experts, and, if --costs has experts, schedules that hide it beneath "
-        "weight gradients; lower bounds are then left out",
+        "each hides the all-to-all of the other's experts, and, if the costs have experts, schedules that hide it "
+        "beneath weight gradients; lower bounds are then left out",
     )
     verb.add_argument(
         "--equal-passes",

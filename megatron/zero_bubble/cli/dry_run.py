@@ -15,7 +15,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.cli.job_figures import job_figures
-from megatron.zero_bubble.cli.links import add_link_flags, with_bandwidths
+from megatron.zero_bubble.cli.links import add_link_flags, links_of, with_bandwidths
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
@@ -25,7 +25,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import job_layers, job_predictions
 from megatron.zero_bubble.ir import WHOLE, Placement, Plan, Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.job import recomputation
+from megatron.zero_bubble.job import experts, recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.pattern import contents
@@ -106,7 +106,7 @@ def dry_run(options: argparse.Namespace) -> str:
     args, unread, replaced = _checked_job(options)
     layers = job_layers(args)
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
-    costs = job_figures(args, layers, options.gpu, options.costs)
+    costs = job_figures(args, layers, options.gpu, options.costs, links_of(options, options.gpus_per_node))
     estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
     bandwidths = options.link_bandwidth, options.network_bandwidth
     costs = with_bandwidths(costs, groups, options.gpu, *bandwidths, estimated)
@@ -127,7 +127,7 @@ def dry_run(options: argparse.Namespace) -> str:
         _check_host_memory(args.zero_bubble_host_memory, host, costs)
     copied = None if host is None else _COPIES
     recomputed = recomputation.remark(args, args.source, costs.num_microbatches)
-    remarks = filter(None, (_slower(args, timeline, costs), copied, recomputed))
+    remarks = filter(None, (_slower(args, timeline, costs), copied, recomputed, experts.remark(args, args.source)))
     notes = (*(f"{line}." for line in replaced), *costs.notes, *remarks)
     sections = [
         groups.text() + groups.warning(),
@@ -252,7 +252,7 @@ def _check_memory(text: str, memory: _Memory, costs: Figures) -> None:
         raise UserError(f"--gpu-memory needs a size in bytes, such as 80GiB; got {text}; give a size in bytes")
     if costs.weight_bytes is None:
         raise UserError(
-            "--gpu-memory needs the size of the weights, which is not estimated for experts and some hybrid layers; "
+            "--gpu-memory needs the size of the weights, which is not estimated for some hybrid layers; "
             f"got {text} for such a job; leave --gpu-memory out"
         )
     if not costs.in_bytes:

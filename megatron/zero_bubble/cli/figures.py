@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from megatron.zero_bubble.cli.layouts import BY_COST
+from megatron.zero_bubble.cli.links import add_links, links_of
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate, layer_costs
@@ -84,6 +85,13 @@ def add_figures(verb: argparse.ArgumentParser, or_file: str = "") -> None:
         action="store_true",
         help="estimate attention without flash kernels, which stores its scores; with --config",
     )
+    add_links(verb)
+    verb.add_argument(
+        "--gpus-per-node",
+        type=int,
+        metavar="G",
+        help="GPUs of a node, for the all-to-alls of experts, with --config (default: 8)",
+    )
 
 
 def figures(options: argparse.Namespace, num_ranks: int | None = None, num_microbatches: int | None = None) -> Figures:
@@ -109,8 +117,9 @@ def _without_messages(options: argparse.Namespace, num_ranks: int | None, num_mi
     check_size(num_ranks or 1, num_microbatches or 1)
     if options.config is not None:
         return _of_model(options, num_ranks, num_microbatches)
-    for flag, given in (("--gpu", options.gpu is not None), ("--no-flash-attention", options.no_flash_attention)):
-        if given:
+    of_models = ("--gpu", "--no-flash-attention", "--link-bandwidth", "--network-bandwidth", "--gpus-per-node")
+    for flag in of_models:
+        if getattr(options, flag[2:].replace("-", "_"), None) not in (None, False):
             raise UserError(f"{flag} requires --config; give --config as well or leave {flag} out")
     for name, count in (("num-ranks", num_ranks), ("num-microbatches", num_microbatches)):
         if count is None:
@@ -155,6 +164,13 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     model, microbatches, assumed, division = read_model(
         options.config, num_ranks, not options.no_flash_attention, by_cost, num_microbatches
     )
+    if model.experts is not None:
+        if getattr(options, "shard_weights", False):
+            raise UserError(
+                f"--shard-weights needs a model without experts, which are sharded over other groups; {options.config} "
+                f"has {model.experts.count}; leave it out"
+            )
+        model = replace(model, experts=replace(model.experts, links=links_of(options, options.gpus_per_node or 8)))
     attention = "uses flash kernels" if model.flash else "stores its scores"
     layers = ", ".join(map(str, model.layers))
 
@@ -170,6 +186,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         f"{device}.",
         f"Attention {attention}, recompute {model.recompute}, tensor parallel {model.tensor_parallel}.",
         *([] if by_cost else [f"Layers by rank: {layers}."]),
+        *([] if model.experts is None else [model.experts.assumed(device.node_gbs, device.network_gbs)]),
         _static_note(bool(getattr(options, "shard_weights", False))),
     ]
     count = microbatches if num_microbatches is None else num_microbatches
@@ -208,7 +225,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         layers=layer_costs(model, device),
         layout_weight_bytes=weight_bytes,
         stage_bytes=stage_bytes(model),
-        tensor=tensor if model.tensor_parallel == 1 else None,
+        tensor=tensor if model.tensor_parallel == 1 and model.experts is None else None,
         division=division,
     )
 

@@ -8,13 +8,19 @@ from dataclasses import replace
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate, layer_costs
-from megatron.zero_bubble.costs.predictions import prediction_parts, prediction_weights, with_predictions
+from megatron.zero_bubble.costs.expert_layers import Links
+from megatron.zero_bubble.costs.predictions import (
+    prediction_expert_weights,
+    prediction_experts,
+    prediction_parts,
+    prediction_weights,
+    with_predictions,
+)
 from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.formats.layout import job_predictions
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, unestimated_kinds
-from megatron.zero_bubble.job.pattern import pattern_of
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 
@@ -24,17 +30,23 @@ _NO_PREDICTIONS = (
 )
 
 
-def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, costs_file: str | None) -> Figures:
+def job_figures(
+    args: argparse.Namespace,
+    layers: tuple[int, ...],
+    gpu: str,
+    costs_file: str | None,
+    links: Links,
+) -> Figures:
     """Return costs and memory for checked ``args``, with ``layers`` per stage; see ``Figures`` for their meaning."""
     from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
 
     sizes = args.pipeline_model_parallel_size, args.batch_sizes.final // args.batch_sizes.granule
-    others = (
-        unestimated_kinds(args) if pattern_of(args) is not None else ("experts",) * (args.num_moe_experts is not None)
-    )
-    dense, predictions = not others, job_predictions(args)
+    others = unestimated_kinds(args)
+    estimated, predictions = not others, job_predictions(args)
     # With context parallelism, every rank processes only a part of the sequence.
     model = replace(model_of(args, layers), sequence=args.seq_length // args.context_parallel_size)
+    if model.experts is not None:
+        model = replace(model, experts=replace(model.experts, links=links))
     vocabulary = known_vocabulary(args)
     if vocabulary is not None:
         model = replace(model, vocabulary=vocabulary)
@@ -43,7 +55,7 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
         figures = _measured(sizes, costs_file, args.placement, division)
         if any(predictions) and read_costs_file(costs_file).layer_costs() is not None:
             figures = _noting(figures, _NO_PREDICTIONS)
-    elif dense:
+    elif estimated:
         figures = _estimated(sizes, model, gpu, predictions, division)
         if vocabulary is None:
             figures = _noting(figures, f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed.")
@@ -54,21 +66,39 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
     else:
         figures = _equal(sizes, ", ".join(others).capitalize(), any(predictions))
     figures = replace(figures, message_bytes=model.message_bytes * (1 if args.bf16 or args.fp16 else 2))
-    if not dense:
+    if not estimated:
         return figures
-    each, parts = _bytes_per_parameter(args), _parts(args)
+    return _with_weights(figures, args, model, predictions, division)
+
+
+def _with_weights(
+    figures: Figures, args: argparse.Namespace, model: Model, predictions: tuple[int, ...], division: Division
+) -> Figures:
+    """Return figures with the bytes of weights, gradients and optimizer."""
+    each, of_experts = _bytes_per_parameter(args)
+
+    def laid_out(on: Placement, layout: tuple[int, ...] | None) -> Model:
+        return replace(model, layers=layout or division.on(on))
 
     def parameters(on: Placement, layout: tuple[int, ...] | None = None) -> tuple[float, ...]:
         more = prediction_weights(model, _on(predictions, on))
-        own = replace(model, layers=layout or division.on(on)).stage_weights(on)
-        return tuple(map(sum, zip(own, more, strict=True)))
+        return tuple(map(sum, zip(laid_out(on, layout).stage_weights(on), more, strict=True)))
+
+    def static(on: Placement, layout: tuple[int, ...] | None) -> tuple[float, ...]:
+        """Bytes per stage; experts have replicas of their own."""
+        more = prediction_expert_weights(model, _on(predictions, on))
+        experts = map(sum, zip(laid_out(on, layout).expert_weights(on), more, strict=True))
+        pairs = zip(parameters(on, layout), experts, strict=True)
+        return tuple(each * (own - expert) + of_experts * expert for own, expert in pairs)
 
     def weights(layout: tuple[int, ...] | None) -> Callable[[Placement], tuple[float, ...]]:
         return lambda on: tuple(
-            each * sum(parameters(on, layout)[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks)
+            sum(static(on, layout)[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks)
         )
 
     taken = f"take {each:.3g} bytes per parameter"
+    if model.experts is not None and of_experts != each:
+        taken += f", those of experts {of_experts:.3g}"
     if args.zero_bubble_shard_weights:
         taken = "are divided by the replicas, and what is whole at a time is added"
     note = f"Weights, gradients and optimizer {taken}. Not counted: the CUDA context, NCCL "
@@ -77,7 +107,7 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
         _noting(figures, note),
         weight_bytes=weights(None),
         layout_weight_bytes=weights,
-        stage_bytes=lambda on: StageBytes.of(parameters(on), *parts),
+        stage_bytes=lambda on: StageBytes.of(parameters(on), *_parts(args)),
     )
 
 
@@ -114,6 +144,7 @@ def _estimated(
         "Times and memory are estimated from the model's shapes, not measured; use --costs for figures of a run.",
         f"{device}.",
         f"Attention {'uses flash kernels' if model.flash else 'stores its scores'}, recompute {model.recompute}.",
+        *(() if model.experts is None else (model.experts.assumed(device.node_gbs, device.network_gbs),)),
     )
 
     def plain(placement: Placement) -> tuple[PassCosts, PassMemory]:
@@ -130,11 +161,11 @@ def _estimated(
             layers=layer_costs(model, device),
             division=division,
         )
-    parts = prediction_parts(replace(model, pattern=""), device)
+    (layer, head), experts = prediction_parts(model, device), prediction_experts(model, device)
     more = "A layer of multi-token prediction (mtp) counts as a layer, a projection and an output layer."
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        return with_predictions(*plain(placement), _on(predictions, placement), *parts)
+        return with_predictions(*plain(placement), _on(predictions, placement), layer, head, experts)
 
     return Figures(*sizes, on, True, notes=(*notes, more))
 
@@ -161,11 +192,17 @@ def _noting(figures: Figures, note: str) -> Figures:
     return replace(figures, notes=(*figures.notes, note))
 
 
-def _bytes_per_parameter(args: argparse.Namespace) -> float:
-    """Sum weight, gradient and optimizer state, which ``--use-distributed-optimizer`` divides among the replicas."""
+def _bytes_per_parameter(args: argparse.Namespace) -> tuple[float, float]:
+    """Sum weight, gradient and optimizer state, which ``--use-distributed-optimizer`` divides among the replicas: those
+    of a parameter, and those of a parameter of experts, which has fewer replicas.
+    """
     weight, gradient, own = _parts(args)
     replicas = args.data_parallel_size * args.context_parallel_size
-    return weight + gradient + own / (replicas if args.use_distributed_optimizer else 1)
+    experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    of_experts = max(1, replicas * args.tensor_model_parallel_size // experts)
+    divided = replicas, of_experts
+    first, second = (weight + gradient + own / (each if args.use_distributed_optimizer else 1) for each in divided)
+    return first, second
 
 
 def _parts(args: argparse.Namespace) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Times of transfers inside a node and between nodes, for ``zero-bubble dry-run``."""
+"""Flags for the links between GPUs, and the times of what goes over them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from itertools import permutations
 
 from megatron.zero_bubble.cli.rank_groups import RankGroups
 from megatron.zero_bubble.costs.estimate import DEVICES
-from megatron.zero_bubble.costs.units import bytes_per_ms
+from megatron.zero_bubble.costs.expert_layers import Links
+from megatron.zero_bubble.costs.units import bytes_per_ms, positive_figure
 from megatron.zero_bubble.planning.figures import Figures
 
 NETWORK_GBS = 50.0
@@ -21,7 +22,8 @@ def add_link_flags(verb: argparse.ArgumentParser) -> None:
         "--link-bandwidth",
         type=float,
         metavar="GB/S",
-        help="bandwidth per GPU of transfers inside a node, in GB/s (default: that of --gpu)",
+        help="bandwidth per GPU of transfers inside a node, also for the all-to-alls of experts, in GB/s (default: that "
+        "of --gpu)",
     )
     verb.add_argument(
         "--network-bandwidth",
@@ -68,3 +70,25 @@ def with_bandwidths(
             f"{'.' if network is not None else ', assumed; give --network-bandwidth.'}"
         )
     return replace(costs.with_links(links), notes=(*costs.notes, *notes))
+
+
+def add_links(verb: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    for flag, where in (("--link-bandwidth", "within a node"), ("--network-bandwidth", "between nodes")):
+        verb.add_argument(
+            flag,
+            type=float,
+            metavar="GB/S",
+            help=f"bandwidth with which a rank sends {where} in the all-to-alls of experts, in GB/s, for an estimate "
+            "(default: that of --gpu)",
+        )
+
+
+def links_of(options: argparse.Namespace, gpus_per_node: int) -> Links:
+    """The links by the flags.
+
+    Raises:
+        UserError: a bandwidth that is not a finite number above 0.
+    """
+    rates = (("--link-bandwidth", options.link_bandwidth), ("--network-bandwidth", options.network_bandwidth))
+    return Links(gpus_per_node, *(None if gbs is None else positive_figure(flag, gbs) for flag, gbs in rates))

@@ -26,6 +26,7 @@ def read_model(
     """
     # The training parser reads the file, so that configurations have one reader; it does not import torch.
     from megatron.zero_bubble.training.arguments import parse
+    from megatron.zero_bubble.training.checks import check_expert_numbers
 
     args = parse(["--config", file])
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
@@ -35,10 +36,11 @@ def read_model(
             raise UserError(f"{as_flag(name)} must be 1 or more; got {getattr(args, name)} in {file}; raise it")
     if args.num_layers > MOST_LAYERS:
         raise UserError(f"--num-layers must be at most {MOST_LAYERS:,}; got {args.num_layers:,} in {file}; lower it")
-    if args.num_moe_experts is not None:
+    if args.expert_model_parallel_size < 1:
         raise UserError(
-            f"an estimate covers only dense models; {file} has experts; record the costs of a run and use --costs"
+            f"--expert-model-parallel-size must be 1 or more; got {args.expert_model_parallel_size} in {file}; raise it"
         )
+    check_expert_numbers(args)
     p = args.pipeline_model_parallel_size if num_ranks is None else num_ranks
     if p < 1:
         raise UserError(f"--pipeline-model-parallel-size must be 1 or more; got {p} in {file}; raise it")

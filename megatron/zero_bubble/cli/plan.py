@@ -91,7 +91,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         "--pairs",
         action="store_true",
         help="run forwards at the same time as backwards of other microbatches, so that each hides the all-to-all of "
-        "the other's experts; a schedule without pairs hides it beneath weight gradients if --costs has experts",
+        "the other's experts; a schedule without pairs hides it beneath weight gradients if the costs have experts",
     )
     verb.add_argument(
         "--equal-passes",

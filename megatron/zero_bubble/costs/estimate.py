@@ -6,16 +6,20 @@ gated MLPs. With h = hidden size, s = sequence, b = microbatch, a = heads, and a
 operations, B sbh(24h+8s) and W 24sbh^2; F stores sb(34h+5as) bytes, and B leaves 32sbh bytes to W. Times are these
 operations at an assumed share of the device's peak, plus several sweeps over the stored bytes at memory bandwidth for
 the element-wise kernels. A hybrid model has layers of several kinds, of which attention and MLP are the two halves of a
-transformer layer.
+transformer layer. Of a layer with experts, only those that process a token count; ``costs.expert_layers`` has their
+all-to-alls.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Literal
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.expert_layers import CONTENTION, Experts
+from megatron.zero_bubble.costs.experts import NO_EXPERTS, StageParts
 from megatron.zero_bubble.costs.layer_work import LayerWork
 from megatron.zero_bubble.costs.layers import LayerCosts, Part
 from megatron.zero_bubble.costs.mamba import Mamba
@@ -35,6 +39,7 @@ class Device:
 
     ``tflops`` is the dense bf16 peak, of which matrix products reach the share ``efficiency``; ``memory_tbs`` is the
     memory bandwidth in TB/s. A transfer between neighbours takes ``latency_ms`` plus its bytes at ``link_gbs`` GB/s.
+    In an all-to-all, a rank sends at ``node_gbs`` GB/s within a node, and at ``network_gbs`` GB/s between nodes.
     """
 
     name: str
@@ -43,6 +48,8 @@ class Device:
     efficiency: float
     link_gbs: float
     latency_ms: float = 0.3
+    node_gbs: float = 300.0
+    network_gbs: float = 25.0
 
     def __str__(self) -> str:
         return (
@@ -55,16 +62,19 @@ DEVICES = {
     device.name: device
     for device in (
         Device("a100", 312.0, 2.0, 0.80, 100.0),
-        Device("h100", 989.0, 3.35, 0.65, 200.0, 0.1),
-        Device("h200", 989.0, 4.8, 0.65, 200.0, 0.1),
-        Device("b200", 2250.0, 8.0, 0.65, 400.0, 0.1),
+        Device("h100", 989.0, 3.35, 0.65, 200.0, 0.1, 450.0, 50.0),
+        Device("h200", 989.0, 4.8, 0.65, 200.0, 0.1, 450.0, 50.0),
+        Device("b200", 2250.0, 8.0, 0.65, 400.0, 0.1, 900.0, 50.0),
     )
 }
-"""Peaks are from the vendor; efficiency and link of the A100 are fitted to the paper's 4 nodes, the others assumed."""
+"""Peaks are from the vendor; efficiency and link of the A100 are fitted to the paper's 4 nodes, the others assumed. In
+all-to-alls, they are those of NVLink, and of one network adapter per GPU (200 or 400 Gbit/s)."""
 
 
-ESTIMATED_KINDS = "M*-"
+ESTIMATED_KINDS = "M*-E"
 """The kinds of layers of hybrid models that are estimated."""
+_DENSE, _WITH_EXPERTS = "dense", "experts"
+"""The kinds of transformer layers."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,8 @@ class Model:
     ``heads * head_size`` need not equal ``hidden``; ``groups`` is the number of key-value heads; a ``gated`` MLP has
     three matrices. ``tensor_parallel`` divides all of it; the activations between matrix products are divided only with
     ``sequence_parallel``. ``pattern`` has the kind of every layer of a hybrid model, in model order: ``M`` for Mamba,
-    whose shapes are ``mamba``, ``*`` for attention, and ``-`` for an MLP.
+    whose shapes are ``mamba``, ``*`` for attention, ``-`` for an MLP, and ``E`` for experts. Other models with
+    ``experts`` have these instead of the MLP in some layers or all.
     """
 
     layers: tuple[int, ...]
@@ -93,6 +104,7 @@ class Model:
     sequence_parallel: bool = False
     pattern: str = ""
     mamba: Mamba = field(default_factory=Mamba)
+    experts: Experts | None = None
 
     @property
     def tokens(self) -> int:
@@ -114,16 +126,31 @@ class Model:
         """Number of weights in the matrices of an MLP."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
-    def _weights_of_layers(self) -> tuple[int, ...]:
-        """Number of weights per layer, in model order."""
-        if not self.pattern:
-            return (self.layer_weights,) * sum(self.layers)
-        of_kind = {
-            "M": self.mamba.weights(self.hidden),
-            "*": self.attention_weights,
-            "-": self.mlp_weights,
-        }
-        return tuple(of_kind[kind] for kind in self.pattern)
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of every layer, in model order."""
+        if self.pattern:
+            return tuple(self.pattern)
+        number = sum(self.layers)
+        if self.experts is None:
+            return (_DENSE,) * number
+        having = self.experts.layers or (True,) * number
+        return tuple(_WITH_EXPERTS if has else _DENSE for has in having)
+
+    def weights_of(self, kind: str) -> float:
+        """Number of weights of a layer (the part of one tensor-parallel rank)."""
+        split = self.tensor_parallel
+        if kind == "M":
+            return self.mamba.weights(self.hidden) / split
+        attention = self.attention_weights / split if kind in (_DENSE, _WITH_EXPERTS, "*") else 0.0
+        if (experts := self._experts_of(kind)) is not None:
+            others = experts.other_weights(self.hidden, self.gated, split)
+            return attention + others + experts.rank_weights(self.hidden, self.gated)
+        return attention + (self.mlp_weights / split if kind in (_DENSE, "-") else 0.0)
+
+    def _experts_of(self, kind: str) -> Experts | None:
+        """The experts of a layer of this kind; None if it has none."""
+        return self.experts if kind in (_WITH_EXPERTS, "E") else None
 
     def weights(self, placement: Placement) -> tuple[float, ...]:
         """Number of weights per rank (the part of one tensor-parallel rank); see ``stage_weights``.
@@ -143,11 +170,29 @@ class Model:
         Raises:
             UserError: as ``layers_on``.
         """
-        ends, of_layers = accumulate(self.layers_on(placement), initial=0), self._weights_of_layers()
-        per_stage = [float(sum(of_layers[start:end])) for start, end in pairwise(ends)]
-        per_stage[0] += self.vocabulary * self.hidden
-        per_stage[-1] += self.vocabulary * self.hidden
-        return tuple(count / self.tensor_parallel for count in per_stage)
+        per_stage = self._sums(placement, self.weights_of)
+        ends = self.vocabulary * self.hidden / self.tensor_parallel
+        last = placement.num_stages - 1
+        return tuple(own + ends * ((stage == 0) + (stage == last)) for stage, own in enumerate(per_stage))
+
+    def expert_weights(self, placement: Placement) -> tuple[float, ...]:
+        """Number of the weights in ``stage_weights`` that are of experts, without shared ones: the replicas of these
+        are other ranks than those of all others.
+
+        Raises:
+            UserError: as ``layers_on``.
+        """
+        return self._sums(placement, self.expert_weights_of)
+
+    def expert_weights_of(self, kind: str) -> float:
+        """Number of the weights in ``weights_of`` that are of experts, without shared ones."""
+        experts = self._experts_of(kind)
+        return 0.0 if experts is None else experts.rank_weights(self.hidden, self.gated)
+
+    def _sums(self, placement: Placement, of_kind: Callable[[str], float]) -> tuple[float, ...]:
+        """Add up a figure of the layers of every stage."""
+        ends, each = accumulate(self.layers_on(placement), initial=0), [of_kind(kind) for kind in self.kinds]
+        return tuple(float(sum(each[start:end])) for start, end in pairwise(ends))
 
     def layers_on(self, placement: Placement) -> tuple[int, ...]:
         """The layers of every stage of ``placement``, which may merge neighbouring stages of ``layers``.
@@ -183,26 +228,63 @@ def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCo
 
 def layer_costs(model: Model, device: Device) -> LayerCosts:
     """Estimate the costs of the layers of ``model`` in ms and bytes, for any division among stages."""
-    if model.pattern:
-        parts = {kind: _part(_of_kind(kind, model), model, device) for kind in set(model.pattern)}
-        layers = tuple(parts[kind] for kind in model.pattern)
-    else:
-        layers = (_part(_transformer_layer(model), model, device),) * sum(model.layers)
+    parts = {kind: _part(_of_kind(kind, model), model, device) for kind in set(model.kinds)}
+    experts = {kind: _experts(kind, model, device) for kind in parts}
+    for kind, own in experts.items():
+        parts[kind] = _with_all_to_alls(parts[kind], own)
     return LayerCosts(
-        layers,
+        tuple(parts[kind] for kind in model.kinds),
         loss=_part(_output_layer(model), model, device),
         comm_ms=_transfer_ms(model, device),
         input_memory=model.message_bytes,
         recomputed=model.recompute == "full",
+        experts=tuple(experts[kind] for kind in model.kinds) if any(own.layers for own in experts.values()) else (),
+        contention=CONTENTION if model.experts is not None and model.experts.parallel > 1 else 1.0,
     )
 
 
 def _of_kind(kind: str, model: Model) -> LayerWork:
-    """Return what a layer of a hybrid model takes."""
+    """Return what a layer takes, without all-to-alls."""
+    split, whole = model.tensor_parallel, model.tensor_parallel if model.sequence_parallel else 1
     if kind == "M":
-        split, whole = model.tensor_parallel, model.tensor_parallel if model.sequence_parallel else 1
         return model.mamba.work(model.tokens, model.hidden, split, whole, model.recompute == "full")
-    return _transformer_layer(model, attention=kind == "*", mlp=kind == "-")
+    if kind not in (_WITH_EXPERTS, "E"):
+        return _transformer_layer(model, attention=kind != "-", mlp=kind != "*")
+    assert model.experts is not None, "it has layers with experts"
+    shared = _transformer_layer(replace(model, ffn=model.experts.shared), attention=False)
+    if not model.experts.shared:
+        shared = replace(shared, kept_for_wgrad=0.0)
+    routed = model.experts.routed(model.tokens, model.hidden, split, whole, model.gated)
+    layer = shared + routed + model.experts.scores(model.tokens, model.hidden, whole)
+    if kind == _WITH_EXPERTS:
+        layer = _transformer_layer(model, mlp=False) + layer
+    return replace(layer, activation=shared.activation) if model.recompute == "full" else layer
+
+
+def _experts(kind: str, model: Model, device: Device) -> StageParts:
+    """Return the all-to-alls and the experts of a layer, as far as it has any."""
+    if kind not in (_WITH_EXPERTS, "E") or model.experts is None:
+        return NO_EXPERTS
+    split, whole = model.tensor_parallel, model.tensor_parallel if model.sequence_parallel else 1
+    own = model.experts
+    sent = own.all_to_all_ms(model.message_bytes, device.node_gbs, device.network_gbs)
+    f, b, w = _milliseconds(own.routed(model.tokens, model.hidden, split, whole, model.gated), model, device)
+    again = 2.0 if model.recompute == "full" else 1.0  # B repeats those of F
+    parts = {"dispatch": sent, "combine": sent, "combine_grad": again * sent, "dispatch_grad": again * sent}
+    return NO_EXPERTS._replace(layers=1.0, experts=f, experts_grad=b, experts_wgrad=w, **parts)
+
+
+def _with_all_to_alls(part: Part, own: StageParts) -> Part:
+    """Return a layer that takes longer by its all-to-alls; its shares of attention fall accordingly."""
+    forward = part.forward_ms + own.dispatch + own.combine
+    backward = part.backward_ms + own.combine_grad + own.dispatch_grad
+    return replace(
+        part,
+        forward_ms=forward,
+        backward_ms=backward,
+        forward_attention=part.forward_attention and part.forward_attention * part.forward_ms / forward,
+        backward_attention=part.backward_attention and part.backward_attention * part.backward_ms / backward,
+    )
 
 
 def _part(work: LayerWork, model: Model, device: Device) -> Part:

@@ -73,10 +73,26 @@ class StageParts(NamedTuple):
             self.attention_wgrad * computing,
         )
 
+    def within(self, forward_ms: float, backward_ms: float, wgrad_ms: float) -> StageParts:
+        """The parts of passes that take so long; what they take besides all-to-alls and experts is attention."""
+        return self._replace(
+            attention=max(0.0, forward_ms - self.dispatch - self.experts - self.combine),
+            attention_grad=max(0.0, backward_ms - self.combine_grad - self.experts_grad - self.dispatch_grad),
+            attention_wgrad=max(0.0, wgrad_ms - self.experts_wgrad),
+        )
+
+    def plus(self, other: StageParts, times: int = 1) -> StageParts:
+        """The parts of a stage with so many layers more."""
+        return StageParts(*(own + times * more for own, more in zip(self, other, strict=True)))
+
     @property
     def num_layers(self) -> int:
         """The number of layers, at least 1."""
         return max(1, round(self.layers))
+
+
+NO_EXPERTS = StageParts(*(0.0,) * len(StageParts._fields))
+"""The parts of a layer without experts, before ``StageParts.within``."""
 
 
 def recut_parts(parts: Sequence[StageParts], num_stages: int) -> tuple[StageParts, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -28,3 +28,10 @@ class LayerWork:
     backward_scores: float = 0.0
     history: float = 0.0
     is_recomputed: bool = True
+
+    def __add__(self, other: LayerWork) -> LayerWork:
+        """Both together, as one layer; each must be recomputed if the other is."""
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _AMOUNTS})
+
+
+_AMOUNTS = [field.name for field in fields(LayerWork) if field.name != "is_recomputed"]

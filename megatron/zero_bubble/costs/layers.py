@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import fsum
 
+from megatron.zero_bubble.costs.experts import NO_EXPERTS, StageParts
 from megatron.zero_bubble.costs.memory import KEY_HISTORY, MEMORY, PassMemory
 from megatron.zero_bubble.costs.passes import KEY_HOST, SHARDS, TIMES, PassCosts
 from megatron.zero_bubble.costs.units import checked_figure, checked_share, refuse_huge
@@ -73,6 +75,8 @@ class LayerCosts:
             unknown.
         recomputed: as in ``PassMemory``.
         comm_ms, links, message_ms: ms, as in ``PassCosts``.
+        experts: the all-to-alls and experts of every layer, which its part includes; empty if no layer has any.
+        contention: the factor of ``PassCosts``.
     """
 
     layers: tuple[Part, ...]
@@ -83,6 +87,8 @@ class LayerCosts:
     input_memory: float = 0.0
     recomputed: bool = False
     message_ms: float = 0.0
+    experts: tuple[StageParts, ...] = ()
+    contention: float = 1.0
 
     @property
     def num_layers(self) -> int:
@@ -122,10 +128,17 @@ class LayerCosts:
             of_f = zip(self._products(layout, _SHARES[0], TIMES[0]), forward, strict=True)
             of_b = zip(self._products(layout, _SHARES[1], TIMES[1]), backward, strict=True)
             costs = costs.with_attention(*(tuple(min(1.0, a / t) if t else 0.0 for a, t in of) for of in (of_f, of_b)))
+        if self.experts:
+            costs = costs.with_experts(tuple(self._experts_on(layout)), self.contention)
         least = self.input_memory or _NEARLY_NOTHING * max(layer.activation for layer in self.layers)
         activation, wgrad = (self._summed(layout, name) for name in MEMORY)
         kept = tuple(max(least, amount) for amount in activation)
         return costs, PassMemory(kept, wgrad, self._summed(layout, KEY_HISTORY), self.recomputed)
+
+    def _experts_on(self, layout: Sequence[int]) -> Iterator[StageParts]:
+        """Yield the sum of the experts on each stage."""
+        for start, end in pairwise(accumulate(layout, initial=0)):
+            yield StageParts._make(map(fsum, zip(NO_EXPERTS, *self.experts[start:end], strict=True)))
 
     @cached_property
     def _has_attention(self) -> bool:

@@ -118,6 +118,11 @@ class PassCosts:
         shares = backward or tuple(map(backward_share, forward, self.forward_ms, self.backward_ms))
         return replace(self, forward_attention=forward, backward_attention=shares)
 
+    def with_experts(self, parts: tuple[StageParts, ...], contention: float = 1.0) -> PassCosts:
+        """Set the parts of the passes of every stage, of which attention is what they take besides the others."""
+        stages = zip(parts, self.forward_ms, self.backward_ms, self.wgrad_ms, strict=True)
+        return replace(self, experts=tuple(own.within(*times) for own, *times in stages), contention=contention)
+
     @property
     def num_stages(self) -> int:
         return len(self.forward_ms)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import Device, Model, layer_costs
+from megatron.zero_bubble.costs.experts import NO_EXPERTS, StageParts
 from megatron.zero_bubble.costs.layers import Part
 from megatron.zero_bubble.costs.memory import KEY_HISTORY, MEMORY
 from megatron.zero_bubble.costs.passes import TIMES
@@ -19,9 +20,11 @@ from megatron.zero_bubble.costs.passes import TIMES
 
 def prediction_parts(model: Model, device: Device) -> tuple[Part, Part]:
     """Estimate one layer of multi-token prediction with its projection, and its output layer; ms and bytes."""
-    parts = layer_costs(replace(model, layers=(1,)), device)
+    parts = layer_costs(_last_layer(model), device)
     layer, states = parts.layers[0], model.message_bytes
-    projection_ms = layer.wgrad_ms * 2 * model.hidden**2 / model.layer_weights  # W of a layer has no other operations
+    dense = layer_costs(replace(model, layers=(1,), experts=None), device).layers[0]
+    # W of a dense layer has no other operations than those of its matrices.
+    projection_ms = dense.wgrad_ms * 2 * model.hidden**2 / model.layer_weights
     times = {name: getattr(layer, name) + projection_ms for name in TIMES}
     shares = {
         f"{name}_attention": getattr(layer, f"{name}_attention") * getattr(layer, f"{name}_ms") / times[f"{name}_ms"]
@@ -32,19 +35,49 @@ def prediction_parts(model: Model, device: Device) -> tuple[Part, Part]:
     return replace(layer, **times, **shares, **kept), parts.loss
 
 
+def prediction_experts(model: Model, device: Device) -> StageParts | None:
+    """Estimate the all-to-alls and the experts of one layer of multi-token prediction; None if it has none."""
+    experts = layer_costs(_last_layer(model), device).experts
+    return experts[0] if experts else None
+
+
+def _last_layer(model: Model) -> Model:
+    """The model with only its last layer, which those of multi-token prediction are like."""
+    experts = model.experts
+    has = experts is not None and (not experts.layers or experts.layers[-1])
+    own = replace(experts, layers=()) if experts is not None and has else None
+    return replace(model, layers=(1,), pattern="", experts=own)
+
+
 def prediction_weights(model: Model, counts: Sequence[int]) -> tuple[float, ...]:
     """Number of weights per stage (the part of one tensor-parallel rank) that ``counts`` layers of multi-token
     prediction add: projections, layers and a copy of the embedding on a stage that does not have it.
     """
-    each = model.layer_weights + 2 * model.hidden**2
-    copies = [model.vocabulary * model.hidden if count and stage else 0 for stage, count in enumerate(counts)]
-    return tuple((count * each + copy) / model.tensor_parallel for count, copy in zip(counts, copies, strict=True))
+    split, last = model.tensor_parallel, _last_layer(model)
+    each = last.weights_of(last.kinds[0]) + 2 * model.hidden**2 / split
+    copies = [model.vocabulary * model.hidden / split if count and stage else 0 for stage, count in enumerate(counts)]
+    return tuple(count * each + copy for count, copy in zip(counts, copies, strict=True))
+
+
+def prediction_expert_weights(model: Model, counts: Sequence[int]) -> tuple[float, ...]:
+    """Number of these weights that are of experts, as ``Model.expert_weights``."""
+    last = _last_layer(model)
+    return tuple(count * last.expert_weights_of(last.kinds[0]) for count in counts)
 
 
 def with_predictions(
-    costs: PassCosts, memory: PassMemory, counts: Sequence[int], layer: Part, head: Part
+    costs: PassCosts,
+    memory: PassMemory,
+    counts: Sequence[int],
+    layer: Part,
+    head: Part,
+    experts: StageParts | None = None,
 ) -> tuple[PassCosts, PassMemory]:
-    """Add ``counts`` layers of multi-token prediction per stage, and as many output layers on the last stage."""
+    """Add ``counts`` layers of multi-token prediction per stage, and as many output layers on the last stage.
+
+    Args:
+        experts: the all-to-alls and experts of a layer, which ``layer`` includes.
+    """
     last = len(counts) - 1
     added = [(count, sum(counts) if stage == last else 0) for stage, count in enumerate(counts)]
 
@@ -59,5 +92,8 @@ def with_predictions(
         scores = zip(getattr(costs, f"{name}_attention"), own, counts, times, strict=True)
         shares.append(tuple(min(1.0, (a * ms + n * of_layer) / new) if new else 0.0 for a, ms, n, new in scores))
     own_costs = replace(costs, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad).with_attention(*shares)
+    if costs.experts:
+        parts = tuple(own.plus(experts or NO_EXPERTS, count) for own, count in zip(costs.experts, counts, strict=True))
+        own_costs = own_costs.with_experts(parts, costs.contention)
     activation, kept, history = (plus(getattr(memory, name), name) for name in (*MEMORY, KEY_HISTORY))
     return own_costs, replace(memory, activation=activation, wgrad=kept, history=history)

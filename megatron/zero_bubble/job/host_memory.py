@@ -14,7 +14,7 @@ from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.job.model import model_of, unestimated_kinds
 from megatron.zero_bubble.plan.offload import MoveSelection, offload
 
-_NOT_ESTIMATED = ("num_moe_experts", "num_experts", "fp8", "fp4")
+_NOT_ESTIMATED = ("fp8", "fp4")
 
 
 def check_host_memory(
@@ -22,9 +22,9 @@ def check_host_memory(
 ) -> None:
     """Check the limit of host memory against what a plan moves, estimated from the shapes of the model.
 
-    The estimate is for 16 bits, flash attention and dropout, and leaves out logits. Jobs that it does not fit, with
-    experts, FP8, FP4 or a choice of ``--recompute-modules``, are not checked here: the run itself checks every byte
-    that it takes.
+    The estimate is for 16 bits, flash attention, dropout and balanced experts, and leaves out logits. Jobs that it does
+    not fit, with FP8, FP4 or a choice of ``--recompute-modules``, are not checked here: the run itself checks every
+    byte that it takes.
 
     Args:
         args: the checked flags of the job, in our loop or in Megatron-LM.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.costs.estimate import DEVICES, ESTIMATED_KINDS, Model, Recompute, layer_costs
+from megatron.zero_bubble.costs.expert_layers import Experts
 from megatron.zero_bubble.costs.mamba import Mamba
 from megatron.zero_bubble.costs.predictions import prediction_parts
 from megatron.zero_bubble.errors import UserError
@@ -27,14 +28,21 @@ than others.
 
 
 def model_of(args: Any, layers: tuple[int, ...], flash: bool = True) -> Model:
-    """Build the model from the shapes in ``args``; ``layers`` has one number per rank or per stage."""
+    """Build the model from the shapes in ``args``; ``layers`` has one number per rank or per stage.
+
+    Raises:
+        UserError: as ``experts_of``.
+    """
+    return replace(_without_experts(args, layers, flash), experts=experts_of(args))
+
+
+def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> Model:
     pattern = pattern_of(args)
-    wide = 4 * args.hidden_size
     backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum in Megatron-LM's jobs
     return Model(
         layers=layers,
         hidden=args.hidden_size,
-        ffn=args.ffn_hidden_size or (int(wide * 2 / 3 / 64) * 64 if args.swiglu else wide),
+        ffn=_ffn(args),
         heads=args.num_attention_heads,
         groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         head_size=args.kv_channels or args.hidden_size // args.num_attention_heads,
@@ -51,10 +59,37 @@ def model_of(args: Any, layers: tuple[int, ...], flash: bool = True) -> Model:
     )
 
 
+def _ffn(args: Any) -> int:
+    """Return the width of an MLP."""
+    wide = 4 * args.hidden_size
+    return int(args.ffn_hidden_size or (int(wide * 2 / 3 / 64) * 64 or wide if args.swiglu else wide))
+
+
+def experts_of(args: Any) -> Experts | None:
+    """Build the shapes of layers with experts from the flags of a job; None without experts.
+
+    Raises:
+        UserError: a list of layers with experts that has not one entry per layer.
+    """
+    if not (count := _num_experts(args)):
+        return None
+    return Experts(
+        count,
+        args.moe_router_topk,
+        args.moe_ffn_hidden_size or _ffn(args),
+        args.moe_shared_expert_intermediate_size or 0,
+        args.expert_model_parallel_size,
+        args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        getattr(args, "moe_token_dispatcher_type", None) == "allgather",
+        tuple(_has_experts(args)) if pattern_of(args) is None else (),
+    )
+
+
 def unestimated_kinds(args: Any) -> tuple[str, ...]:
     """Return the kinds of a hybrid model's layers whose costs are not estimated, in words."""
     pattern = pattern_of(args)
-    kinds = () if pattern is None else set(pattern.layers) - set(ESTIMATED_KINDS)
+    estimated = ESTIMATED_KINDS if _num_experts(args) else ESTIMATED_KINDS.replace("E", "")
+    kinds = () if pattern is None else set(pattern.layers) - set(estimated)
     return tuple(sorted(HYBRID_KINDS[kind] for kind in kinds))
 
 
@@ -105,7 +140,7 @@ def uneven_layout(args: Any, placement: Placement, vocabulary: int | None) -> st
 
     if vocabulary is None or not all(getattr(args, name, None) for name in _SHAPES):
         return text((1.0,) * args.num_layers, 1.0, 1.0 + 2.0 * predictions)
-    dense = replace(model_of(args, (1,)), vocabulary=vocabulary)
+    dense = replace(_without_experts(args, (1,)), vocabulary=vocabulary)
     device = DEVICES["a100"]
     costs, kinds = layer_costs(dense, device), _has_experts(args)
     models = dense, _active(dense, args)
@@ -138,7 +173,7 @@ def work_of_kinds(args: Any, vocabulary: int | None) -> tuple[dict[str, float], 
     """
     if vocabulary is None or not all(getattr(args, name, None) for name in _SHAPES):
         return dict.fromkeys(HYBRID_KINDS, 1.0), 1.0, 1.0
-    dense = replace(model_of(args, (3,)), vocabulary=vocabulary, pattern=ESTIMATED_KINDS)
+    dense = replace(_without_experts(args, (3,)), vocabulary=vocabulary, pattern="M*-")
     device = DEVICES["a100"]
     costs = layer_costs(dense, device)
     mamba, attention, mlp = (layer.work_ms for layer in costs.layers)

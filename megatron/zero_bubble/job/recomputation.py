@@ -20,14 +20,14 @@ from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.search.cut import even
 
-_NOT_ESTIMATED = ("num_moe_experts", "num_experts", "fp8", "fp4")
+_NOT_ESTIMATED = ("fp8", "fp4")
 
 
 def remark(args: Any, source: ScheduleSource | None, num_microbatches: int) -> str | None:
     """Return the sentence; None if the job does not recompute whole layers, or needs no more memory than 1F1B.
 
     The amounts are estimated for layers in 16 bits, equally many per stage, and leave out embedding and logits. They
-    are omitted for experts, FP8, FP4, and where only some layers of a stage are recomputed.
+    are omitted for FP8, FP4, and where only some layers of a stage are recomputed.
 
     Args:
         args: the checked flags of the job, in our loop or in Megatron-LM.

@@ -17,7 +17,7 @@ import megatron.core
 from megatron.zero_bubble.adapter.placement import grouping_ends
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.formats.layout import embedding_stages
-from megatron.zero_bubble.job import recomputation
+from megatron.zero_bubble.job import experts, recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
 from megatron.zero_bubble.job.pattern import pattern_of
@@ -193,7 +193,9 @@ def _put_in_force(
         say(f"layers by stage: {layout}")
     elif pattern is not None and len(pattern.stages) > 1:
         say(f"layers by stage: {pattern.text}")
-    if (sentence := recomputation.remark(args, source, in_training(args)[-1])) is not None:
+    for sentence in filter(
+        None, (recomputation.remark(args, source, in_training(args)[-1]), experts.remark(args, source))
+    ):
         say(sentence)
     if readers:
         say(f"sharded units save less memory, because weights stay whole between iterations: {', '.join(readers)}")

@@ -224,7 +224,12 @@ def _check_documents(args: argparse.Namespace) -> None:
             )
 
 
-def _check_experts(args: argparse.Namespace, world_size: int) -> None:
+def check_expert_numbers(args: argparse.Namespace) -> None:
+    """Check the numbers of experts of a layer, of a token and of a rank.
+
+    Raises:
+        UserError: ranks that have no or different numbers of experts, or more experts of a token than there are.
+    """
     experts, expert_parallel = args.num_moe_experts, args.expert_model_parallel_size
     if experts is None:
         if expert_parallel > 1:
@@ -241,6 +246,13 @@ def _check_experts(args: argparse.Namespace, world_size: int) -> None:
         raise UserError(
             f"--moe-router-topk must be at most --num-experts, got {args.moe_router_topk} and {experts}; change either"
         )
+
+
+def _check_experts(args: argparse.Namespace, world_size: int) -> None:
+    check_expert_numbers(args)
+    if args.num_moe_experts is None:
+        return
+    expert_parallel = args.expert_model_parallel_size
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     model = tensor * expert_parallel * args.pipeline_model_parallel_size
     if world_size % model:

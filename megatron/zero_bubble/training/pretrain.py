@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job import recomputation
+from megatron.zero_bubble.job import experts, recomputation
 from megatron.zero_bubble.job.deciding import decided
 from megatron.zero_bubble.job.flags import records
 from megatron.zero_bubble.job.installed import check_installed
@@ -209,8 +209,9 @@ def _print_start(
     num_microbatches = args.batch_sizes.final // args.batch_sizes.granule
     if args.zero_bubble_post_validation:
         print(f"zero-bubble: {forecast(args.source, num_microbatches)}", flush=True)
-    if (sentence := recomputation.remark(args, args.source, num_microbatches)) is not None:
-        print(f"zero-bubble: {sentence}", flush=True)
+    for sentence in (recomputation.remark(args, args.source, num_microbatches), experts.remark(args, args.source)):
+        if sentence is not None:
+            print(f"zero-bubble: {sentence}", flush=True)
     if args.pipeline_model_parallel_layout:
         print(f"zero-bubble: layers by stage: {args.pipeline_model_parallel_layout}", flush=True)
 

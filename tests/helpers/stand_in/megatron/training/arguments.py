@@ -25,6 +25,7 @@ _NUMBERS = {
     "seq-length": 32,
     "data-parallel-size": 1,
     "num-experts": None,
+    "expert-model-parallel-size": 1,
 }
 _SWITCHES = (
     "sequence-parallel",
@@ -45,7 +46,7 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     parser.add_argument("--ckpt-format", default="torch_dist")
     parser.add_argument("--rampup-batch-size", nargs=3, type=int)
     parser.add_argument("--no-overlap-p2p-communication", action="store_false", dest="overlap_p2p_comm")
-    for name in ("step-batch-size-schedule", "moe-router-load-balancing-type"):
+    for name in ("step-batch-size-schedule", "fp8", "moe-router-load-balancing-type"):
         parser.add_argument(f"--{name}")
     add_options(parser)
     return parser
