@@ -9,13 +9,17 @@ import pytest
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.costs.estimate import DEVICES, estimate
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.formats.trace import read_trace_file
 from megatron.zero_bubble.ir.collectives import Collective, Spread, Sum
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.job.model import model_of
+from megatron.zero_bubble.training.arguments import parse
+from megatron.zero_bubble.training.checks import check
 from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
-from tests.helpers.training import train
+from tests.helpers.training import SMALL, losses, train
 
 FLAGS = "--mock-data --pipeline-model-parallel-size 2 --train-iters 5"
 
@@ -47,6 +51,41 @@ def test_chosen_iterations_are_recorded(ranks: RankPool, tmp_path: Path, schedul
     assert tokens.sequence == 32
     assert tokens.least in (1, 2, 4, 8, 16, 32)
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
+
+
+def test_all_to_alls_of_experts_are_measured(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As parts of the passes, from which pairs are planned; the recording changes no loss. Memory is as estimated, but
+    for what local layers keep besides.
+    """
+    file = tmp_path / "costs.json"
+    experts = (
+        "--mock-data --pipeline-model-parallel-size 2 --train-iters 3 --zero-bubble-schedule zb-h1 --num-experts 4 "
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear --bf16"
+    )
+    results = [
+        losses(train(ranks, 4, f"{experts} {more}", tmp_path / name))
+        for name, more in (("plain", ""), ("recorded", f"--zero-bubble-record-costs {file}"))
+    ]
+    assert results[0] == results[1]
+    found = read_costs_file(file)
+    costs, memory = found.on(Placement.linear(2))
+    job = parse([*SMALL.split(), *experts.split()])
+    check(job, 4)
+    _, estimated = estimate(model_of(job, (2, 2), flash=False), DEVICES["a100"], Placement.linear(2))
+    assert memory is not None
+    assert estimated.wgrad[0] == pytest.approx(memory.wgrad[0], rel=0.1)
+    assert estimated.activation[0] == pytest.approx(memory.activation[0], rel=0.3)
+    assert [stage.layers for stage in costs.experts] == [2, 2] and 0 < costs.exposed_share < 1
+    for stage in costs.experts:
+        assert min(stage[1:]) > 0
+    halves, _ = found.on(Placement.vee(2))  # by layers_per_stage
+    assert [stage.layers for stage in halves.experts] == [1] * 4
+    assert sum(stage.dispatch for stage in halves.experts) == pytest.approx(sum(s.dispatch for s in costs.experts))
+    sizes = ["--costs", str(file), "--num-ranks", "2", "--num-microbatches", "4"]
+    assert main(["plan", "--schedule", "dualpipe-v", "--pairs", *sizes]) == 0
+    assert "all-to-all of experts: " in capsys.readouterr().out
 
 
 def test_megatrons_own_schedule_is_recorded(ranks: RankPool, tmp_path: Path) -> None:

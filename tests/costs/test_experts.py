@@ -98,9 +98,26 @@ def test_a_file_is_read_as_it_was_written() -> None:
         ({"experts": EVEN | {"layers": 0}}, "experts.layers must be above 0 on some stage; got 0"),
         ({"experts": EVEN | {"layers": [1, -2]}}, "experts.layers of stage 1 must be a finite number, 0 or above"),
         ({"forward_ms": 29}, "forward_ms must include the parts of experts.forward, which take 15 ms on stage 0; got"),
-        ({"layers_per_stage": [1], "forward_ms": [1], "backward_ms": [1], "wgrad_ms": [1]}, "remove layers_per_stage"),
     ],
 )
 def test_other_forms_are_refused_in_one_sentence(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         CostsFile.parse(json.dumps(CONTENT | change)).on(Placement.interleaved(1, 2))
+
+
+def test_layers_of_a_stage_share_its_experts() -> None:
+    """With the layers of every stage, for any other number of stages; attention has what is left of a pass."""
+    times = {name: [each, each] for name, each in (("forward_ms", 40), ("backward_ms", 44), ("wgrad_ms", 20))}
+    file = CostsFile.parse(json.dumps(CONTENT | times | {"layers_per_stage": [3, 1]}))
+    own, _ = file.on(Placement.linear(2))
+    halves, _ = file.on(Placement.interleaved(2, 2))
+    assert halves.contention == own.contention
+    assert [each.dispatch for each in halves.experts] == pytest.approx(
+        [*(own.experts[0].dispatch / 3,) * 3, own.experts[1].dispatch]
+    )
+    for each, f, b, w in zip(halves.experts, halves.forward_ms, halves.backward_ms, halves.wgrad_ms, strict=True):
+        assert each.whole == pytest.approx(f + b + w)
+    layers = file.layer_costs()
+    assert layers is not None and layers.averaged().on((2, 2))[0].experts[0].dispatch == pytest.approx(
+        sum(each.dispatch for each in own.experts) / 2
+    )

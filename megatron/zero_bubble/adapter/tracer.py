@@ -20,6 +20,7 @@ from megatron.zero_bubble.costs.lengths import Load, Whole
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.trace import Recording, trace_to_json
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.measure.exchanges import with_exchanges
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.measure.layers import gather_layers
 from megatron.zero_bubble.measure.recorder import Marks, Recorder
@@ -158,6 +159,7 @@ class Tracer(IterationObserver):
             return [f"no iteration was recorded, so nothing is written to {target}" for target in targets]
         whole = None if self._packing is None else self._packing.whole
         costs = median_costs([trace.timeline for trace in traces.values()], whole=whole)
+        costs = with_exchanges(costs, traces.values())
         recording = Recording(costs, traces, memory, whole and whole.tokens)
         said = []
         for target in targets:

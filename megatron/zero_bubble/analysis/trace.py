@@ -46,6 +46,15 @@ class Settled(NamedTuple):
     end_ms: float
 
 
+class Exchange(NamedTuple):
+    """An all-to-all of experts during ``works``: ``part`` is its field of ``StageParts``."""
+
+    works: tuple[Pass, ...]
+    part: str
+    start_ms: float
+    end_ms: float
+
+
 class Validated(NamedTuple):
     """The rank waited to learn whether the previous optimizer step was valid."""
 
@@ -60,6 +69,7 @@ class RankTrace:
     Attributes:
         lanes: timed ops that are not passes, on the lane of the passes or on another lane.
         clock_error_ms: the largest possible offset between this rank's clock and that of the first rank.
+        exchanges: the all-to-alls of experts, which are not in trace files.
     """
 
     spans: tuple[Span, ...]
@@ -69,6 +79,7 @@ class RankTrace:
     validations: tuple[Validated, ...] = ()
     clock_error_ms: float = 0.0
     lanes: tuple[LaneSpan, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
 
     def shifted(self, ms: float) -> RankTrace:
         """Return a copy with all times ``ms`` earlier."""
@@ -80,6 +91,7 @@ class RankTrace:
             tuple(Validated(start - ms, end - ms) for start, end in self.validations),
             self.clock_error_ms,
             tuple(LaneSpan(lane, op, start - ms, end - ms) for lane, op, start, end, _ in self.lanes),
+            tuple(Exchange(works, part, start - ms, end - ms) for works, part, start, end in self.exchanges),
         )
 
 

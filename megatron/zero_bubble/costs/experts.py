@@ -81,6 +81,10 @@ class StageParts(NamedTuple):
             attention_wgrad=max(0.0, wgrad_ms - self.experts_wgrad),
         )
 
+    def divided(self, number: int) -> StageParts:
+        """The mean of so many layers."""
+        return StageParts(*(each / number for each in self))
+
     def plus(self, other: StageParts, times: int = 1) -> StageParts:
         """The parts of a stage with so many layers more."""
         return StageParts(*(own + times * more for own, more in zip(self, other, strict=True)))

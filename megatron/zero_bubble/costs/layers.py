@@ -103,7 +103,12 @@ class LayerCosts:
         """The same model with equal layers, each the mean of all."""
         amounts = [_amounts(layer) for layer in self.layers]
         mean = {name: fsum(of[name] for of in amounts) / len(amounts) for name in amounts[0]}
-        return replace(self, layers=(_part(mean),) * len(amounts))
+        experts: tuple[StageParts, ...] = ()
+        if self.experts:
+            experts = (StageParts._make(map(fsum, zip(*self.experts, strict=True))).divided(len(amounts)),) * len(
+                amounts
+            )
+        return replace(self, layers=(_part(mean),) * len(amounts), experts=experts)
 
     def rank_work_ms(self, placement: Placement, layout: Sequence[int]) -> tuple[float, ...]:
         """Time of F, B and W of one microbatch in ms, per rank."""
@@ -224,8 +229,9 @@ def of_stages(
         return given[stage] if stage in given else _part(left)
 
     layers = tuple(layer(stage) for stage, count in enumerate(layout) for _ in range(count))
-    of_ranks = costs.comm_ms, costs.links
-    return LayerCosts(layers, beyond(0), beyond(last), *of_ranks, message_ms=costs.message_ms)
+    experts = tuple(own.divided(count) for own, count in zip(costs.experts, layout, strict=False) for _ in range(count))
+    found = LayerCosts(layers, beyond(0), beyond(last), costs.comm_ms, costs.links, message_ms=costs.message_ms)
+    return replace(found, experts=experts, contention=costs.contention)
 
 
 def _check_fits(end: str, name: str, amount: float, of_stage: float) -> None:

@@ -188,7 +188,7 @@ class CostsFile:
             ends=ends_from(content),
             vocabulary=vocabulary_from(content),
             message_ms=message_ms,
-            experts=_experts(content),
+            experts=experts_from(content),
         )
 
     @classmethod
@@ -318,16 +318,6 @@ def _figure(content: Mapping[str, Any], name: str) -> Figure:
 
 def _given(content: Mapping[str, Any], names: Iterable[str]) -> dict[str, Figure]:
     return {name: _figure(content, name) for name in names if name in content}
-
-
-def _experts(content: dict[str, Any]) -> ExpertFigures | None:
-    found = experts_from(content)
-    if found is not None and _LAYOUT in content:
-        raise UserError(
-            f"{EXPERTS} has figures of stages, and {_LAYOUT} divides them into layers, which this version cannot do "
-            f"with all-to-alls; got both; remove {_LAYOUT}"
-        )
-    return found
 
 
 def _tokens(content: dict[str, Any]) -> SliceTokens | None:

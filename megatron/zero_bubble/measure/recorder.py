@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, divided
-from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Validated
+from megatron.zero_bubble.analysis.trace import Exchange, RankTrace, Received, Sent, Settled, Validated
 from megatron.zero_bubble.ir import Message, Op, Pass, Schedule
 from megatron.zero_bubble.ir.ops import COMPUTE
 from megatron.zero_bubble.measure.clocks import GroupClock, Offset
@@ -82,12 +82,15 @@ class Recorder(IterationObserver):
         self._received: list[tuple[Message, Any, Any, Any]] = []
         self._settled: list[tuple[Message, Any, Any]] = []
         self._validated: list[tuple[Any, Any]] = []
+        self._exchanges: list[tuple[tuple[Pass, ...], str, Any, Any]] = []
         # Ops that run in another thread may complete later than the iteration: new tables forget them.
         self._lanes: dict[Op, tuple[Any, Any]] = {}
         self._running: dict[Op, Any] = {}
         self._posted: dict[Message, Any] = {}
         self._begun: Any = None
         self._waiting: Any = None
+        self._works: tuple[Pass, ...] = ()
+        self._exchanging: dict[str, Any] = {}
 
     def _events(self, origin: _Origin, elapsed_ms: Callable[[Any, Any], float]) -> Marks:
         return Marks(
@@ -100,6 +103,7 @@ class Recorder(IterationObserver):
             self._validated,
             [(op, *marks) for op, marks in self._lanes.items()],
             self._schedule,
+            self._exchanges,
         )
 
     def end_iteration(self, completed: bool) -> None:
@@ -113,7 +117,7 @@ class Recorder(IterationObserver):
 
     def begin(self, op: Op) -> None:
         if self._origin is not None:
-            self._begun = self._mark()
+            self._begun, self._works = self._mark(), op.works
 
     def end(self, op: Op) -> None:
         if self._origin is None:
@@ -156,6 +160,16 @@ class Recorder(IterationObserver):
         if self._origin is not None:
             self._validated.append((self._waiting, self._mark()))
 
+    def exchange_begins(self, part: str) -> None:
+        """An all-to-all of experts begins within the current pass; ``part`` is its field of ``StageParts``."""
+        if self._origin is not None:
+            self._exchanging[part] = self._mark()
+
+    def exchange_ends(self, part: str) -> None:
+        """The all-to-all has ended, on the stream that waits for it."""
+        if self._origin is not None and (begun := self._exchanging.pop(part, None)) is not None:
+            self._exchanges.append((self._works, part, begun, self._mark()))
+
     def restarted(self) -> None:
         if self._origin is not None:
             self._clear()
@@ -173,6 +187,7 @@ class Marks(NamedTuple):
     validated: list[tuple[Any, Any]]
     lanes: list[tuple[Op, Any, Any]]
     schedule: Schedule | None
+    exchanges: list[tuple[tuple[Pass, ...], str, Any, Any]]
 
     def times(self) -> RankTrace:
         """The recording in ms of the first rank's clock, which has an arbitrary zero. Waits for the device."""
@@ -189,6 +204,7 @@ class Marks(NamedTuple):
             tuple(Validated(*ms(*marks)) for marks in self.validated),
             origin.error_ms,
             tuple(sorted((LaneSpan(op.lane or COMPUTE, op, *ms(*marks)) for op, *marks in self.lanes), key=_start)),
+            tuple(Exchange(works, part, *ms(*marks)) for works, part, *marks in self.exchanges),
         )
 
 

@@ -41,7 +41,7 @@ from megatron.zero_bubble.job.runnable import is_megatrons_own
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
-from megatron.zero_bubble.patching import bodies, transformer_engine, used
+from megatron.zero_bubble.patching import bodies, dispatchers, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams, segment_seams
 from megatron.zero_bubble.plan.offload import MoveSelection
@@ -127,6 +127,7 @@ def apply(
             (seams.process_groups, lambda original: grouping_ends(original, placement_on)),
             *((seam, segment_of_stage) for seam in segment_seams()),
         ]
+    replacements += dispatchers.timing(observers, seams.all_to_alls)
     engine = transformer_engine.split(pipeline.store)
 
     def close() -> None:

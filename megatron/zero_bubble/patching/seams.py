@@ -75,6 +75,7 @@ class Seams:
         zeroed_gradients: replaced only with post-validation.
         counted_zeros: replaced only with vocabulary parallelism.
         forward_step, backward_step: replaced only to observe the stock schedule.
+        all_to_alls: replaced only to record the all-to-alls of experts.
         flags, validated_flags: add and validate the flags of a Megatron-LM job.
         process_groups: creates the process groups of a Megatron-LM job.
         models: take a function that builds one chunk; replaced in Megatron-LM jobs with placements other than
@@ -98,6 +99,7 @@ class Seams:
     counted_zeros: tuple[Seam, ...]
     forward_step: Seam
     backward_step: Seam
+    all_to_alls: tuple[Seam, ...]
     flags: Seam
     validated_flags: Seam
     process_groups: Seam
@@ -253,6 +255,16 @@ _SEAMS = Seams(
         ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
         "times the backwards of the stock schedule",
     ),
+    all_to_alls=tuple(
+        Seam(
+            "megatron.core.transformer.moe.token_dispatcher",
+            f"MoE{kind}TokenDispatcher.{method}",
+            ("self",),
+            "times the all-to-alls of experts in recorded iterations",
+        )
+        for kind in ("AlltoAll", "AllGather", "Flex")
+        for method in ("token_dispatch", "token_combine")
+    ),
     flags=Seam(
         "megatron.training.arguments",
         "add_megatron_arguments",
@@ -316,7 +328,8 @@ _SINCE_0_18 = replace(
 
 # Until 0.14, a checkpoint cannot be loaded if parts of a weight overlap on one rank.
 _UNTIL_0_14 = replace(_SEAMS, loads_both_ends=False)
-_OF_0_13 = replace(_UNTIL_0_14, used=(*used.USED, *used.GROUPS_OF_0_13))
+# Dispatchers of 0.13 have other methods, so their all-to-alls count as part of what passes compute.
+_OF_0_13 = replace(_UNTIL_0_14, used=(*used.USED, *used.GROUPS_OF_0_13), all_to_alls=())
 _OF_0_14 = replace(_UNTIL_0_14, used=(*used.USED, *used.GROUPS_OF_0_14))
 
 MINORS: dict[str, Seams] = {
