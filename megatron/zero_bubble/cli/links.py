@@ -22,8 +22,8 @@ def add_link_flags(verb: argparse.ArgumentParser) -> None:
         "--link-bandwidth",
         type=float,
         metavar="GB/S",
-        help="bandwidth per GPU of transfers inside a node, also for the all-to-alls of experts, in GB/s (default: that "
-        "of --gpu)",
+        help="bandwidth per GPU of transfers inside a node, also of the all-to-alls of experts, in GB/s (default: "
+        "that of --gpu)",
     )
     verb.add_argument(
         "--network-bandwidth",
