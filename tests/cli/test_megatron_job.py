@@ -200,6 +200,19 @@ def test_layout_of_a_hybrid_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Experts are not estimated" in looped
 
 
+def test_layers_with_experts_are_those_of_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    experts = "--hidden-size 4096 --seq-length 2048 --num-experts 8 --moe-router-topk 2 --moe-layer-freq"
+    listed = dry_run(capsys, f"{experts} ([0]*1+[1]*3)")
+    assert listed == dry_run(capsys, f"{experts} [0,1]+[1]*2") and "Experts are assumed to be balanced" in listed
+    assert listed != dry_run(capsys, f"{experts} 1") and listed != dry_run(capsys, f"{experts} 2")
+    assert "--moe-layer-freq must have one entry per layer, got 2 entries and 4 layers" in dry_run(
+        capsys, f"{experts} [0,1]"
+    )
+    assert "argument --moe-layer-freq: it must be a number, or lists of 0 and 1" in dry_run(
+        capsys, f"{experts} open(1)"
+    )
+
+
 def test_hybrid_model_is_estimated_and_cut_by_work(capsys: pytest.CaptureFixture[str]) -> None:
     shapes = "--hidden-size 1024 --seq-length 1024 --vocab-size 64000 --mamba-num-heads"
     v = dry_run(capsys, f"{V} --hybrid-layer-pattern M-M*M-M-M*M- {shapes} 32")

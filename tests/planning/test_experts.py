@@ -70,8 +70,8 @@ def test_the_sentence_says_the_share_and_which_kind_is_shortest() -> None:
     assert [each.what.split()[0] for each in contenders(exposed, "span")] == ["Megatron's", "dualpipe-v", "zb-v"]
     assert [each.what.split()[0] for each in contenders(small, "span")] == ["Megatron's", "zb-v", "dualpipe-v"]
     assert verdict(exposed, "span").startswith(
-        "all-to-all of experts: 52% of a microbatch if nothing hides it; span of Megatron's combined schedule "
-        "(interleaved-1f1b x4 with pairs): 9,676."
+        "all-to-all of experts: 52% of a microbatch if nothing hides it; shortest span: Megatron's combined "
+        "schedule (interleaved-1f1b x4 with pairs): 9,676."
     )
 
 

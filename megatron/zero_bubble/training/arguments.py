@@ -16,6 +16,7 @@ from megatron.zero_bubble.job.flags import add_flags
 from megatron.zero_bubble.job.options import add_options
 from megatron.zero_bubble.training.argument_group import Group
 from megatron.zero_bubble.training.config_file import config_tokens
+from megatron.zero_bubble.training.layer_frequency import layer_frequency
 from megatron.zero_bubble.training.model_arguments import (
     add_fusion,
     add_model,
@@ -101,6 +102,7 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
         add(f"--mamba-{flag}", type=int)
     for flag in ("--step-batch-size-schedule", "--hybrid-layer-pattern", "--hybrid-override-pattern", "--yaml-cfg"):
         add(flag)
+    add("--moe-layer-freq", type=layer_frequency, default=1)
     for kind in ("", "expert-"):  # without the flag, Megatron sets the only number that works
         add(f"--{kind}tensor-parallel-num-weight-shards", type=int, default=argparse.SUPPRESS)
     add_options(parser)
