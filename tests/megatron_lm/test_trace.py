@@ -53,3 +53,18 @@ def test_recording_does_not_change_the_job(checkout: Checkout, tmp_path: Path) -
     costs = read_costs_file(tmp_path / "costs.json")
     assert costs.on(Placement.linear(2)) == (recording.costs, recording.memory)
     assert costs.tokens is not None, "how short slices may be"
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+def test_all_to_alls_of_experts_are_measured(checkout: Checkout, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    job = (
+        f"{JOB} --bf16 --swiglu --disable-bias-linear --num-layers 4 --global-batch-size 8 --num-experts 4 "
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-router-topk 2"
+    )
+    log = pretrain_gpt(checkout, 4, job, "zb-h1", ("--zero-bubble-record-costs", str(file)))
+    assert log.exit_codes == (0,) * 4, log.text[-4000:]
+    assert log.figures == stock(checkout, 4, job).figures
+    assert len(log.of("zero-bubble: the all-to-all of experts over 2 ranks is not hidden by schedule zb-h1")) == 1
+    costs, _ = read_costs_file(file).on(Placement.linear(2))
+    assert [stage.layers for stage in costs.experts] == [2, 2] and 0 < costs.exposed_share < 1

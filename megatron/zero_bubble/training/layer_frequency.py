@@ -18,7 +18,7 @@ def layer_frequency(text: str) -> int | list[int]:
         return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError) as error:
         raise argparse.ArgumentTypeError(
-            f"it must be a number, or lists of 0 and 1 with + and *, as in [0]*3+[1]*58; got {text!r}"
+            f"it must be a number, or lists of 0 and 1 with + and *, as in [0]*3+[1]*58; got {text!r}; correct it"
         ) from error
 
 
