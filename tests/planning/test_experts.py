@@ -158,3 +158,6 @@ def test_estimate_of_a_model_has_pairs(tmp_path: Path, capsys: pytest.CaptureFix
     file.write_text(f"{shapes}{experts}num-layers: 16\nexpert-model-parallel-size: 5\n")
     assert main(plan) == 2
     assert "--num-experts must be divisible by --expert-model-parallel-size, got 64 and 5" in capsys.readouterr().err
+    file.write_text(f"{shapes}{experts}num-layers: 16\nexpert-model-parallel-size: 0\n")
+    assert main(plan) == 2
+    assert "--expert-model-parallel-size must be 1 or more; got 0" in capsys.readouterr().err
