@@ -205,6 +205,7 @@ def test_pairs_have_the_bits_of_stock(pool: RankPool, record_property: Record, t
     if NUM_RANKS < 4:
         pytest.skip("needs four ranks")
     names = [expert_models.PLAIN, expert_models.COMBINED, *expert_models.plan_files(tmp_path, 2, 6)]
+    names.append(expert_models.PLAIN_V)
     options = {"num_layers": num_layers, "moe_shared_expert_intermediate_size": 16}
     results = pool.run(4, expert_models.train_with_experts, names, 6, 2, options, 3, timeout=2 * RUN_S)
     differences = expert_models.differences(names, results)

@@ -221,7 +221,8 @@ def nodes_of_fused_backwards(rank: int, name: str, num_microbatches: int) -> lis
         return given
 
     def noting_nodes(node: Any, *grads: Any) -> Any:
-        noting({"pre_dispatch_computation": "attn"}.get(node.name, node.name))
+        if node.name != "post_attn":  # the other part of attention until 0.15
+            noting({"pre_dispatch_computation": "attn"}.get(node.name, node.name))
         return backward(node, *grads)
 
     def noting_gradients(store: Any, work: Any, *more: Any) -> None:
