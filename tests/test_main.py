@@ -78,8 +78,8 @@ def test_flags_are_exactly_the_listed_ones() -> None:
         "playground": ["--help", "--port", "--no-browser"],
         "trace": ["--help", "--iteration", "--format", "--output"],
         "dry-run": [
-            "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--megatron-lm",
-            "--launch-command",
+            "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--link-bandwidth",
+            "--network-bandwidth", "--megatron-lm", "--launch-command",
         ],
         "report": ["--help", "--format"],
     }  # fmt: skip
