@@ -30,7 +30,12 @@ SHAPES = (
     "--pipeline-model-parallel-size 2 --train-iters 10"
 ).split()
 BATCH = ["--global-batch-size", "6"]
+ENGINE = "transformer_engine"
 LOOPED = "--zero-bubble-schedule interleaved-1f1b"
+EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall"
+PAIRED = f"--zero-bubble-schedule dualpipe-v --zero-bubble-overlap-experts {EXPERTS}"
+BULK = f"{H1} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --transformer-impl {ENGINE}"
+FUSED = "--zero-bubble-schedule seq-zb-h1 --bf16 --transformer-impl local"
 OTHERS = (
     f"{H1} --hybrid-layer-pattern M||",
     f"{H1} --hybrid-layer-pattern M|||",
@@ -62,6 +67,20 @@ OTHERS = (
     "--zero-bubble-schedule zb-9",
     "--zero-bubble-schedule-file nowhere.json",
     f"{H1} --zero-bubble-schedule-file x",
+    f"{H1} --zero-bubble-exat",
+    f"{H1} --zero-bubble-post-receives never",
+    f"{H1} --zero-bubble-trace x --zero-bubble-trace-iterations 1-x",
+    f"{H1} --optimizer dist_muon --zero-bubble-post-validation",
+    f"{H1} --optimizer sgd --zero-bubble-post-validation --zero-bubble-rollback inverse",
+    BULK,
+    f"{BULK} --disable-tp-comm-bulk-wgrad",
+    FUSED,
+    f"{PAIRED} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+    f"{PAIRED} --expert-model-parallel-size 2 --moe-shared-expert-overlap",
+    f"{PAIRED} --expert-model-parallel-size 2 --recompute-granularity full",
+    f"{PAIRED} --expert-model-parallel-size 2 --mtp-num-layers 2",
+    f"{PAIRED} --expert-model-parallel-size 2",
+    f"{PAIRED} --bf16",
 )
 """Jobs that rules outside the tables refuse."""
 UNKNOWN_FLAG = "Megatron: job.py: error: unrecognized arguments: "
@@ -146,13 +165,14 @@ def test_dry_run_ends_like_the_run_of_a_checkout(capsys: pytest.CaptureFixture[s
     """With Megatron's own parser and validation, as far as the version knows the flag."""
     base = BASE_FLAGS.replace("--global-batch-size 6", "").split()
     base += ["--pipeline-model-parallel-size", "2", "--zero-bubble-device", "cpu"]
-    jobs = [[*base, *([] if "step-batch" in job else BATCH), *job.split()] for job in ALL]
+    all_but_fused = [job for job in ALL if job != FUSED]  # the kernel needs a GPU
+    jobs = [[*base, *([] if "step-batch" in job else BATCH), *job.split()] for job in all_but_fused]
     script = [sys.executable, str(STAND_IN.parent / "refused_jobs.py"), str(checkout.path)]
     done = subprocess.run(script, input=json.dumps(jobs), capture_output=True, text=True, env=environment(), check=True)
-    said = dict(zip(ALL, json.loads(done.stdout), strict=True))
-    unknown = [job for job in ALL if said[job].startswith(UNKNOWN_FLAG)]
+    said = dict(zip(all_but_fused, json.loads(done.stdout), strict=True))
+    unknown = [job for job in all_but_fused if said[job].startswith(UNKNOWN_FLAG)]
     assert len(unknown) < len(ALL) / 3
-    for job in ALL:
+    for job in all_but_fused:
         assert job in unknown or dry_run(capsys, job) == said[job]
 
 
@@ -177,6 +197,17 @@ def test_job_without_a_batch_size_is_rejected(capsys: pytest.CaptureFixture[str]
     for schedule in ([], H1.split()):
         assert main(["dry-run", "--gpus-per-node", "2", "--megatron-lm", "--", *SHAPES, *schedule]) == 2
         assert "a job needs --global-batch-size, or --step-batch-size-schedule" in capsys.readouterr().err
+
+
+def test_last_iteration_of_a_job_by_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    job = f"{H1} --zero-bubble-trace x --zero-bubble-trace-iterations 11-12"
+    samples = ["--train-samples", "65"]
+    shapes = [word for word in SHAPES if word not in ("--train-iters", "10")]
+    flags = ["dry-run", "--gpus-per-node", "2", "--megatron-lm", "--", *shapes, *BATCH, *job.split(), *samples]
+    assert main(flags) == 2
+    assert "iterations of the run, which begins with 1 and ends with 10" in capsys.readouterr().err
+    assert main([*flags[:-1], "66"]) == 0
+    assert "Not checked here" not in capsys.readouterr().out
 
 
 def test_flags_of_the_fork_are_replaced_as_in_the_run(capsys: pytest.CaptureFixture[str]) -> None:

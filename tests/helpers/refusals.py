@@ -22,6 +22,13 @@ MEGATRONS_VALUES = {
     "label_smoothing_factor": "0.1",
     "hybrid_layer_pattern": "M-M*",
     "hybrid_override_pattern": "M-M*",
+    "num_distributed_optimizer_instances": "2",
+    "save_wgrads_interval": "5",
+    "num_moe_experts": "4",
+    "num_experts": "4",
+    "optimizer": "sgd",
+    "fp8": "hybrid",
+    "fp4": "e2m1",
     "tp_comm_overlap": "--tensor-model-parallel-size 2 --sequence-parallel",
 }
 """Unsupported values of the options that are not switches, and flags without which Megatron refuses a switch."""
@@ -39,6 +46,7 @@ _SUBJECTS = {
     "post-validation": f"{H1} --zero-bubble-post-validation",
     "sequence slices": SEQ,
     "vocabulary parallelism": f"{H1} --zero-bubble-vocabulary-parallel 2",
+    "sharded units": "--zero-bubble-schedule zero-pp --zero-bubble-shard-weights --use-distributed-optimizer",
 }
 _CHOICES = {
     exclusions.BY_NAME: (H1, ""),
@@ -70,9 +78,10 @@ def jobs_of_options() -> list[tuple[Rule, str]]:
     """One job of Megatron-LM per option that a schedule does not support."""
     found = []
     for rule in OPTIONS:
-        if rule.subject not in (exclusions.SHARDS, exclusions.BALANCE):
-            value = MEGATRONS_VALUES.get(rule.what, "")
-            found.append((rule, f"{_SUBJECTS.get(rule.subject.words, H1)} {flag_of(rule.what)} {value}"))
+        if rule.subject is not exclusions.BALANCE:
+            job, flag = _SUBJECTS.get(rule.subject.words, H1), flag_of(rule.what)
+            words = f"{job} {flag} {MEGATRONS_VALUES.get(rule.what, '')}"
+            found.append((rule, words if rule.value is not True else job.replace(flag, "").strip()))
     return found
 
 

@@ -14,7 +14,12 @@ import os
 import sys
 from typing import Any
 
-_DIVIDING = {"--context-parallel-size", "--tensor-model-parallel-size", "--tensor-parallel-num-weight-shards"}
+_DIVIDING = {
+    "--context-parallel-size",
+    "--tensor-model-parallel-size",
+    "--tensor-parallel-num-weight-shards",
+    "--expert-model-parallel-size",
+}
 
 
 def main(checkout: str) -> None:

@@ -30,6 +30,7 @@ from megatron.zero_bubble.adapter.slice_data import RepeatedBatches, merged
 from megatron.zero_bubble.adapter.versions import given_to
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.job.options import check_softmax
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """Arguments of ``GPTModel.forward`` whose last dimension is the sequence."""
@@ -253,11 +254,7 @@ def _attention_of(model: Any) -> Iterator[torch.nn.Module]:
                 f"which they give the keys and values of earlier slices; got {other}; train without slices"
             )
         softmax = getattr(attention, "scale_mask_softmax", None)
-        if softmax is not None and softmax.scaled_masked_softmax_fusion and softmax.input_in_float16:
-            raise UserError(
-                "sequence slices cannot use Megatron's fused softmax, which needs as many queries as keys; got "
-                "masked_softmax_fusion=True; add --no-masked-softmax-fusion, or use TransformerEngine"
-            )
+        check_softmax(softmax is not None and softmax.scaled_masked_softmax_fusion and softmax.input_in_float16)
         yield attention
 
 

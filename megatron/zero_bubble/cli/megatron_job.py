@@ -9,12 +9,12 @@ from typing import NamedTuple
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import layout_text
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.flags import has_schedule
+from megatron.zero_bubble.job.flags import has_schedule, parse_ours
 from megatron.zero_bubble.job.pattern import pattern_of
 from megatron.zero_bubble.job.planned import adopt
 from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags
 from megatron.zero_bubble.megatron_lm import checks
-from megatron.zero_bubble.megatron_lm.batches import in_training, job_batches, num_microbatches
+from megatron.zero_bubble.megatron_lm.batches import in_training, job_batches, last_iteration, num_microbatches
 from megatron.zero_bubble.megatron_lm.fork_flags import modernize
 
 
@@ -46,10 +46,11 @@ def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -
     from megatron.zero_bubble.training.checks import check_model, check_sizes
 
     arguments, replaced = modernize(argv)
+    parse_ours(arguments)  # its errors are those of the launcher, which does not know the other flags
     args, unread = parse_megatron(arguments)
     checks.check_format(args, args.yaml_cfg)
     adopt(args)
-    check_flags(Job(args, under_launcher=True, train_iters=args.train_iters))
+    check_flags(Job(args, under_launcher=True, train_iters=last_iteration(args)))
     if (pattern := pattern_of(args)) is not None:
         args.num_layers, args.mtp_num_layers = len(pattern.layers), len(pattern.predictions) or args.mtp_num_layers
     check_sizes(args, world_size)

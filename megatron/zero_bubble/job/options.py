@@ -21,6 +21,7 @@ from megatron.zero_bubble.planning.exclusions import (
     refuse_excluded,
 )
 from megatron.zero_bubble.planning.rule import Choice, Choices, Rule, check, chosen
+from megatron.zero_bubble.wgrad.overlaps import OVERLAPS
 
 ON_A_V = Choice("stages on a V or in a wave", chosen("on_a_v"))
 GRAPHS = Choice(SCHEDULE.words, chosen("training_graphs"), SCHEDULE.plural)
@@ -84,6 +85,7 @@ OPTIONS = (
     Rule(POST_VALIDATION, "optimizer_cuda_graph", False, "a captured step cannot be repeated or delayed"),
     Rule(POST_VALIDATION, "perform_rl_step", False, "rollouts would use weights that may be undone"),
     Rule(POST_VALIDATION, "vision_pretraining", False, "the teacher follows weights that may be undone"),
+    Rule(POST_VALIDATION, "mtp_detach_heads", False, "gradients are clipped by one norm, and these by another"),
     Rule(POST_VALIDATION, "moe_routing_trace_path", None, "forwards that run again would be traced twice"),
     Rule(SLICES, "context_parallel_size", 1, "it distributes every sequence over its ranks"),
     Rule(SLICES, "mtp_num_layers", None, "multi-token prediction reads tokens of the next slice"),
@@ -108,11 +110,13 @@ OPTIONS = (
         "each replica steps its own shard",
         "give --use-distributed-optimizer",
     ),
+    Rule(SHARDS, "optimizer", "adam", "the state of no other is divided", "give --optimizer adam"),
+    Rule(SHARDS, "use_precision_aware_optimizer", False, "shards are stepped with gradients in float32"),
     Rule(SHARDS, "overlap_grad_reduce", False, "the schedule itself reduces gradients, during the passes"),
     Rule(SHARDS, "overlap_param_gather", False, "the schedule itself gathers weights, during the passes"),
     Rule(SHARDS, "save_wgrads_interval", None, "every replica has only its shard of the gradients"),
-    Rule(SHARDS, "num_moe_experts", None, _EXPERTS, "drop --num-experts"),
     Rule(SHARDS, "num_experts", None, _EXPERTS),
+    Rule(SHARDS, "num_moe_experts", None, _EXPERTS, "drop --num-experts"),
     Rule(SHARDS, "num_distributed_optimizer_instances", 1, "this version shards over all replicas"),
     Rule(SHARDS, "context_parallel_size", 1, "replicas must have whole sequences in this version"),
     Rule(SHARDS, "fp8", None, _COPIES, "drop --fp8-format"),
@@ -135,18 +139,29 @@ OPTIONS = (
     Rule(BALANCE, "reset_attention_mask", False, "every sample is one document already"),
 )
 """For each subject, the only values that it supports; None is always supported."""
-_SPELLED = {"overlap_p2p_comm_warmup_flush": "overlap_p2p_communication_warmup_flush"}
+_SPELLED = {
+    "overlap_p2p_comm_warmup_flush": "overlap_p2p_communication_warmup_flush",
+    "fp8": "fp8_format",
+    "fp4": "fp4_format",
+    "nccl_ub": "use_nccl_ub",
+    "num_moe_experts": "num_experts",
+}
 _BESIDE_THE_TABLE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--fp8-format", {"dest": "fp8"}),
     ("--fp8-recipe", {"default": "delayed"}),
+    ("--moe-shared-expert-overlap", {"action": "store_true"}),
+    *(
+        (f"--{no}-{option.replace('_', '-')}", {"dest": option, "action": "store_false"})
+        for option in OVERLAPS.values()
+        for no in ("no", "disable")
+    ),
     ("--rl-training-cuda-graphs", {"action": "store_true"}),
     (
         "--microbatch-group-size-per-virtual-pipeline-stage",
         {"dest": "microbatch_group_size_per_vp_stage", "type": int},
     ),
 )
-"""Flags of the other rules of ``check_options``, as arguments of ``add_argument``."""
-_COUNTS = ("mtp_num_layers",)
+"""Flags of the rules that are not in the table, as arguments of ``add_argument``."""
+_COUNTS = ("mtp_num_layers", "save_wgrads_interval", "num_experts")
 """Options whose only supported value, None, does not show that they are numbers."""
 
 
@@ -234,7 +249,7 @@ def flag_of(option: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags that ``check_options`` reads, as Megatron-LM spells them, except those that the parser has."""
-    own = [rule for rule in reversed(OPTIONS) if rule.subject not in (SHARDS, BALANCE)]
+    own = [rule for rule in reversed(OPTIONS) if rule.subject is not BALANCE]
     flags = {flag_of(str(rule.needs)): _arguments(rule) for rule in own} | dict(_BESIDE_THE_TABLE)
     for flag, arguments in flags.items():
         if flag not in parser._option_string_actions:
@@ -309,6 +324,19 @@ def check_options(
             "zero-bubble schedules support only a microbatch group size equal to the number of pipeline ranks, got "
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} and {values.pipeline_model_parallel_size} "
             "ranks; drop the flag"
+        )
+
+
+def check_softmax(is_fused: bool) -> None:
+    """Reject the softmax of the attention of local layers, if it is Megatron's fused one, under a schedule of slices.
+
+    Raises:
+        UserError: the rule, the value and the remedy.
+    """
+    if is_fused:
+        raise UserError(
+            "sequence slices cannot use Megatron's fused softmax, which needs as many queries as keys; got "
+            "masked_softmax_fusion=True; add --no-masked-softmax-fusion, or use TransformerEngine"
         )
 
 

@@ -102,6 +102,7 @@ def check_schedule(
     if options.zero_bubble_memory_limit or options.zero_bubble_costs:  # the units of any batch size may be too large
         for count in counts:
             source.make(count)
+    check_optimizer(options, job)
     schedule = source.make(counts[0])
     check_slices(schedule.slices, options.zero_bubble_slice_ends, job)
     if options.zero_bubble_shard_weights:
@@ -114,6 +115,31 @@ def check_schedule(
         raise UserError(
             "--zero-bubble-record-costs needs a schedule that splits every backward into B and W, got "
             f"{source.name}; give --zero-bubble-schedule zb-h1"
+        )
+
+
+def check_optimizer(options: argparse.Namespace, job: Any) -> None:
+    """Reject an optimizer whose steps post-validation cannot delay or undo.
+
+    Args:
+        job: the job's flags.
+
+    Raises:
+        UserError: the rule, the value and the remedy.
+    """
+    name = getattr(job, "optimizer", None)
+    if not options.zero_bubble_post_validation or name in (None, "adam"):
+        return
+    if name != "sgd" and (name == "dist_muon" or getattr(job, "use_distributed_optimizer", False)):
+        raise UserError(
+            "post-validation does not support the optimizers that divide their steps by layers, because these reduce "
+            f"the norm and gather weights over all ranks; got --optimizer {name}; give --optimizer adam, or drop "
+            "--zero-bubble-post-validation"
+        )
+    if options.zero_bubble_rollback == "inverse":
+        raise UserError(
+            f"--zero-bubble-rollback inverse inverts only the update of Adam; got --optimizer {name}; give "
+            "--zero-bubble-rollback exact, or --optimizer adam"
         )
 
 

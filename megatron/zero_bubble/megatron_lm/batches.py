@@ -83,6 +83,17 @@ def job_batches(args: Any, has_ramps: bool = True) -> JobBatches:
     return JobBatches((*range(ramp[0], args.global_batch_size, ramp[1]), args.global_batch_size), granule)
 
 
+def last_iteration(args: Any) -> int | None:
+    """Return the number of the last iteration, also of a run that ends after ``--train-samples`` in equal batches.
+
+    Megatron drops samples that do not fill a batch. None if the flags do not say.
+    """
+    iterations: int | None = getattr(args, "train_iters", None)
+    samples, size = getattr(args, "train_samples", None), getattr(args, "global_batch_size", None)
+    ramps = any(getattr(args, name, None) for name in ("rampup_batch_size", "step_batch_size_schedule"))
+    return iterations if iterations is not None or not samples or not size or ramps else samples // size
+
+
 def check_batch_size(args: Any) -> None:
     """Reject a job whose flags set no batch size, for which Megatron would take one microbatch per iteration.
 

@@ -20,12 +20,17 @@ from megatron.zero_bubble.job.host_memory import check_host_memory
 from megatron.zero_bubble.job.hybrid import check_pattern, chunks_of_pattern, divide_pattern, is_hybrid, pattern_of
 from megatron.zero_bubble.job.installed import check_writer
 from megatron.zero_bubble.job.model import stated_vocabulary, uneven_layout
-from megatron.zero_bubble.job.options import check_options, check_shards
-from megatron.zero_bubble.job.rules import Job, check_flags, check_schedule
+from megatron.zero_bubble.job.options import check_options, check_shards, check_softmax
+from megatron.zero_bubble.job.rules import Job, check_flags, check_optimizer, check_schedule
 from megatron.zero_bubble.job.runnable import is_megatrons_own
 from megatron.zero_bubble.job.stages import place_stages
-from megatron.zero_bubble.megatron_lm.batches import check_batch_size
+from megatron.zero_bubble.megatron_lm.batches import check_batch_size, last_iteration
 from megatron.zero_bubble.planning.source import ScheduleSource
+from megatron.zero_bubble.schedules import sliced
+from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
+from megatron.zero_bubble.wgrad.overlaps import OVERLAPS, check_overlaps
+
+_ENGINE = "transformer_engine"
 
 
 def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig, ScheduleSource]:
@@ -36,7 +41,7 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
             or an option of the job that does not work.
     """
     check_pattern(args)
-    check_flags(Job(options, under_launcher=True, train_iters=getattr(args, "train_iters", None)))
+    check_flags(Job(options, under_launcher=True, train_iters=last_iteration(args)))
     check_batch_size(args)
     ranks, asked = args.pipeline_model_parallel_size, chunks_of_job(args)
     config, source = place_stages(options, args, asked, peer_timeout_s=60.0 * args.distributed_timeout_minutes)
@@ -48,7 +53,11 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
         )
     if source.overlaps:  # Megatron's forward steps then return a plan of their layers
         args.overlap_moe_expert_parallel_comm = True
-    _check_options(args, options, source)  # before Megatron changes the options or rejects their combination
+    # Before Megatron changes the options or rejects their combination.
+    _check_options(args, options, source, _num_slices(config))
+    check_optimizer(options, args)
+    if options.zero_bubble_shard_weights:
+        check_shards(args)
     chunks = placement.num_stages // ranks
     check_ends(args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers, chunks)
     layout = getattr(args, "pipeline_model_parallel_layout", None)
@@ -73,8 +82,7 @@ def check(args: Any, options: argparse.Namespace, source: ScheduleSource, num_mi
     _check_options(args, options, source)
     check_schedule(options, source, args.pipeline_model_parallel_size, num_microbatches, args)
     _check_weight_shards(args)
-    if options.zero_bubble_shard_weights:
-        check_shards(args)
+    _check_layers(args, is_sliced=source.make(min(num_microbatches)).num_slices > 1)
     if not is_megatrons_own(source.placement) and (args.save or args.load) and args.ckpt_format == "torch":
         raise UserError(
             "--ckpt-format torch stores checkpoints by rank, and this schedule has its stages on other ranks than "
@@ -103,10 +111,27 @@ def check_offload(
     check_host_memory(args, layers, config.host_memory, source.make(num_microbatches), select, node_size)
 
 
-def _check_options(args: Any, options: argparse.Namespace, source: ScheduleSource) -> None:
+def _check_options(args: Any, options: argparse.Namespace, source: ScheduleSource, num_slices: int = 1) -> None:
     megatrons_own, divides = is_megatrons_own(source.placement), source.vocabulary is not None
     validates = bool(options.zero_bubble_post_validation)
-    check_options(args, megatrons_own, validates, vocabulary=divides, pairs=source.overlaps)
+    check_options(args, megatrons_own, validates, num_slices, vocabulary=divides, pairs=source.overlaps)
+
+
+def _num_slices(config: ZeroBubbleConfig) -> int:
+    """The slices of a sequence, before the job's numbers of microbatches are known."""
+    if config.plan is not None:
+        return config.plan.schedule.num_slices
+    by_default = len(DEFAULT_SLICES) if config.schedule in sliced() else 1
+    return by_default if (cuts := config.cuts()) is None else len(cuts)
+
+
+def _check_layers(args: Any, is_sliced: bool) -> None:
+    """Reject what the layers of the job cannot do, which otherwise ends the run when it has built the model."""
+    if (getattr(args, "transformer_impl", None) or _ENGINE) == _ENGINE:
+        if getattr(args, "tp_comm_overlap", False):
+            check_overlaps(lambda name, default: getattr(args, OVERLAPS[name], default))
+    elif is_sliced:
+        check_softmax(args.masked_softmax_fusion and (args.bf16 or args.fp16))
 
 
 def _check_weight_shards(args: Any) -> None:

@@ -96,8 +96,9 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
     add = parser.add_argument
     add("--context-parallel-size", type=int, default=1)
     add("--use-tp-pp-dp-mapping", action="store_true")
-    for flag in ("--num-layers-per-virtual-pipeline-stage", "--eval-global-batch-size", "--eval-micro-batch-size"):
-        add(flag, type=int)
+    for flag in ("num-layers-per-virtual-pipeline-stage", "eval-global-batch-size", "eval-micro-batch-size"):
+        add(f"--{flag}", type=int)
+    add("--train-samples", type=int)
     for flag in ("num-heads", "head-dim", "state-dim", "num-groups"):
         add(f"--mamba-{flag}", type=int)
     for flag in ("--step-batch-size-schedule", "--hybrid-layer-pattern", "--hybrid-override-pattern", "--yaml-cfg"):

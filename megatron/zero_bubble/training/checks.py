@@ -25,6 +25,8 @@ from megatron.zero_bubble.job.stages import place_stages
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.data.checks import check_data, check_tokenizer
 from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
+from megatron.zero_bubble.training.model_checks import check_config
+from megatron.zero_bubble.training.process import refuse_nccl_on_cpu
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 
@@ -39,11 +41,12 @@ def check(args: argparse.Namespace, world_size: int, node_size: int | None = Non
         UserError: the first rule that is violated.
     """
     check_layout(args, world_size, _REQUIRED)
-    _check_recompute(args)
+    check_config(args)
     _check_precision(args)
     _check_optimizer(args)
     check_tokenizer(args)
     check_data(args)
+    _check_device(args)
     _check_packages(args)
     _check_checkpoint(args)
     _check_host_memory(args, node_size or world_size)
@@ -271,20 +274,6 @@ def _check_overlaps(args: argparse.Namespace) -> None:
         )
 
 
-def _check_recompute(args: argparse.Namespace) -> None:
-    needs_engine = sorted({"layernorm", "mla_up_proj", "moe_act"} & set(args.recompute_modules or ()))
-    if needs_engine and (args.transformer_impl == "local" or find_spec("transformer_engine") is None):
-        raise UserError(
-            f"--recompute-modules {' '.join(needs_engine)} needs TransformerEngine layers in megatron-core 0.16, got "
-            "local ones; remove it from the list, or install TransformerEngine"
-        )
-    if "mlp" in (args.recompute_modules or ()) and args.add_bias_linear:
-        raise UserError(
-            "--recompute-modules mlp needs --disable-bias-linear, because in megatron-core 0.16 the recomputed part "
-            "returns the bias, and its backward never ends; add --disable-bias-linear"
-        )
-
-
 def _check_precision(args: argparse.Namespace) -> None:
     if args.bf16 and args.fp16:
         raise UserError("--bf16 and --fp16 are mutually exclusive; keep one")
@@ -316,6 +305,11 @@ def _check_optimizer(args: argparse.Namespace) -> None:
             "the learning rate's warm-up must be shorter than --lr-decay-iters, got "
             f"{args.lr_warmup_iters} and {args.lr_decay_iters} iterations; lower --lr-warmup-iters"
         )
+
+
+def _check_device(args: argparse.Namespace) -> None:
+    if args.distributed_backend == "nccl" and args.zero_bubble_device == "cpu":
+        refuse_nccl_on_cpu()
 
 
 def _check_packages(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from megatron.zero_bubble.formats.layout import embedding_stages
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.platforms.cuda import nccl_shares_gpus
 from megatron.zero_bubble.runtime.backends import is_nccl
-from megatron.zero_bubble.training.process import Launch
+from megatron.zero_bubble.training.process import Launch, refuse_nccl_on_cpu
 
 
 def check_backend(backend: str, platform: Platform, launch: Launch) -> None:
@@ -29,7 +29,7 @@ def check_backend(backend: str, platform: Platform, launch: Launch) -> None:
     if not is_nccl(backend):
         return
     if platform.name != "cuda":
-        raise UserError("--distributed-backend nccl needs GPUs, got the cpu device; use gloo or drop the flag")
+        refuse_nccl_on_cpu()
     if launch.local_world_size > platform.device_count() and not nccl_shares_gpus():
         raise UserError(
             "nccl needs one GPU per process on every machine, got "

@@ -27,6 +27,7 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.adapter.placement import as_pipeline_rank, copy_embedding, groups_as, megatron_rank
 from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.training.model_checks import check_biases_of_experts
 from megatron.zero_bubble.training.packing import PackedAttention
 
 # Megatron's default for parameters per gradient bucket: at least 40 million, and 1 million per data-parallel rank.
@@ -66,11 +67,7 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
     fields["ffn_hidden_size"] = _ffn_hidden_size(args)
     if args.num_moe_experts:
         fields["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or fields["ffn_hidden_size"]
-        if args.add_bias_linear and not engine:
-            raise UserError(
-                "--num-experts with local layers requires --disable-bias-linear, because megatron-core 0.16 adds the "
-                "bias of local experts in place, which autograd rejects; add --disable-bias-linear"
-            )
+        check_biases_of_experts(args, engine)
     if args.swiglu:
         fields.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     elif args.squared_relu:

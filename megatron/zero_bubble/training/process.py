@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import NoReturn
+
+from megatron.zero_bubble.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -30,3 +33,12 @@ class Launch:
             local_world_size=number("LOCAL_WORLD_SIZE", 1),
             under_torchrun="RANK" in os.environ,
         )
+
+
+def refuse_nccl_on_cpu() -> NoReturn:
+    """Raise the error of a run on CPU ranks that asks for NCCL.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError("--distributed-backend nccl needs GPUs, got the cpu device; use gloo or drop the flag")

@@ -28,20 +28,13 @@ import torch
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.wgrad import quantized
+from megatron.zero_bubble.wgrad.overlaps import check_overlaps
 from megatron.zero_bubble.wgrad.stand_in import stand_in_grad
 from megatron.zero_bubble.wgrad.store import Product, WgradStore
 
 SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
 """The classes of ``transformer_engine.pytorch.module`` that are split. ``LayerNormMLP``, which Megatron does not use,
 computes its weight gradients in B."""
-
-_OVERLAPS = {
-    "ub_bulk_wgrad": "tp_comm_bulk_wgrad",
-    "ub_bulk_dgrad": "tp_comm_bulk_dgrad",
-    "ub_overlap_ag_dgrad": "tp_comm_overlap_ag",
-}
-"""Overlaps that exclude deferred weight gradients, with Megatron's option names. The first overlaps W with a reduction
-at B; the others gather W's operands into a buffer that the next layer overwrites."""
 
 
 class DelayedGradient:
@@ -248,12 +241,12 @@ class TransformerEngineSplit:
         def init(module: Any, *args: Any, **options: Any) -> None:
             ours = "delay_wgrad_compute" not in options and options.get("parameters_split") is None
             if ours:
-                _check_overlaps(options.get)
+                check_overlaps(options.get)
                 options["delay_wgrad_compute"] = True
             original(module, *args, **options)
             self._built.add(module)
             if ours:
-                _check_overlaps(functools.partial(getattr, module))
+                check_overlaps(functools.partial(getattr, module))
                 self._delayed[module.wgrad_store] = _DelayedModule(module)
 
         return init
@@ -366,16 +359,6 @@ class _Closed:
 
     def empty(self) -> bool:
         return True
-
-
-def _check_overlaps(value_of: Callable[[str, bool], Any]) -> None:
-    """Raise UserError if one of ``_OVERLAPS`` is enabled."""
-    for name, option in _OVERLAPS.items():
-        if value_of(name, False):
-            raise UserError(
-                "TransformerEngine's weight gradients can be deferred only if their operands are not in the buffers of "
-                f"--tp-comm-overlap; got {option}=True; set it to False (--disable-{option.replace('_', '-')})"
-            )
 
 
 def _outside_schedule() -> UserError:

@@ -21,6 +21,7 @@ _NUMBERS = {
     "global-batch-size": 6,
     "eval-iters": 1,
     "train-iters": 10,
+    "train-samples": None,
     "save-interval": None,
     "seq-length": 32,
     "data-parallel-size": 1,
@@ -32,6 +33,8 @@ _SWITCHES = (
     "use-distributed-optimizer",
     "account-for-embedding-in-pipeline-split",
     "untie-embeddings-and-output-weights",
+    "bf16",
+    "fp16",
 )
 
 
@@ -43,6 +46,9 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("pipeline-model-parallel-layout", "hybrid-layer-pattern", "save", "load", "recompute-granularity"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--moe-token-dispatcher-type", default="allgather")
+    parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--no-masked-softmax-fusion", action="store_false", dest="masked_softmax_fusion")
     parser.add_argument("--ckpt-format", default="torch_dist")
     parser.add_argument("--rampup-batch-size", nargs=3, type=int)
     parser.add_argument("--no-overlap-p2p-communication", action="store_false", dest="overlap_p2p_comm")
