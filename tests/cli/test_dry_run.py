@@ -312,3 +312,45 @@ def test_costs_per_layer_are_for_the_jobs_layout(capsys: Capture, tmp_path: Path
     assert "the layers per stage must add up to 9; got 3, 2, 2, 1" in refusal(
         capsys, [*FOUR, "--costs", str(file)], job
     )
+
+
+def against_stock(out: str) -> str:
+    """What the report says about Megatron's own schedule."""
+    (line,) = [line for line in out.splitlines() if line.startswith("Without the zero-bubble flags")]
+    return line
+
+
+@pytest.mark.parametrize("megatron_lm", [[], ["--megatron-lm"]])
+@pytest.mark.parametrize(("virtual", "stock"), [([], "1f1b"), (["2"], "interleaved-1f1b with 2 stages per rank")])
+def test_megatrons_own_schedule_is_timed_next_to_ours(
+    capsys: Capture, tmp_path: Path, megatron_lm: list[str], virtual: list[str], stock: str
+) -> None:
+    """As a dry run without our flags prints it, also those of a configuration file."""
+    of_stock = ["--num-virtual-stages-per-pipeline-rank", *virtual] if virtual else []
+    ours = ["--zero-bubble-schedule", "interleaved-1f1b" if virtual else "zb-h2", "--zero-bubble-exact"]
+    job, own = [*JOB, *PIPELINE, *of_stock], [*FOUR, *megatron_lm, "--gpu", "h100"]
+    headline = re.search(r"microbatches, ([\d.,]+ ms)", run(capsys, own, job))
+    assert headline is not None
+    line = against_stock(run(capsys, own, [*job, *ours]))
+    assert line.startswith(f"Without the zero-bubble flags, Megatron runs {stock}: {headline[1]}; {ours[1]} takes ")
+    assert line.endswith("takes as long.") == bool(virtual)
+    if not megatron_lm:
+        file = tmp_path / "job.yaml"
+        file.write_text(f"zero-bubble-schedule: {ours[1]}\n")
+        assert against_stock(run(capsys, own, ["--config", str(file), *job])) == line
+
+
+def test_job_that_megatrons_own_schedule_cannot_run_says_so(capsys: Capture) -> None:
+    line = against_stock(run(capsys, FOUR, [*JOB, *PIPELINE, "--num-layers", "10", "--zero-bubble-schedule", "zb-h1"]))
+    assert line.startswith("Without the zero-bubble flags, the job does not run: --num-layers must be divisible by")
+    plain = run(capsys, FOUR, [*JOB, *PIPELINE])
+    assert "Without the zero-bubble flags" not in plain
+
+
+def test_post_validation_is_compared_by_its_span(capsys: Capture, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1}')
+    job, own = [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-h2"], [*FOUR, "--costs", str(costs)]
+    stock = "Without the zero-bubble flags, Megatron runs 1f1b: 57.0 ms; zb-h2 takes "
+    for more, than in ([], "10.5% less"), (["--zero-bubble-post-validation"], "15.8% less"):  # 51 and 48 ms
+        assert against_stock(run(capsys, own, [*job, *more])) == f"{stock}{than} time."

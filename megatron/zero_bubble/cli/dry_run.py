@@ -19,6 +19,7 @@ from megatron.zero_bubble.cli.links import add_link_flags, links_of, with_bandwi
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
+from megatron.zero_bubble.cli.stock import against_stock, stock_schedule
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import BYTES, parse_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
@@ -27,6 +28,7 @@ from megatron.zero_bubble.ir import WHOLE, Placement, Plan, Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job import experts, recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.deciding import decided
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.pattern import contents
 from megatron.zero_bubble.job.runnable import check_runnable
@@ -41,7 +43,6 @@ from megatron.zero_bubble.planning.shards import of_schedule
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
-from megatron.zero_bubble.schedules import build
 
 _COPIES = "Copies to host memory and back are not in the times, unless the costs file has host_ms."
 _COLLECTIVES = "Gathers and reductions are not in the times, unless the costs file has gather_ms and reduce_ms."
@@ -127,7 +128,8 @@ def dry_run(options: argparse.Namespace) -> str:
         _check_host_memory(args.zero_bubble_host_memory, host, costs)
     copied = None if host is None else _COPIES
     recomputed = recomputation.remark(args, args.source, costs.num_microbatches)
-    remarks = filter(None, (_slower(args, timeline, costs), copied, recomputed, experts.remark(args, args.source)))
+    hidden = experts.remark(args, args.source)
+    remarks = filter(None, (*_compared(options, args, timeline, costs), copied, recomputed, hidden))
     notes = (*(f"{line}." for line in replaced), *costs.notes, *remarks)
     sections = [
         groups.text() + groups.warning(),
@@ -141,22 +143,39 @@ def dry_run(options: argparse.Namespace) -> str:
     return "\n".join(section for section in sections if section)
 
 
-def _slower(args: argparse.Namespace, timeline: Timeline, costs: Figures) -> str | None:
-    """Return a sentence if the job's schedule would be slower than 1F1B; None if not, or if they cannot be compared."""
+def _compared(
+    options: argparse.Namespace, args: argparse.Namespace, timeline: Timeline, costs: Figures
+) -> tuple[str | None, ...]:
+    """Return sentences on Megatron's own schedule and on 1F1B, if these can be compared with the job's."""
     if not has_schedule(args) or args.zero_bubble_shard_weights or algorithm_of(timeline.schedule) is not None:
-        return None
-    return slower_than_1f1b(timeline, costs, "span" if args.zero_bubble_post_validation else "makespan")
+        return ()
+    objective: Metric = "span" if args.zero_bubble_post_validation else "makespan"
+    compared = against_stock(options, _flags(options), costs, timeline, objective)
+    return compared, slower_than_1f1b(timeline, costs, objective)
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    """The flags of the job."""
+    return options.job[1:] if options.job[:1] == ["--"] else options.job
 
 
 def _checked_job(options: argparse.Namespace) -> MegatronJob:
     """Parse and check the job's flags as the run does."""
-    from megatron.zero_bubble.training.arguments import parse
+    from megatron.zero_bubble.training.arguments import expanded, parse
     from megatron.zero_bubble.training.checks import check
 
-    job = options.job[1:] if options.job[:1] == ["--"] else options.job
     world_size = options.nodes * options.gpus_per_node
+    job = _flags(options)
+    ranks = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(options.gpus_per_node),
+        "RANK": "-1",
+    }  # writes nothing
+    decision, decisions = decided(job if options.megatron_lm else expanded(job), ranks)
+    job = decision if decisions else job
     if options.megatron_lm:
-        return checked_megatron_job(job, world_size, options.gpus_per_node)
+        read = checked_megatron_job(job, world_size, options.gpus_per_node)
+        return read._replace(replaced=(*read.replaced, *decisions))
     args = parse(job)
     check(args, world_size, options.gpus_per_node)
     if args.zero_bubble_balance_microbatches:
@@ -164,7 +183,7 @@ def _checked_job(options: argparse.Namespace) -> MegatronJob:
             "a dry run needs the number of microbatches of an iteration, which depends on the documents with "
             "--zero-bubble-balance-microbatches; drop the flag, to check the job with microbatches of full length"
         )
-    return MegatronJob(args, (), ())
+    return MegatronJob(args, (), tuple(decisions))
 
 
 def job_schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -> Schedule:
@@ -177,9 +196,7 @@ def job_schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int
     if args.source is not None:
         source: ScheduleSource = args.source
         return source.make(num_microbatches)
-    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": num_microbatches}
-    chunks = args.virtual_pipeline_model_parallel_size
-    return build("interleaved-1f1b", **sizes, num_chunks=chunks) if chunks else build("1f1b", **sizes)
+    return stock_schedule(args, costs.num_ranks, num_microbatches)
 
 
 def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule) -> tuple[Figures, Plan]:

@@ -18,7 +18,7 @@ _DIVIDING = {
     "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
     "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
 }
-"""The flags that divide the layers among stages, beside a layout."""
+"""The flags that divide the layers among stages, other than a layout."""
 
 
 def check_config(args: argparse.Namespace) -> None:

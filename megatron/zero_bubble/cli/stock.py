@@ -1,0 +1,83 @@
+"""What Megatron's own schedule takes in the same job, for ``zero-bubble dry-run``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from megatron.zero_bubble.analysis.score import length_ms, within
+from megatron.zero_bubble.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.cli.job_figures import job_figures
+from megatron.zero_bubble.cli.links import links_of, with_bandwidths
+from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
+from megatron.zero_bubble.cli.rank_groups import RankGroups
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.layout import job_layers
+from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.job.features import OPTIONS
+from megatron.zero_bubble.job.flags import parse_ours
+from megatron.zero_bubble.megatron_lm.fork_flags import modernize
+from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.schedules import build
+
+
+def stock_schedule(args: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Schedule:
+    """Megatron's own schedule for a job without a zero-bubble schedule, by its checked flags."""
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    chunks = args.virtual_pipeline_model_parallel_size
+    return build("interleaved-1f1b", **sizes, num_chunks=chunks) if chunks else build("1f1b", **sizes)
+
+
+def against_stock(
+    options: argparse.Namespace, job: Sequence[str], costs: Figures, timeline: Timeline, objective: Metric
+) -> str:
+    """Return a sentence that compares the job's schedule with the one that Megatron runs without our flags.
+
+    Args:
+        options: the options of ``dry-run``.
+        job: the flags of the job.
+        costs: the figures of the job under its own schedule.
+        timeline: the job's schedule with these figures.
+        objective: what an iteration takes under it: its span with post-validation, else its makespan.
+    """
+    try:
+        args = _without_our_flags(options, job)
+        figures = costs if options.costs is not None else _estimated(options, args)  # a file may be a pipe
+        schedule = stock_schedule(args, costs.num_ranks, costs.num_microbatches)
+        stock_ms = timeline_of(schedule, *figures.on(schedule.placement)).makespan_ms
+    except UserError as error:
+        return f"Without the zero-bubble flags, the job does not run: {error}"
+    own, own_ms = timeline.schedule, length_ms(timeline, objective)
+    chunks = args.virtual_pipeline_model_parallel_size
+    stock = schedule.name + (f" with {chunks} stages per rank" if chunks else "")
+    # Measured stages are divided evenly into finer ones, though a layer cannot be divided.
+    least = "at least " if options.costs is not None and schedule.num_stages > own.num_stages else ""
+    than = f"{abs(own_ms / stock_ms - 1):.1%} {'less' if own_ms < stock_ms else 'more'} time"
+    if within(own_ms, stock_ms) and within(stock_ms, own_ms):
+        than = "as long"
+    return f"Without the zero-bubble flags, Megatron runs {stock}: {least}{stock_ms:,.1f} ms; {own.name} takes {than}."
+
+
+def _without_our_flags(options: argparse.Namespace, job: Sequence[str]) -> argparse.Namespace:
+    """The checked flags of the same job under Megatron's own schedule."""
+    from megatron.zero_bubble.training.arguments import parse
+    from megatron.zero_bubble.training.checks import check
+
+    world_size = options.nodes * options.gpus_per_node
+    if options.megatron_lm:
+        _, others = parse_ours(modernize(job)[0])
+        return checked_megatron_job(others, world_size, options.gpus_per_node).args
+    args = parse(job)
+    for option in OPTIONS:
+        if option.flag != "device":
+            setattr(args, option.dest, None)
+    check(args, world_size, options.gpus_per_node)
+    return args
+
+
+def _estimated(options: argparse.Namespace, args: argparse.Namespace) -> Figures:
+    groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
+    costs = job_figures(args, job_layers(args), options.gpu, None, links_of(options, options.gpus_per_node))
+    estimated = costs.on(args.placement)[0].comm_ms > 0
+    return with_bandwidths(costs, groups, options.gpu, options.link_bandwidth, options.network_bandwidth, estimated)
