@@ -16,6 +16,10 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.job.config import Ctas
+from megatron.zero_bubble.job.nccl import collective_ctas
+from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 
@@ -282,6 +286,24 @@ def test_limit_of_host_memory_is_checked(capsys: Capture) -> None:
     text = refusal(capsys, FOUR, [*OFFLOADED, *offload, "1GiB"])
     assert "must fit in --zero-bubble-host-memory, 1GiB per rank; zb-h2 needs an estimated 14.9 GiB" in text
     assert "on pipeline rank 0, and 31.9 GiB on a node of 4 ranks; raise the limit, or lower the percentage" in text
+
+
+def test_transfers_of_nccl_must_leave_half_of_the_gpu(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in the run, whose GPU has as many multiprocessors."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "output_ms": 0.2, "output_wgrad_ms": 0.2}')
+    own = [*FOUR, "--gpu", "h100", "--costs", str(costs)]
+    job = [*JOB, *PIPELINE, *"--zero-bubble-schedule zb-h1 --zero-bubble-vocabulary-parallel 2".split()]
+    run(capsys, own, job)
+    plan = lower_training(ScheduleSource.by_name("zb-h1", 4, vocabulary=2).make(16))
+    with pytest.raises(UserError) as caught:
+        collective_ctas(Ctas(16), plan, 132)
+    text = refusal(capsys, own, [*job, "--zero-bubble-nccl-ctas", "16"])
+    assert text == f"zero-bubble dry-run: {caught.value}\n"
+    run(capsys, own, [*job, "--zero-bubble-nccl-ctas", "16", "--distributed-backend", "gloo"])
 
 
 def test_dry_run_does_not_load_torch() -> None:

@@ -30,6 +30,7 @@ from megatron.zero_bubble.job import experts, recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.deciding import decided
 from megatron.zero_bubble.job.flags import has_schedule
+from megatron.zero_bubble.job.nccl import collective_ctas
 from megatron.zero_bubble.job.pattern import contents
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
@@ -47,6 +48,8 @@ from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
 _COPIES = "Copies to host memory and back are not in the times, unless the costs file has host_ms."
 _COLLECTIVES = "Gathers and reductions are not in the times, unless the costs file has gather_ms and reduce_ms."
 _NODE = "@node@"
+_MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148}
+"""Of each GPU that can be estimated for."""
 _MOST_PROCESSES = 1_000_000
 """More processes than any cluster has."""
 _GIB = 2**30
@@ -112,7 +115,7 @@ def dry_run(options: argparse.Namespace) -> str:
     bandwidths = options.link_bandwidth, options.network_bandwidth
     costs = with_bandwidths(costs, groups, options.gpu, *bandwidths, estimated)
     schedule = job_schedule(args, costs, costs.num_microbatches)
-    proved = _prove(args, costs)
+    proved = _prove(args, costs, options.gpu)
     select = _selection(args)
     plan = None if select is None else lower_training(schedule, moves=select(schedule))
     if args.zero_bubble_shard_weights:
@@ -217,7 +220,7 @@ def _selection(args: argparse.Namespace) -> MoveSelection | None:
     return None if args.source is None else args.zero_bubble.selection(args.source)
 
 
-def _prove(args: argparse.Namespace, costs: Figures) -> str:
+def _prove(args: argparse.Namespace, costs: Figures, gpu: str) -> str:
     """Prove the plans as the run does, for every batch size of the job, and return a sentence with what was proved."""
     if not has_schedule(args):
         return "The job uses Megatron's built-in schedule, which is not proved."
@@ -235,6 +238,8 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
         moves = () if select is None else select(schedule)
         sharding = config.sharding(costs.num_ranks) if config.shard_weights else None
         training = lower_training(schedule, config.post_receives, config.post_validation, moves, sharding)
+        if queues is not None:
+            collective_ctas(config.ctas, training, _MULTIPROCESSORS[gpu])
         for own in (training, lower_forward_only(schedule, config.post_receives, sharding)):
             if queues is not None:
                 prove_for_queues(own, queues.number, queues.setting, queues.several)
