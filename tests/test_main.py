@@ -73,7 +73,7 @@ def test_flags_are_exactly_the_listed_ones() -> None:
             "--ranks-per-link",
             "--shard-weights", "--unit-microbatches", "--whole-stages", "--gather-ms", "--reduce-ms", "--replicas",
             "--replica-bandwidth", "--tensor-bandwidth", "--pairs",
-            "--equal-passes", "--format",
+            "--equal-passes", "--all", "--format",
         ],
         "playground": ["--help", "--port", "--no-browser"],
         "trace": ["--help", "--iteration", "--format", "--output"],
@@ -97,10 +97,11 @@ def test_text_plan_shows_both_bubble_rates(capsys: Capture) -> None:
     out = run(capsys, *PLAN, *TIMES)
     picture, table = out.split("\n\n", 1)[1].split("\n\n", 1)
     assert picture.splitlines()[0].startswith("rank 0 |F0--- F1--- ")
-    rates = {line.split()[0]: line.split()[1:3] for line in table.splitlines()[1:3]}
+    rates = {line.split()[0]: line.split()[1:4] for line in table.splitlines()[1:3]}
     plan = json.loads(run(capsys, *PLAN, *TIMES, "--format", "json"))
     for metric in ("span", "makespan"):
-        assert rates[metric] == [f"{plan[f'{metric}_ms']:.3f}", f"{plan[f'bubble_rate_{metric}']:.4f}"]
+        bubble, idle = (f"{plan[f'{of}_{metric}']:.4f}" for of in ("bubble_rate", "idle_rate"))
+        assert rates[metric] == [f"{plan[f'{metric}_ms']:.3f}", bubble, idle]
     assert "peak activation 2 microbatches per rank; by rank: 2 2" in table
 
 
@@ -299,6 +300,6 @@ def test_plan_says_when_1f1b_is_faster(capsys: Capture, schedule: str) -> None:
     assert main(["plan", "--schedule", schedule, *words]) == 0
     out = capsys.readouterr().out
     assert main(["plan", "--schedule", "1f1b", *words, "--format", "json"]) == 0
-    baseline = json.loads(capsys.readouterr().out)["span_ms"]
-    sentence = f"SLOWER than 1f1b, which takes {baseline:,.1f} ms span instead of "
+    baseline = json.loads(capsys.readouterr().out)["makespan_ms"]
+    sentence = f"SLOWER than 1f1b, which takes {baseline:,.1f} ms makespan instead of "
     assert (sentence in out) == (schedule == "zb-v")

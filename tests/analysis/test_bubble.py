@@ -47,6 +47,8 @@ def test_run_equal_to_its_plan_has_the_plans_bubble(data: st.DataObject) -> None
     assert bubble.num_iterations == 3
     assert bubble.measured == pytest.approx(timeline.bubble_rate("span"), abs=1e-9)
     assert bubble.planned == pytest.approx(instant.bubble_rate("span"), abs=1e-9)
+    assert bubble.idle == pytest.approx(timeline.idle_rate("span"), abs=1e-9)
+    assert bubble.planned_idle == pytest.approx(instant.idle_rate("span"), abs=1e-9)
 
 
 @pytest.mark.parametrize("algorithm", [1, 2])
@@ -66,12 +68,13 @@ def test_iterations_are_weighted_by_length_and_use_their_busiest_rank() -> None:
         for rank, (a, b) in enumerate(((8.0, 10.0), (4.0, 20.0)))
     ]
     assert bubble_of(rows).measured == pytest.approx(1 - (8 + 20) / (10 + 30))
+    assert bubble_of(rows).idle == pytest.approx(1 - (6 + 15) / (10 + 30))
 
 
 def test_stage_without_times_has_no_bubble() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=1)
     rows = [RankIterations((RankIteration(0.0, 0.0),), order, {}) for order in schedule.order]
-    assert bubble_of(rows) == Bubble(1, 0.0, 0.0)
+    assert bubble_of(rows) == Bubble(1, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_a_pair_counts_once() -> None:

@@ -69,15 +69,15 @@ def test_layers_of_several_kinds(capsys: Capture, costs: list[str]) -> None:
     even = run_json(capsys, "plan", "--schedule", "zb-h1", *costs)
     plan = run_json(capsys, "plan", "--schedule", "zb-h1", *costs, "--layout", "auto")
     assert "pipeline_model_parallel_layout" not in even
-    assert sum(plan["layers_per_stage"]) == 11 and plan["span_ms"] < even["span_ms"]
-    assert plan["shorter_than"]["even_split"] == pytest.approx(1 - plan["span_ms"] / even["span_ms"])
+    assert sum(plan["layers_per_stage"]) == 11 and plan["makespan_ms"] < even["makespan_ms"]
+    assert plan["shorter_than"]["even_split"] == pytest.approx(1 - plan["makespan_ms"] / even["makespan_ms"])
 
 
 def test_zb_auto_plans_layout_and_placement_within_the_limit(capsys: Capture, costs: list[str]) -> None:
     flags = ["plan", "--schedule", "zb-auto", *costs, "--layout", "auto", "--memory-limit", "0.8p"]
     both = run_json(capsys, *flags)
     one = [run_json(capsys, *flags, "--placement", placement) for placement in ("linear", "vee")]
-    assert both["span_ms"] == pytest.approx(min(plan["span_ms"] for plan in one))
+    assert both["makespan_ms"] == pytest.approx(min(plan["makespan_ms"] for plan in one))
     assert [len(plan["layers_per_stage"]) for plan in one] == [4, 8]
     assert "met, peak" in run(capsys, *flags)
     assert both["gap"] >= -1e-9
@@ -88,7 +88,7 @@ def test_a_schedule_file_gets_a_layout_for_its_order(capsys: Capture, costs: lis
     file.write_text(run(capsys, "plan", "--schedule", "zb-h1", *costs, "--format", "json"))
     plan = run_json(capsys, "plan", "--schedule-file", str(file), *costs, "--layout", "auto")
     by_name = run_json(capsys, "plan", "--schedule", "zb-h1", *costs, "--layout", "auto")
-    assert (plan["span_ms"], plan["layers_per_stage"]) == (by_name["span_ms"], by_name["layers_per_stage"])
+    assert (plan["makespan_ms"], plan["layers_per_stage"]) == (by_name["makespan_ms"], by_name["layers_per_stage"])
 
 
 def test_slices_and_layouts_together(capsys: Capture) -> None:
@@ -107,19 +107,21 @@ def test_compare_has_rows_for_layouts_beside_the_even_split_and_a_divided_vocabu
     assert {"1f1b (layout by cost)", "zb-v (layout by cost)", "zb-auto (layout by cost)"} <= set(laid_out)
     for name in laid_out:
         plain = rows[name.removesuffix(" (layout by cost)")]
-        assert plain["layout"] is None and rows[name]["span_ms"] <= plain["span_ms"] * (1 + 1e-9)
+        assert plain["layout"] is None and rows[name]["makespan_ms"] <= plain["makespan_ms"] * (1 + 1e-9)
         for algorithm in (1, 2):
             assert rows[f"{plain['schedule']} (vocabulary {algorithm})"]["vocabulary"] == algorithm
     flags_of_plan = ["plan", "--schedule", "zb-h1", *costs[:2], "--num-ranks", "2", "--num-microbatches", "4"]
     plan = run_json(capsys, *flags_of_plan, "--layout", "auto")
     row = rows["zb-h1 (layout by cost)"]
-    assert (row["layout"], row["span_ms"]) == (plan["pipeline_model_parallel_layout"], plan["span_ms"])
-    best = min((rows[name] for name in laid_out if rows[name]["within_limit"]), key=lambda row: float(row["span_ms"]))
-    divided = min(row["span_ms"] for row in rows.values() if row["vocabulary"] and row["within_limit"])
-    assert table["gain_of_vocabulary"] == pytest.approx(1 - divided / best["span_ms"])
+    assert (row["layout"], row["makespan_ms"]) == (plan["pipeline_model_parallel_layout"], plan["makespan_ms"])
+    best = min(
+        (rows[name] for name in laid_out if rows[name]["within_limit"]), key=lambda row: float(row["makespan_ms"])
+    )
+    divided = min(row["makespan_ms"] for row in rows.values() if row["vocabulary"] and row["within_limit"])
+    assert table["gain_of_vocabulary"] == pytest.approx(1 - divided / best["makespan_ms"])
     text = run(capsys, *flags)
     assert f"--pipeline-model-parallel-layout '{row['layout']}': " in text
-    assert f"best layout: '{best['layout']}' with {best['schedule']}, {best['span_ms']:.3f} ms" in text
+    assert f"best layout: '{best['layout']}' with {best['schedule']}, {best['makespan_ms']:.3f} ms" in text
     assert f"{abs(table['gain_of_vocabulary']):.2%}" in text.split("vocabulary parallelism, ")[1].splitlines()[0]
     assert "of equally many layers per stage within the limit" in text
     without = run_json(capsys, *flags, "--vocabulary", "off")

@@ -52,7 +52,7 @@ def test_json_has_the_moves(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_limit_is_met_by_offloading(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--schedule", "zb-h2", *UNITS, "--wgrad-memory", "0.3", "--memory-limit", "1.2p")
+    words = ("--schedule", "zb-h2", *UNITS, "--wgrad-memory", "0.3", "--memory-limit", "1.2p", "--objective", "span")
     assert "EXCEEDED" in out_of(capsys, "plan", *words)
     text = out_of(capsys, "plan", *words, "--offload", "auto", "--host-ms", "1.5")
     assert "memory limit 4.8 microbatches: met" in text

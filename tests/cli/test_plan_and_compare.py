@@ -117,7 +117,7 @@ def test_zb_auto_uses_costs_per_stage(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_compare_lists_every_schedule_and_sorts_fitting_ones_first(capsys: Capture) -> None:
-    table = run_json(capsys, "compare", *SIZES, *TIMES, "--max-chunks", "2")
+    table = run_json(capsys, "compare", *SIZES, *TIMES, "--max-chunks", "2", "--all")
     rows = {(row["schedule"], row["placement"]): row for row in table["rows"]}
     names = ("interleaved-1f1b", "breadth-first", "gis", "gis-h", "pipe-offload", "zero-pp", "zb-interleaved")
     looped_names = {f"{name} x2" for name in names}
@@ -127,23 +127,23 @@ def test_compare_lists_every_schedule_and_sorts_fitting_ones_first(capsys: Captu
     for name in fitted:
         on = "interleaved" if " x" in name else "vee"
         own, pattern = rows[name, on], rows[name.removesuffix(" fitted"), on]
-        assert own["span_ms"] <= pattern["span_ms"]
+        assert own["makespan_ms"] <= pattern["makespan_ms"]
         assert own["peak_microbatches"] <= pattern["peak_microbatches"]
     assert rows.keys() >= {("zb-auto", "linear"), ("zb-auto", "vee")}
-    order = [(not row["within_limit"], row["span_ms"]) for row in table["rows"]]
+    order = [(not row["within_limit"], row["makespan_ms"]) for row in table["rows"]]
     assert order == sorted(order)
     h1, h2 = rows["zb-h1", "linear"], rows["zb-h2", "linear"]
     assert (h1["within_limit"], h2["within_limit"], h2["peak_microbatches"]) == (True, False, 7.0)
     own = Placement.linear(4)
     plain = simulate(build("1f1b", num_ranks=4, num_microbatches=8), PassCosts.uniform(own, 2.0, 2.0, 1.0, 0.5))
     assert rows["1f1b", "linear"]["speedup_over_1f1b"] == 1.0
-    assert h1["speedup_over_1f1b"] == pytest.approx(plain.span_ms / h1["span_ms"])
+    assert h1["speedup_over_1f1b"] == pytest.approx(plain.makespan_ms / h1["makespan_ms"])
     looped = rows["interleaved-1f1b x2", "interleaved"]
-    assert h1["speedup_over_interleaved"] == pytest.approx(looped["span_ms"] / h1["span_ms"])
+    assert h1["speedup_over_interleaved"] == pytest.approx(looped["makespan_ms"] / h1["makespan_ms"])
     assert [h1["messages"], looped["messages"], rows["zb-auto", "vee"]["messages"]] == [48, 112, 96]
     assert h1["message_bytes"] is None
     for placement, ms in table["lower_bound_ms"].items():
-        assert ms <= rows["zb-auto", placement]["span_ms"] * (1 + 1e-9)
+        assert ms <= rows["zb-auto", placement]["makespan_ms"] * (1 + 1e-9)
 
 
 def test_compare_sorts_by_makespan(capsys: Capture) -> None:
@@ -157,7 +157,7 @@ def test_compare_sorts_by_makespan(capsys: Capture) -> None:
 
 def test_compare_reports_omitted_schedules_with_reasons(capsys: Capture) -> None:
     out = run(capsys, "compare", *SIZES, *TIMES, "--equal-passes")
-    assert "no linear schedule within the limit has a span below" in out
+    assert "no linear schedule within the limit has a makespan below" in out
     tight = run(capsys, "compare", *SIZES, *TIMES, "--equal-passes", "--memory-limit", "0.2p")
     assert "not compared: the memory limit admits no schedule" in tight
     assert "no linear schedule" not in tight
@@ -168,10 +168,12 @@ def test_compare_reports_omitted_schedules_with_reasons(capsys: Capture) -> None
 
 def test_text_table_columns_are_aligned(capsys: Capture) -> None:
     lines = run(capsys, "compare", *SIZES, *TIMES, "--equal-passes", "--activation-memory", "2e9").splitlines()
-    assert lines[0].startswith("4 ranks, 8 microbatches, memory limit 4 microbatches, 7.451 GiB; shortest span first")
+    assert lines[0].startswith(
+        "4 ranks, 8 microbatches, memory limit 4 microbatches, 7.451 GiB; shortest makespan first"
+    )
     h1 = next(line for line in lines if line.startswith("zb-h1"))
-    for label, end in (("span ms", "55.000"), ("bubble", "0.2727"), ("GiB", "7.451"), ("sends", "48")):
-        assert lines[1].index(label) + len(label) == h1.index(end) + len(end)
+    for label, end in (("span ms", "55.000"), ("bubble", "27.27%"), ("GiB", "7.451"), ("sends", "48")):
+        assert lines[1].index(label) + len(label) == h1.index(end) + len(end), label
 
 
 @pytest.mark.parametrize("limit", ["0.5p", "2p"])
@@ -182,7 +184,8 @@ def test_compare_draws_the_first_row_of_the_table(capsys: Capture, limit: str) -
     name, (_, makespan_ms) = first[:22].strip(), re.findall(r"\d+\.\d{3}\b", first)
     assert not first.endswith("over the limit")
     assert picture.startswith(f"{name}: 4 ranks, 8 microbatches, {float(makespan_ms):.1f} ms, ")
-    assert len(picture.split("\n\n")[1].splitlines()) == 4
+    *rows, run_it = picture.split("\n\n")[1].splitlines()
+    assert len(rows) == 4 and run_it.startswith("To run it")
 
 
 def test_compare_draws_nothing_if_no_schedule_is_within_the_limit(capsys: Capture) -> None:
@@ -207,8 +210,10 @@ def test_compare_shows_progress_on_a_terminal_only(
     assert main(["compare", *SIZES, *TIMES, "--max-chunks", "2", "--equal-passes"]) == 0
     shown = capsys.readouterr().err.split("\r\x1b[K")
     if terminal:
-        assert shown[:3] == ["", "planning 1f1b (1 of 16)", "planning interleaved-1f1b x2 (2 of 16)"]
-        assert shown[-4:] == ["planning zb-auto vee (16 of 16)", "", "computing lower bounds", ""]
+        first = "planning interleaved-1f1b x2 (2 of 15); shortest so far: 1f1b, 60.0 ms"
+        assert shown[:3] == ["", "planning 1f1b (1 of 15)", first]
+        assert re.fullmatch(r"planning zb-auto vee \(15 of 15\); shortest so far: [a-z].*, [\d.]+ ms", shown[-4])
+        assert shown[-3:] == ["", "computing lower bounds", ""]
     else:
         assert shown == [""]
 

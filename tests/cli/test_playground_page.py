@@ -31,7 +31,7 @@ ASK = """
 const [setting, id, done] = arguments;
 const row = rowsOf(setting).find((row) => row.id === id);
 ask(row.query, new AbortController().signal).then((answer) => {
-  const line = answerLine(row, answer, {span: 1, makespan: 1, peak: 1});
+  const line = answerLine(row, answer, {span: 1, makespan: 1, idle: 1, peak: 1});
   const cells = [...line.querySelectorAll("td[data-value]")];
   done({values: cells.map((cell) => Number(cell.dataset.value)), command: line.querySelector("button").title});
 }, (error) => done({error: error.message}));
@@ -69,14 +69,14 @@ def plan(capsys: Capture, *words: str) -> dict[str, Any] | str:
 
 def figures(plan: dict[str, Any]) -> list[float]:
     """Return a plan's figures in the order of the table's columns."""
-    keys = ("span_ms", "bubble_rate_span", "makespan_ms", "bubble_rate_makespan")
+    keys = ("span_ms", "bubble_rate_span", "makespan_ms", "bubble_rate_makespan", "idle_rate_makespan")
     peak = max(plan["peak_activation"]) / plan["num_ranks"]
     return [*(plan[key] for key in keys), peak, plan["lower_bound_ms"], plan["gap"]]
 
 
 def controls_for(flags: dict[str, str]) -> tuple[dict[str, str], dict[str, str], str]:
     """Return the controls' setting for ``flags``, the flags that the page derives from it, and the row's name."""
-    name, objective = flags["schedule"], flags.get("objective", "span")
+    name, objective = flags["schedule"], flags.get("objective", "makespan")
     setting = {key: flags[flag] for key, flag in KEYS.items()} | {"v": flags.get("num-chunks", "2")}
     setting |= {"slices": flags.get("num-slices", "1"), "a": flags.get("attention-share", "0")}
     setting |= {"limit": flags.get("memory-limit", "").removesuffix("p"), "objective": objective}
@@ -84,7 +84,7 @@ def controls_for(flags: dict[str, str]) -> tuple[dict[str, str], dict[str, str],
     setting |= {key: flags.get(flag, "2.5") for key, flag in SHARDS.items()}
     setting["vocabulary"] = flags.get("vocabulary", "off")
     made = {"memory-limit": f"{flags['num-microbatches']}p", **flags, "objective": objective}
-    if objective == "span":
+    if objective == "makespan":
         del made["objective"]
     row = f"{name} x{flags['num-chunks']}" if "num-chunks" in flags else name
     if name in SCHEDULES and SCHEDULES[name].adapts and "equal-passes" not in flags:
@@ -130,8 +130,10 @@ def test_every_schedule_has_a_table_row_and_a_chart(page: WebDriver) -> None:
     expected |= {"zb-auto", *(f"{name} fitted" for name, recipe in SCHEDULES.items() if recipe.adapts)}
     assert names == expected
     assert {title.text for title in page.find_elements("css selector", "figure h2")} == expected
-    rates = [shown(line)[1] for line in page.find_elements("css selector", "tbody tr:not(.over)")]
-    assert rates == sorted(rates)
+    makespans = [shown(line)[2] for line in page.find_elements("css selector", "tbody tr:not(.over)")]
+    assert makespans == sorted(makespans)
+    best = page.find_element("id", "best").text
+    assert best.startswith("Shortest within the limit: ") and f"{makespans[0]:.2f} ms, mean idle " in best
     reasons = page.find_element("id", "absent").text
     assert "seq-1f1b, seq-interleaved-1f1b x2, seq-zb-h1: cuts sequences; select 2 or more slices" in reasons
     assert "zb-h2: memory limit 3 microbatches: EXCEEDED by zb-h2, peak 4 microbatches per rank" in reasons
@@ -144,17 +146,17 @@ def test_slider_updates_the_table_to_plans_figures(page: WebDriver, capsys: Capt
 
     before = shown(line_of(page, "1f1b"))
     page.find_element("id", "slider-W").send_keys(Keys.ARROW_RIGHT)
-    page.find_element("css selector", "input[value=makespan]").click()
+    page.find_element("css selector", "input[value=span]").click()
     settle(page)
     assert page.find_element("id", "number-W").get_attribute("value") == "8.5"
     words = "--num-ranks 3 --num-microbatches 4 --forward-ms 10 --backward-ms 11 --wgrad-ms 8.5 --comm-ms 0.5".split()
-    words += ["--memory-limit", "1p", "--objective", "makespan"]
+    words += ["--memory-limit", "1p", "--objective", "span"]
     for name in ("1f1b", "zb-h1", "dualpipe-v", "zb-auto"):
         expected = plan(capsys, "--schedule", name, *words)
         assert isinstance(expected, dict)
         assert shown(line_of(page, name)) == figures(expected)
     assert shown(line_of(page, "1f1b")) != before
-    assert "W=8.5" in page.current_url and "objective=makespan" in page.current_url
+    assert "W=8.5" in page.current_url and "objective=span" in page.current_url
 
 
 def test_lengths_are_typed_and_hide_the_number_of_microbatches(page: WebDriver, capsys: Capture) -> None:

@@ -94,7 +94,7 @@ def test_zb_auto_is_never_longer_than_the_known_schedules_of_its_slices(capsys: 
 
 def test_zb_auto_chooses_a_number_of_slices(capsys: Capture) -> None:
     """Without attention, slices on a V reach the bound; of equal schedules, the one with fewest slices is taken."""
-    times = "--forward-ms 1 --backward-ms 1 --wgrad-ms 1 --memory-limit 1p".split()
+    times = "--forward-ms 1 --backward-ms 1 --wgrad-ms 1 --memory-limit 1p --objective span".split()
     auto = ["plan", "--schedule", "zb-auto", *SIZES, *times]
     assert "num_slices" not in run_json(capsys, *auto)
     chosen = run_json(capsys, *auto, "--num-slices", "auto")
@@ -117,11 +117,11 @@ def test_compare_shows_slices_only_if_asked(capsys: Capture) -> None:
     assert [row for row in sliced["rows"] if row["num_slices"] == 1] == table["rows"]
     assert rows["seq-1f1b n8"]["messages"] == 8 * next(r for r in table["rows"] if r["schedule"] == "1f1b")["messages"]
     for placement, bound in sliced["sliced_lower_bound_ms"].items():
-        assert bound <= min(row["span_ms"] for row in cut if row["placement"] == placement) * (1 + 1e-9)
+        assert bound <= min(row["makespan_ms"] for row in cut if row["placement"] == placement) * (1 + 1e-9)
     assert sliced["sliced_lower_bound_ms"].keys() == {"linear", "vee"}
     text = run(capsys, *command)
-    assert "no linear schedule of whole sequences within the limit has a span below" in text
-    assert "no linear schedule of these slices within the limit has a span below" in text
+    assert "no linear schedule of whole sequences within the limit has a makespan below" in text
+    assert "no linear schedule of these slices within the limit has a makespan below" in text
     header, *lines = text.splitlines()[1 : 2 + len(sliced["rows"])]
     assert {line.rindex("%") for line in lines if not line.endswith("limit")} == {len(header) - 1}
 

@@ -27,7 +27,8 @@ def content(**changes: Any) -> str:
 def test_json_keys_are_exactly_the_documented_ones() -> None:
     assert list(json.loads(content())) == [
         "schedule", "num_ranks", "num_stages", "num_microbatches", "stage_to_rank", "order", "makespan_ms", "span_ms",
-        "bubble_rate_makespan", "bubble_rate_span", "peak_activation",
+        "bubble_rate_makespan", "bubble_rate_span", "idle_rate_makespan", "idle_rate_span", "imbalance",
+        "peak_activation",
     ]  # fmt: skip
 
 
@@ -37,6 +38,8 @@ def test_json_values_of_a_plan() -> None:
     assert (read["stage_to_rank"], read["num_stages"], read["peak_activation"]) == ([0, 1], 2, [2.0, 2.0])
     assert (read["makespan_ms"], read["span_ms"]) == (13.0, 13.0)
     assert read["bubble_rate_makespan"] == read["bubble_rate_span"] == pytest.approx(3 / 13)
+    assert read["idle_rate_makespan"] == read["idle_rate_span"] == pytest.approx(3 / 13)
+    assert read["imbalance"] == 1.0
 
 
 @given(schedules())

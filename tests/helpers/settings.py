@@ -31,7 +31,7 @@ FEATURES = {
     "offload": "--offload auto --host-ms 3",
     "shards": _SHARDS,
     "messages": "--comm-ms 0.5 --message-ms 0.2",
-    "makespan": "--objective makespan",
+    "span": "--objective span",
 }
 
 
@@ -62,7 +62,7 @@ def _by_schedule() -> Iterator[str]:
 def _by_feature() -> Iterator[str]:
     for name in ("zb-h1", "zb-v", "v-half", "interleaved-1f1b", "zb-auto"):
         yield _plan(name, 3, 6, "--equal-passes") if name in ("zb-v", "v-half") else _plan(name, 3, 6)
-        yield _plan(name, 3, 6, FEATURES["messages"], FEATURES["makespan"], "--step-ms 2")
+        yield _plan(name, 3, 6, FEATURES["messages"], FEATURES["span"], "--step-ms 2")
         yield from (_plan(name, 3, 6, flags) for flags in FEATURES.values())
     for pair in combinations(FEATURES.values(), 2):
         yield _plan("zb-auto", 3, 6, *pair)
@@ -88,7 +88,7 @@ def _by_costs() -> Iterator[str]:
 
 
 def _compared() -> Iterator[str]:
-    for more in ("", "--vocabulary auto --layout auto", "--memory-limit 0.6p", "--objective makespan"):
+    for more in ("", "--vocabulary auto --layout auto", "--memory-limit 0.6p", "--objective span"):
         yield f"compare --costs {LAYERS} --num-ranks 4 --num-microbatches 6 {more}".strip()
     for flags in FEATURES.values():
         yield f"compare {TIMES} --num-ranks 4 --num-microbatches 6 {flags}"

@@ -65,14 +65,11 @@ def test_bubble_is_reported_per_log_interval(ranks: RankPool) -> None:
     assert STEPS == 3, "expected iterations are 10 to 12"
     first, (said, written) = ranks.run(2, on_rank)
     assert first == ([], [])
-    lines = [re.fullmatch(r"zero-bubble: iteration (\d+): bubble ([\d.]+)% \(planned ([\d.]+)%\)", s) for s in said]
+    rates = r"bubble ([\d.]+)% \(planned ([\d.]+)%\), mean idle ([\d.]+)% \(planned ([\d.]+)%\)"
+    lines = [re.fullmatch(rf"zero-bubble: iteration (\d+): {rates}", s) for s in said]
     assert [line and line[1] for line in lines] == ["10", "12"]
-    assert [(name, at) for name, _, at in written] == [
-        ("zero-bubble/measured", 10),
-        ("zero-bubble/planned", 10),
-        ("zero-bubble/measured", 12),
-        ("zero-bubble/planned", 12),
-    ]
+    names = ("measured", "planned", "idle", "planned-idle")
+    assert [(name, at) for name, _, at in written] == [(f"zero-bubble/{name}", at) for at in (10, 12) for name in names]
     shown = [f"{value:.1%}" for _, value, _ in written]
-    assert shown == [f"{line[i]}%" for line in lines if line for i in (2, 3)]
+    assert shown == [f"{line[i]}%" for line in lines if line for i in (2, 3, 4, 5)]
     assert all(0.0 <= value < 1.0 for _, value, _ in written)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import PassCosts, Placement, Schedule, Timeline, build, simulate
 from megatron.zero_bubble.analysis.timeline import Span
 from megatron.zero_bubble.ir import Pass
-from megatron.zero_bubble.render.text import headline, render_text
+from megatron.zero_bubble.render.text import headline, imbalance, render_text
 from tests.helpers.strategies import costs_for, schedules
 
 
@@ -55,7 +56,20 @@ def test_measured_timeline_starts_at_its_first_pass() -> None:
     spans = (Span(Pass.parse("0F0"), 100.0, 101.0), Span(Pass.parse("0BW0"), 102.0, 104.0))
     timeline = Timeline(schedule, (spans,))
     assert render_text(timeline) == "rank 0 |F0 ...BW0-- |\n"
-    assert headline(timeline) == ("1f1b: 1 ranks, 1 microbatches, 4.0 ms, bubble 25.0% of makespan, 25.0% of span")
+    rates = "bubble 25.0% of makespan, 25.0% of span, mean idle 25.0%"
+    assert headline(timeline) == f"1f1b: 1 ranks, 1 microbatches, 4.0 ms, {rates}"
+
+
+def test_a_rank_with_more_work_is_named() -> None:
+    schedule = build("zb-h1", num_ranks=4, num_microbatches=8)
+    costs = PassCosts.uniform(schedule.placement, 4.0, 5.0, 3.0)
+    heavy = replace(costs, forward_ms=(4.0, 4.0, 4.0, 24.0))
+    timeline = simulate(schedule, heavy)
+    assert headline(timeline).endswith(f"mean idle {timeline.idle_rate('makespan'):.1%}")
+    assert timeline.idle_rate("makespan") > timeline.bubble_rate("makespan") + 0.4
+    assert imbalance(timeline) == "rank 3 has 1.88 x the mean work of the ranks"
+    assert imbalance(simulate(schedule, costs)) is None
+    assert imbalance(simulate(schedule, replace(costs, forward_ms=(4.0, 4.0, 4.0, 5.0)))) is None
 
 
 def test_empty_timeline() -> None:

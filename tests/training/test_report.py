@@ -42,15 +42,19 @@ def test_progress_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -
 def test_bubble_is_appended_to_the_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "metrics"
     with Progress(True, 100, str(file)) as progress:
-        progress.iterations([metrics(9), metrics(10)], BubbleMetrics(10, 2, 0.1254, 0.1))
-        progress.iterations([metrics(11)], BubbleMetrics(11, 1, 0.2, 0.1, 11, 2, 1))
-        progress.iterations([], BubbleMetrics(12, 1, 0.2, 0.1, 11, 2, 1))
+        progress.iterations([metrics(9), metrics(10)], BubbleMetrics(2, 0.1254, 0.1, 0.31, 0.25, 10))
+        progress.iterations([metrics(11)], BubbleMetrics(1, 0.2, 0.1, 0.3, 0.2, 11, 11, 2, 1))
+        progress.iterations([], BubbleMetrics(1, 0.2, 0.1, 0.3, 0.2, 12, 11, 2, 1))
     first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("tokens/s | bubble 12.5% (planned 10.0%)")
-    assert second.endswith("tokens/s | bubble 20.0% (planned 10.0%) | steps 11, waited 2, repeated 1")
+    assert first.endswith("tokens/s | bubble 12.5% (planned 10.0%), mean idle 31.0% (planned 25.0%)")
+    rates = "bubble 20.0% (planned 10.0%), mean idle 30.0% (planned 20.0%)"
+    assert second.endswith(f"tokens/s | {rates} | steps 11, waited 2, repeated 1")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["train", "train", "bubble", "train", "bubble", "bubble"]
-    assert lines[2] == {"kind": "bubble", "iteration": 10, "num_iterations": 2, "measured": 0.1254, "planned": 0.1}
+    idle = {"idle": 0.31, "planned_idle": 0.25}
+    assert lines[2] == {
+        "kind": "bubble", "iteration": 10, "num_iterations": 2, "measured": 0.1254, "planned": 0.1, **idle
+    }  # fmt: skip
     assert (lines[4]["steps"], lines[4]["waited"], lines[4]["repeated"]) == (11, 2, 1)
 
 

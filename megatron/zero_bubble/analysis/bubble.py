@@ -53,11 +53,20 @@ class Bubble:
         planned: the bubble rate of the last iteration's schedule, simulated with the mean pass times and without
             transfer times. ``measured`` exceeds it because of late messages, host gaps and passes of unequal length.
             If the microbatches may have different lengths, the times are those of the last iteration's own passes.
+        idle, planned_idle: the same with the mean work of the ranks in place of that of the busiest one.
     """
 
     num_iterations: int
     measured: float
     planned: float
+    idle: float
+    planned_idle: float
+
+    def __str__(self) -> str:
+        return (
+            f"bubble {self.measured:.1%} (planned {self.planned:.1%}), "
+            f"mean idle {self.idle:.1%} (planned {self.planned_idle:.1%})"
+        )
 
 
 def bubble_of(ranks: Sequence[RankIterations]) -> Bubble:
@@ -65,13 +74,15 @@ def bubble_of(ranks: Sequence[RankIterations]) -> Bubble:
     together = list(zip(*(rank.iterations for rank in ranks), strict=True))
     span_ms = sum(max(row.span_ms for row in iteration) for iteration in together)
     work_ms = sum(max(row.work_ms for row in iteration) for iteration in together)
+    mean_ms = sum(sum(row.work_ms for row in iteration) / len(iteration) for iteration in together)
     schedule = _schedule(ranks)
     none = (0.0,) * schedule.num_stages
     means = {key: ms for rank in ranks for key, ms in rank.pass_ms.items()}
     last = {work: ms for rank in ranks for work, ms in (rank.last_ms or {}).items()}
     times = _MeasuredTimes(none, none, none, pass_ms=means, own_ms=last)
-    planned = simulate(schedule, times).bubble_rate("span")
-    return Bubble(len(together), (span_ms - work_ms) / span_ms if span_ms else 0.0, planned)
+    planned = simulate(schedule, times)
+    measured, idle = ((span_ms - ms) / span_ms if span_ms else 0.0 for ms in (work_ms, mean_ms))
+    return Bubble(len(together), measured, planned.bubble_rate("span"), idle, planned.idle_rate("span"))
 
 
 def _schedule(ranks: Sequence[RankIterations]) -> Schedule:

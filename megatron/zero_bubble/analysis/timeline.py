@@ -104,6 +104,11 @@ class Timeline:
         """Mean computing time of the ranks."""
         return sum(self.work_by_rank) / len(self.work_by_rank) if self.work_by_rank else 0.0
 
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest rank, divided by the mean of the ranks; 1 if all have equal work."""
+        return self.work_ms / self.mean_work_ms if self.mean_work_ms else 1.0
+
     @cached_property
     def work_by_rank(self) -> tuple[float, ...]:
         """Computing time of each rank in ms."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.score import length_ms, within
@@ -19,21 +20,22 @@ from megatron.zero_bubble.cli.compare_table import Row, Table, table_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout
 from megatron.zero_bubble.cli.offload import add_offload, offloading, offloads
-from megatron.zero_bubble.cli.plan import add_search
-from megatron.zero_bubble.cli.plan_text import picture
+from megatron.zero_bubble.cli.plan import add_search, counts_in_p
+from megatron.zero_bubble.cli.plan_text import imbalance_text, picture
 from megatron.zero_bubble.cli.progress import progress, working
 from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shards, number_or_auto
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
+from megatron.zero_bubble.cli.winner import how_to_run
 from megatron.zero_bubble.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.answer import Answer, answer
-from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, most_chunks
+from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, comparable, most_chunks
 from megatron.zero_bubble.planning.choosers import search_limits, with_costs
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.offer import Offer
-from megatron.zero_bubble.planning.plans import bound, peak_memory, rank_memory
+from megatron.zero_bubble.planning.plans import about_1p, bound, peak_memory, rank_memory
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import ZB_AUTO
@@ -88,6 +90,11 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         help=f"list schedules for passes of equal length only as published; by default a second row, {FITTED!r}, has "
         "their passes reordered for the given costs within the same memory",
     )
+    verb.add_argument(
+        "--all",
+        action="store_true",
+        help="also list the schedules that are only for comparison, because another one is better in every respect",
+    )
     verb.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
     verb.set_defaults(command=compare)
 
@@ -103,6 +110,7 @@ def compare(options: argparse.Namespace) -> str:
     by_cost = options.layout == BY_COST
     costs = costs.evenly() if by_cost else costs
     limit = costs.limit(options.memory_limit or "1p")
+    about_limit = about_1p(costs) if counts_in_p(options) else None
     searched, without = with_costs(costs, placements(options.placement or "auto", costs.num_ranks, options.num_chunks))
     chunks = most_chunks(options.max_chunks, costs)
     cuts = cuts_of(options)
@@ -126,6 +134,7 @@ def compare(options: argparse.Namespace) -> str:
     if replicas is not None:
         listed += comparison.sharded(costs, replicas)
         listed += comparison.tensor(costs, replicas, rate) if rate is not None else ()
+    listed, hidden = comparable(listed, options.all)
     rows, absent, best, break_even = _simulated(listed, limit, options.objective, replicas)
     bounds_of = partial(_bounds, options.objective, () if options.pairs else searched, limit, moves)
     with working("computing lower bounds"):
@@ -139,7 +148,7 @@ def compare(options: argparse.Namespace) -> str:
         lower_bound_ms=bounds,
         sliced_lower_bound_ms=sliced_bounds,
         rows=_with_speedups(rows, options.objective),
-        absent=tuple(absent),
+        absent=(*absent, *hidden),
         gain_of_vocabulary=None,
         break_even=break_even,
     )
@@ -147,24 +156,41 @@ def compare(options: argparse.Namespace) -> str:
     costs = variants[-1].costs
     if options.format == "json":
         return json.dumps(asdict(table), indent=2) + "\n"
-    text = table_text(table, costs) + (f"{sentence}\n" if (sentence := verdict(costs, options.objective)) else "")
+    text = table_text(table, costs, about_limit)
+    text += f"{sentence}\n" if (sentence := verdict(costs, options.objective)) else ""
     if best is None:
         return text
-    bound = " (a lower bound)" if costs.halves(best.schedule.placement) else ""
-    return f"{text}\nShortest within the limit{bound}: {picture(best)}"
+    timeline, candidate, row = best
+    bound = " (a lower bound)" if costs.halves(timeline.schedule.placement) else ""
+    uneven = imbalance_text(timeline, costs, by_cost, any(variant.algorithm for variant in variants))
+    run = how_to_run(options, candidate, row)
+    return f"{text}\nShortest within the limit{bound}: {picture(timeline)}{uneven}{run}\n"
+
+
+class _Winner(NamedTuple):
+    """The shortest schedule within the limit."""
+
+    timeline: Timeline
+    candidate: Candidate
+    row: Row
 
 
 def _simulated(
     candidates: Sequence[Candidate | DroppedVariant], limit: float, objective: Metric, replicas: Replicas | None = None
-) -> tuple[list[Row], list[str], Timeline | None, BreakEven | None]:
-    """Return the rows, the reasons why schedules are missing, the shortest timeline within the limit, and how long a
+) -> tuple[list[Row], list[str], _Winner | None, BreakEven | None]:
+    """Return the rows, the reasons why schedules are missing, the shortest schedule within the limit, and how long a
     message must take for another schedule to be shorter.
 
     No other timeline is kept: on 64 ranks, all of them together need more than a gigabyte.
     """
-    rows, absent, best, contenders = [], [], None, Contenders(objective)
+    rows, absent, contenders = [], [], Contenders(objective)
+    best: _Winner | None = None
     shortest = True, math.inf
-    with progress("planning", [(each.name, each) for each in candidates]) as listed:
+
+    def so_far() -> str:
+        return "" if best is None else f"; shortest so far: {best.row.schedule}, {shortest[1]:,.1f} ms"
+
+    with progress("planning", [(each.name, each) for each in candidates], so_far) as listed:
         for found in chain.from_iterable(map(_answered, listed)):
             if isinstance(found, DroppedVariant):
                 absent.append(found.reason)
@@ -178,7 +204,7 @@ def _simulated(
                 contenders.add(own, f"{row.schedule} ({row.placement})", row.messages, ms)
                 length = row.is_lower_bound, ms  # a known length is better than any lower bound
                 if best is None or length < shortest:
-                    best, shortest = timeline, length
+                    best, shortest = _Winner(timeline, candidate, row), length
     return rows, list(dict.fromkeys(absent)), best, contenders.break_even()  # several schedules may lack the same
 
 
@@ -248,6 +274,9 @@ def _row(timeline: Timeline, made: Answer, candidate: Candidate, limit: float, r
         makespan_ms=timeline.makespan_ms,
         bubble_rate_span=timeline.bubble_rate("span"),
         bubble_rate_makespan=timeline.bubble_rate("makespan"),
+        idle_rate_span=timeline.idle_rate("span"),
+        idle_rate_makespan=timeline.idle_rate("makespan"),
+        imbalance=timeline.imbalance,
         peak_microbatches=max(timeline.peak_activation),
         peak_memory=kept,
         messages=whole * schedule.num_slices,

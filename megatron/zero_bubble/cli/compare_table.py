@@ -12,6 +12,7 @@ from megatron.zero_bubble.cli.break_even import BreakEven
 from megatron.zero_bubble.cli.divisions import division_lines, mark
 from megatron.zero_bubble.cli.layouts import compared
 from megatron.zero_bubble.cli.plan_text import SLOW
+from megatron.zero_bubble.planning.candidates import FITTED
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.search.loops import compiled
 
@@ -25,6 +26,8 @@ class Row:
         span_ms, makespan_ms: length of an iteration; the longest span of a rank, and the time from the first pass of
             any rank to the last.
         bubble_rate_span, bubble_rate_makespan: share of either in which the busiest rank does not compute.
+        idle_rate_span, idle_rate_makespan: the same as a mean over all ranks.
+        imbalance: work of the busiest rank, divided by the mean of the ranks.
         peak_microbatches: the highest peak of a rank, in microbatches of that rank.
         peak_memory: the same, in the unit of the costs.
         messages: number of messages between ranks per iteration.
@@ -51,6 +54,9 @@ class Row:
     makespan_ms: float
     bubble_rate_span: float
     bubble_rate_makespan: float
+    idle_rate_span: float
+    idle_rate_makespan: float
+    imbalance: float
     peak_microbatches: float
     peak_memory: float
     messages: int
@@ -98,10 +104,15 @@ class Table:
         return next((row for row in rows if (row.vocabulary if divided else row.layout) is not None), None)
 
 
-def table_text(table: Table, costs: Figures) -> str:
-    """Format the table as text columns, followed by the lower bounds."""
+def table_text(table: Table, costs: Figures, about_limit: str | None = None) -> str:
+    """Format the table as text columns, followed by what they mean, and by the lower bounds.
+
+    Args:
+        about_limit: a sentence on the memory limit.
+    """
     width = max(22, *(len(row.schedule) + 1 for row in table.rows)) if table.rows else 22
-    head = f"{'':{width}}{'placement':12}{'span ms':>11}{'bubble':>8}{'makespan ms':>13}{'bubble':>8}{'peak':>7}"
+    head = f"{'':{width}}{'placement':12}{'span ms':>11}{'bubble':>8}{'makespan ms':>13}{'bubble':>8}{'idle':>8}"
+    head += f"{'peak':>7}"
     moves = any(row.offloaded_share is not None for row in table.rows)
     head += f"{'moved':>8}{'host':>8}" if moves else ""
     units = any(row.gathers is not None for row in table.rows)
@@ -111,16 +122,19 @@ def table_text(table: Table, costs: Figures) -> str:
     lines = [
         *costs.notes,
         f"{size}, memory limit {costs.show(table.memory_limit)}; shortest {table.objective} first",
+        *([] if about_limit is None else [about_limit]),
         head + f"{'vs 1F1B':>9}{'vs best interleaved':>21}",
     ]
     for row in table.rows:
-        line = f"{row.schedule:{width}}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.4f}"
-        line += f"{row.makespan_ms:13.3f}{row.bubble_rate_makespan:8.4f}{row.peak_microbatches:7.4g}"
+        line = f"{row.schedule:{width}}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.2%}"
+        line += f"{row.makespan_ms:13.3f}{row.bubble_rate_makespan:8.2%}{row.idle_rate_makespan:8.2%}"
+        line += f"{row.peak_microbatches:7.4g}"
         line += _moved(row, costs) if moves else ""
         line += _collectives(row) if units else ""
         line += f"{_gib(row.peak_memory if costs.in_bytes else None)}{row.messages:7}{_gib(row.message_bytes)}"
         line += f"{_percent(row.speedup_over_1f1b):>9}{_percent(row.speedup_over_interleaved):>21}"
         lines.append(line + ("" if row.within_limit else "   over the limit") + mark(row))
+    lines += _legend(table)
     whole = " of whole sequences" if any(row.num_slices > 1 for row in table.rows) else ""
     whole += " of equally many layers per stage" if any(row.layout for row in table.rows) else ""
     for of, bounds in ((whole, table.lower_bound_ms), (" of these slices", table.sliced_lower_bound_ms)):
@@ -132,6 +146,19 @@ def table_text(table: Table, costs: Figures) -> str:
     if not compiled():
         lines.append(f"planned{SLOW}")
     return "\n".join(lines) + "\n"
+
+
+def _legend(table: Table) -> Iterator[str]:
+    """Yield what the columns mean."""
+    yield (
+        "bubble: share of the time in which the busiest rank does not compute; idle: the mean of all ranks, of the "
+        "makespan"
+    )
+    yield "peak: microbatches on the fullest rank; sends: messages between ranks per iteration"
+    if any(row.speedup_over_1f1b is not None for row in table.rows):
+        yield f"vs: gain in throughput, by the {table.objective}; +25.0% takes 20.0% less time"
+    if any(FITTED in row.schedule for row in table.rows):
+        yield f"{FITTED}: passes reordered for these costs, in the memory of the published order"
 
 
 def _layouts(table: Table) -> Iterator[str]:

@@ -42,10 +42,14 @@ from megatron.zero_bubble.planning.plans import message_memory, rank_memory, slo
 from megatron.zero_bubble.planning.question import of_run
 from megatron.zero_bubble.planning.shards import of_schedule
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource
-from megatron.zero_bubble.render.text import headline
+from megatron.zero_bubble.render.text import headline, imbalance
 from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
 
 _COPIES = "Copies to host memory and back are not in the times, unless the costs file has host_ms."
+_BALANCE = (
+    "another --pipeline-model-parallel-layout (zero-bubble plan --layout auto finds one) or "
+    "--zero-bubble-vocabulary-parallel may balance the ranks"
+)
 _COLLECTIVES = "Gathers and reductions are not in the times, unless the costs file has gather_ms and reduce_ms."
 _NODE = "@node@"
 _MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148}
@@ -132,7 +136,8 @@ def dry_run(options: argparse.Namespace) -> str:
     copied = None if host is None else _COPIES
     recomputed = recomputation.remark(args, args.source, costs.num_microbatches)
     hidden = experts.remark(args, args.source)
-    remarks = filter(None, (*_compared(options, args, timeline, costs), copied, recomputed, hidden))
+    uneven = None if (found := imbalance(timeline)) is None else f"{found}: {_BALANCE}"
+    remarks = filter(None, (*_compared(options, args, timeline, costs), uneven, copied, recomputed, hidden))
     notes = (*(f"{line}." for line in replaced), *costs.notes, *remarks)
     sections = [
         groups.text() + groups.warning(),

@@ -13,12 +13,12 @@ from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_summary
 from megatron.zero_bubble.cli.lengths import Lengths, add_lengths, loads_of
 from megatron.zero_bubble.cli.offload import add_offload, offload_summary, offloading, offloads
-from megatron.zero_bubble.cli.plan_text import limit_text, period_text, plan_text
+from megatron.zero_bubble.cli.plan_text import imbalance_text, limit_text, period_text, plan_text
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.shards import add_shards, number_or_auto, replicas_of, shard_summary, shards, with_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
-from megatron.zero_bubble.costs.units import refuse_huge
+from megatron.zero_bubble.costs.units import parse_memory_limit, refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import PlanFile, read_plan_file
 from megatron.zero_bubble.formats.torch_csv import plan_to_csv, schedule_to_csv
@@ -34,7 +34,7 @@ from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import written
-from megatron.zero_bubble.planning.plans import ADAPTING, limit_verdict, slower_than_1f1b
+from megatron.zero_bubble.planning.plans import ADAPTING, about_1p, limit_verdict, slower_than_1f1b
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
 from megatron.zero_bubble.render.svg import render_svg, zoomable
@@ -117,7 +117,8 @@ def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> Non
     verb.add_argument(
         "--memory-limit",
         metavar="LIMIT",
-        help=f"activation-memory limit per rank, in units of 1F1B's peak (1p) or as a size (60GiB); {limit}",
+        help="activation-memory limit per rank, in units of p microbatches on the rank that keeps most of one (1p: "
+        f"1F1B's peak if all ranks keep as much), or as a size (60GiB); {limit}",
     )
     verb.add_argument(
         "--placement",
@@ -127,9 +128,9 @@ def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> Non
     verb.add_argument(
         "--objective",
         choices=("span", "makespan"),
-        default="span",
-        help="length to minimize: span if the optimizer step of a rank does not wait for other ranks "
-        "(--zero-bubble-post-validation), makespan if it does (default: span)",
+        default="makespan",
+        help="length to minimize: makespan if the optimizer step waits for all ranks, as Megatron's does, span if it "
+        "does not wait for other ranks (--zero-bubble-post-validation) (default: makespan)",
     )
 
 
@@ -150,6 +151,9 @@ def plan(options: argparse.Namespace) -> str:
         return written(made)
     divided = division_text(costs, timeline.schedule.placement)
     text = plan_text(timeline, costs) + (divided if layouts is None else layout_summary(layouts))
+    neither = units is not None or made.question.pairs
+    divides = layouts is not None or neither, algorithm_of(timeline.schedule) is not None or neither
+    text += imbalance_text(timeline, costs, *divides)
     text += "".join(f"{each}\n" for each in made.dropped)
     if lengths is not None:
         return text + lengths.text()
@@ -160,11 +164,18 @@ def plan(options: argparse.Namespace) -> str:
     text += "" if offload_plan is None else offload_summary(offload_plan, costs)
     text += "" if units is None or over is None else shard_summary(over, units, costs)
     text += limit_text(timeline, costs, certificate) if certificate else ""
+    if counts_in_p(options) and made.question.limit is not None and (about := about_1p(made.question.costs)):
+        text += f"{about}\n"
     if made.question.limit is not None and timeline.schedule.overlaps:
         text += f"{limit_verdict(timeline, costs, made.question.limit)[1]}\n"
     if options.step_ms is not None:
         text += period_text(timeline, costs, options.step_ms, only_synchronous=units is not None)
     return text
+
+
+def counts_in_p(options: argparse.Namespace) -> bool:
+    """Whether the memory limit is in units of p microbatches, as it is by default."""
+    return parse_memory_limit(options.memory_limit or DEFAULT_LIMIT)[1] == "p"
 
 
 def question_of(options: argparse.Namespace) -> Question:

@@ -10,7 +10,7 @@ from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import limit_verdict, message_memory, rank_memory
 from megatron.zero_bubble.render.excerpt import draw
-from megatron.zero_bubble.render.text import headline
+from megatron.zero_bubble.render.text import headline, imbalance
 from megatron.zero_bubble.search.loops import compiled
 
 _WIDEST = 160
@@ -20,15 +20,16 @@ SLOW = " in pure Python, which searches less; reinstall with pybind11 and a C++ 
 
 
 def plan_text(timeline: Timeline, costs: Figures) -> str:
-    """Format the picture, and a table with both lengths and bubble rates."""
+    """Format the picture, and a table with both lengths, their bubble rates, and the mean idle share of all ranks."""
     peaks = timeline.peak_activation
     listed = " ".join(f"{peak:.4g}" for peak in peaks)
     return (
         "".join(f"{note}\n" for note in costs.notes) + f"{picture(timeline)}\n"
-        f"{'metric':10}{'ms':>12}{'bubble rate':>14}   measured from\n"
-        f"{'span':10}{timeline.span_ms:12.3f}{timeline.bubble_rate('span'):14.4f}   "
+        f"{'metric':10}{'ms':>12}{'bubble rate':>14}{'mean idle':>12}   measured from\n"
+        f"{'span':10}{timeline.span_ms:12.3f}{timeline.bubble_rate('span'):14.4f}{timeline.idle_rate('span'):12.4f}   "
         "first to last pass of a rank, longest rank: the optimizer does not wait for other ranks\n"
-        f"{'makespan':10}{timeline.makespan_ms:12.3f}{timeline.bubble_rate('makespan'):14.4f}   "
+        f"{'makespan':10}{timeline.makespan_ms:12.3f}{timeline.bubble_rate('makespan'):14.4f}"
+        f"{timeline.idle_rate('makespan'):12.4f}   "
         "first to last pass over all ranks: the optimizer waits for every rank\n\n"
         f"peak activation {max(peaks):.4g} microbatches per rank; by rank: {listed}\n{_bytes_by_rank(timeline, costs)}"
     )
@@ -38,6 +39,21 @@ def picture(timeline: Timeline) -> str:
     """Draw a timeline below its headline, as wide as the terminal."""
     columns = shutil.get_terminal_size((_WIDEST, 24)).columns
     return f"{headline(timeline)}\n\n{draw(timeline, min(columns, _WIDEST))}"
+
+
+def imbalance_text(timeline: Timeline, costs: Figures, layout: bool = False, vocabulary: bool = False) -> str:
+    """Name the rank with the most work, and the flags that divide the work better; empty if all have about as much.
+
+    Args:
+        layout, vocabulary: whether the plan has a layout by cost, or a divided vocabulary; if one, the other would
+            replace it; if both, neither helps.
+    """
+    if (found := imbalance(timeline)) is None:
+        return ""
+    if costs.layers is None:
+        return f"{found}: to try --layout auto, give --config, or costs with layers_per_stage\n"
+    others = ["--layout auto"] * (not layout) + ["--vocabulary auto"] * (not vocabulary)
+    return f"{found}{': try ' if others else ''}{' or '.join(others)}{' instead' if len(others) == 1 else ''}\n"
 
 
 def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:

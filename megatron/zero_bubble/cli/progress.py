@@ -51,13 +51,17 @@ class _Step:
 
 
 @contextmanager
-def progress(verb: str, steps: Sequence[tuple[str, T]]) -> Iterator[Iterator[T]]:
-    """Iterate over named steps, and show ``verb``, the name and the number of the current one."""
+def progress(
+    verb: str, steps: Sequence[tuple[str, T]], so_far: Callable[[], str] = lambda: ""
+) -> Iterator[Iterator[T]]:
+    """Iterate over named steps, and show ``verb``, the name and the number of the current one, and the text that
+    ``so_far`` returns.
+    """
     shown = _Step(verb)
 
     def each() -> Iterator[T]:
         for number, (name, step) in enumerate(steps, 1):
-            shown.begin(f"{verb} {name} ({number} of {len(steps)})")
+            shown.begin(f"{verb} {name} ({number} of {len(steps)}){so_far()}")
             yield step
 
     with shown.reported():

@@ -94,6 +94,9 @@ def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> 
         "span_ms": timeline.span_ms,
         "bubble_rate_makespan": timeline.bubble_rate("makespan"),
         "bubble_rate_span": timeline.bubble_rate("span"),
+        "idle_rate_makespan": timeline.idle_rate("makespan"),
+        "idle_rate_span": timeline.idle_rate("span"),
+        "imbalance": timeline.imbalance,
         "peak_activation": timeline.peak_activation,
     }
     if certificate is not None:

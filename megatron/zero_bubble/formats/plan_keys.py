@@ -71,6 +71,9 @@ PLAN_KEYS = (
     Key("span_ms", "number", "end of a rank's last pass minus start of its first pass, for the longest rank"),
     Key("bubble_rate_makespan", "number", "(makespan - work) / makespan, with the work of the busiest rank"),
     Key("bubble_rate_span", "number", "(span - work) / span, with the work of the busiest rank"),
+    Key("idle_rate_makespan", "number", "(makespan - work) / makespan, with the mean work of the ranks"),
+    Key("idle_rate_span", "number", "(span - work) / span, with the mean work of the ranks"),
+    Key("imbalance", "number", "work of the busiest rank, divided by the mean of the ranks: 1 if all have equal work"),
     Key("peak_activation", "list of numbers", "per rank: its peak, in units of what one microbatch keeps on it"),
     Key(
         "message_peak",

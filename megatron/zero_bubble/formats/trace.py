@@ -184,6 +184,8 @@ def _figures(timelines: Sequence[Timeline]) -> dict[str, float]:
         "span_ms": median(t.span_ms for t in timelines),
         "bubble_rate_makespan": median(t.bubble_rate("makespan") for t in timelines),
         "bubble_rate_span": median(t.bubble_rate("span") for t in timelines),
+        "idle_rate_makespan": median(t.idle_rate("makespan") for t in timelines),
+        "idle_rate_span": median(t.idle_rate("span") for t in timelines),
     }
 
 

@@ -35,13 +35,12 @@ class JobBubble(BubbleMeter):
         bubble = self.read(parallel_state.get_pipeline_model_parallel_group())
         if bubble is None or dist.get_rank() != dist.get_world_size() - 1:
             return
-        print(
-            f"zero-bubble: iteration {iteration}: bubble {bubble.measured:.1%} (planned {bubble.planned:.1%})",
-            flush=True,
-        )
+        print(f"zero-bubble: iteration {iteration}: {bubble}", flush=True)
         from megatron.training import global_vars  # exists only in a Megatron-LM job
 
         writer = global_vars.get_tensorboard_writer()
         if writer is not None:
             writer.add_scalar("zero-bubble/measured", bubble.measured, iteration)
             writer.add_scalar("zero-bubble/planned", bubble.planned, iteration)
+            writer.add_scalar("zero-bubble/idle", bubble.idle, iteration)
+            writer.add_scalar("zero-bubble/planned-idle", bubble.planned_idle, iteration)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from megatron.zero_bubble.formats.plan import Certificate
@@ -65,7 +65,8 @@ def answer(question: Question, choosers: Sequence[Chooser] = CHOOSERS) -> Answer
         UserError: when there is no plan; the reason is that of the first variant.
     """
     started = time.perf_counter()
-    found = best(_asking(choosers)(question), partial(score, question))
+    asked = replace(question, ends=question.adds_nothing)
+    found = best(_asking(choosers)(asked), partial(score, question))
     own, seconds = found.offer, time.perf_counter() - started
     offered = own.schedule, own.costs, own.layouts, own.offloaded, own.shards
     return Answer(*offered, question=question, dropped=found.dropped, seconds=seconds)

@@ -71,6 +71,23 @@ class Candidate(NamedTuple):
     tensor_bytes: float | None = None
 
 
+def comparable(
+    candidates: Iterable[Candidate | DroppedVariant], everything: bool
+) -> tuple[list[Candidate | DroppedVariant], list[str]]:
+    """Leave out the schedules that are only for comparison, unless ``everything`` is asked for, and say which.
+
+    With pairs, they hide the all-to-all of experts as no other does, and stay.
+    """
+    kept, names = [], []
+    for each in candidates:
+        known = None if isinstance(each, DroppedVariant) else SCHEDULES.get(str(each.question.schedule))
+        if known is None or everything or not known.only_compared or each.question.pairs:  # type: ignore[union-attr]
+            kept.append(each)
+        else:
+            names.append(known.name)
+    return kept, [f"{name}: only for comparison; --all lists it" for name in dict.fromkeys(names)]
+
+
 class _Way(NamedTuple):
     """How to make one schedule."""
 
@@ -156,6 +173,8 @@ class Comparison:
                 continue
             yield from self._named(recipe, costs)
             for way in self._named(recipe, costs) if recipe.adapts and self.refit else ():
+                if costs.halves(recipe.placement(costs.num_ranks, recipe.num_chunks(way.question.num_chunks[0]))):
+                    continue  # the costs of its stages are not known, only a lower bound
                 name = f"{way.name} {FITTED}"
                 yield _Way(name, name, replace(way.question, fits=True))
         yield from self._searches(costs)

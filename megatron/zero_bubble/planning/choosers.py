@@ -191,7 +191,7 @@ def _made(question: Question, variant: Variant) -> Iterator[Schedule]:
             return
         if question.known:
             yield from known_schedules(costs, placement, objective)
-        yield auto(costs, limit, placement, objective, cut or WHOLE)
+        yield auto(costs, limit, placement, objective, cut or WHOLE, ends=question.ends)
 
 
 def _named(question: Question) -> Schedule:
@@ -204,7 +204,7 @@ def _named(question: Question) -> Schedule:
         limit = math.inf if question.limit is None else question.limit
         return with_units(make, costs, question.objective, limit)
     schedule = make(unit_microbatches=question.unit if question.has_units else None)
-    return fitted(schedule, costs, question.objective) if question.fits else schedule
+    return fitted(schedule, costs, question.objective, question.ends) if question.fits else schedule
 
 
 def _hiding(question: Question) -> Iterator[Schedule]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron.zero_bubble.analysis.bounds import Bound, lower_bound, lower_bound_with_offload
-from megatron.zero_bubble.analysis.memory import message_peaks, most_kept
+from megatron.zero_bubble.analysis.memory import message_peaks, most_kept, peaks_in_order
 from megatron.zero_bubble.analysis.score import length_ms, within
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
@@ -22,6 +22,8 @@ from megatron.zero_bubble.search.auto import fit, zb_auto
 from megatron.zero_bubble.search.placements import Placements, placements
 from megatron.zero_bubble.search.sliced import sliced_auto
 
+_ALIKE = 0.005
+"""Relative difference between two amounts of memory up to which they count as equal."""
 _LITTLE = 0.03
 """Effort of the search for a draft."""
 ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
@@ -34,10 +36,11 @@ def auto(
     objective: Metric,
     slices: Slices = WHOLE,
     effort: float = 1.0,
+    ends: bool = False,
 ) -> Schedule:
     """Search with ``zb_auto`` on a placement, or on the best of several, each with its own figures.
 
-    Schedules of several slices have a search of their own, without ``effort``.
+    Schedules of several slices have a search of their own, without ``effort`` and ``ends``.
     """
     choices = placements(placement, costs.num_ranks)
     finest = max(choices, key=lambda on: on.num_stages)
@@ -46,7 +49,8 @@ def auto(
     if len(slices) > 1:
         return _sliced_auto(costs, limit, choices, objective, slices)
     on = costs.on(finest)
-    return zb_auto(*on, *sizes, limit, placement=choices, objective=objective, effort=effort, figures=costs.on)
+    how = {"placement": choices, "objective": objective, "effort": effort, "figures": costs.on, "ends": ends}
+    return zb_auto(*on, *sizes, limit, **how)  # type: ignore[arg-type]
 
 
 def _sliced_auto(
@@ -107,11 +111,11 @@ def quick_bound(costs: Figures, placement: Placement, limit: float | None, objec
     return lower_bound(*costs.on(placement), placement, costs.num_microbatches, limit, objective, effort=None).value_ms
 
 
-def fitted(schedule: Schedule, costs: Figures, objective: Metric) -> Schedule:
+def fitted(schedule: Schedule, costs: Figures, objective: Metric, ends: bool = False) -> Schedule:
     """Refit a schedule for equal passes to these costs (``fit``). Other schedules are returned unchanged."""
     if schedule.name not in ADAPTING:
         return schedule
-    return fit(schedule, *costs.on(schedule.placement), objective=objective)
+    return fit(schedule, *costs.on(schedule.placement), objective=objective, ends=ends)
 
 
 def with_units(make: Callable[..., Schedule], costs: Figures, objective: Metric, limit: float) -> Schedule:
@@ -134,6 +138,16 @@ def limit_verdict(timeline: Timeline, costs: Figures, memory_limit: float) -> tu
     verdict = "met" if is_met else f"EXCEEDED by {timeline.schedule.name}"
     limit = costs.show(memory_limit)
     return is_met, f"memory limit {limit}: {verdict}, peak {costs.show(peak)} per rank"
+
+
+def about_1p(costs: Figures) -> str | None:
+    """Say how much memory ``1p`` is, and the peak of 1F1B, if they differ by more than rounding."""
+    one = costs.limit("1p")
+    schedule = build("1f1b", num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
+    peak = max(peaks_in_order(schedule, costs.on(schedule.placement)[1]))
+    if abs(peak - one) <= _ALIKE * one:
+        return None
+    return f"1p is {costs.show(one)}; 1F1B itself peaks at {costs.show(peak)} with these costs"
 
 
 def slower_than_1f1b(timeline: Timeline, costs: Figures, objective: Metric) -> str | None:

@@ -67,6 +67,7 @@ class Question:
         known: whether a search also offers schedules that may be better once activations move to host memory.
         pairs: whether the all-to-all of experts runs beneath computation: in pairs of a forward and a backward if the
             schedule has them, else beneath weight gradients.
+        ends: whether a search ends at a lower bound; for a schedule to which nothing is added (``adds_nothing``).
     """
 
     costs: Figures
@@ -87,6 +88,12 @@ class Question:
     recompute_logits: bool = False
     known: bool = False
     pairs: bool = False
+    ends: bool = False
+
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether the answer is the schedule that a search finds, without passes or ops that are inserted later."""
+        return not (self.variants or self.offload or self.shards or self.by_cost or self.pairs or self.known)
 
     @property
     def adapts(self) -> bool:

@@ -17,7 +17,7 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs.units import format_bytes
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.render.svg import COLOURS, MEANING
-from megatron.zero_bubble.render.text import size_of
+from megatron.zero_bubble.render.text import imbalance, size_of
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -73,8 +73,15 @@ def _summary(compared: Comparison) -> str:
         f"{planned.makespan_ms:,.1f} ms, bubble {planned.bubble_rate('makespan'):.1%} of the makespan and "
         f"{planned.bubble_rate('span'):.1%} of the span; measured {measured.makespan_ms:,.1f} ms, "
         f"{measured.bubble_rate('makespan'):.1%} and {measured.bubble_rate('span'):.1%}. "
-        f"The ranks' clocks agree to {error_ms:.3f} ms."
+        f"Mean idle of ranks: planned {planned.idle_rate('makespan'):.1%} of the makespan, measured "
+        f"{measured.idle_rate('makespan'):.1%}. "
+        f"The ranks' clocks agree to {error_ms:.3f} ms.{_advice(measured)}"
     )
+
+
+def _advice(measured: Timeline) -> str:
+    uneven = imbalance(measured)
+    return "" if uneven is None else f" Measured, {uneven}: balance the layers of the stages, or divide the vocabulary."
 
 
 def _legend(compared: Comparison) -> str:

@@ -16,6 +16,8 @@ from megatron.zero_bubble.ir.passes import AND
 
 _LONGEST = 12
 """Largest width of a pass in characters, even if short passes then lose their numbers."""
+_UNEVEN = 1.1
+"""From this multiple of the mean work on, the busiest rank is worth a sentence."""
 _MOST_COLUMNS = 100_000
 """Largest width of the picture, even if passes that are far shorter than waits then lose their labels."""
 CUT = " ~~ "
@@ -41,13 +43,21 @@ def render_text(timeline: Timeline, max_width: int | None = None) -> str:
 
 
 def headline(timeline: Timeline) -> str:
-    """Format name, size, makespan and both bubble rates in one line."""
+    """Format name, size, makespan, both bubble rates, and the mean idle share of all ranks, in one line."""
     schedule = timeline.schedule
     return (
         f"{schedule.name}: {size_of(schedule)}, "
         f"{timeline.makespan_ms:,.1f} ms, bubble {timeline.bubble_rate('makespan'):.1%} of makespan, "
-        f"{timeline.bubble_rate('span'):.1%} of span"
+        f"{timeline.bubble_rate('span'):.1%} of span, mean idle {timeline.idle_rate('makespan'):.1%}"
     )
+
+
+def imbalance(timeline: Timeline) -> str | None:
+    """Name the rank with the most work; None if it has at most 1.1 times the mean."""
+    if timeline.imbalance <= _UNEVEN:
+        return None
+    rank = timeline.work_by_rank.index(timeline.work_ms)
+    return f"rank {rank} has {timeline.imbalance:.3g} x the mean work of the ranks"
 
 
 def size_of(schedule: Schedule) -> str:

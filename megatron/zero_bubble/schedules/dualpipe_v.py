@@ -98,4 +98,5 @@ RECIPE = Recipe(
     build=build,
     shape="vee",
     has_pairs=True,
+    only_compared=True,
 )

@@ -36,6 +36,7 @@ class Recipe:
         has_units: whether it runs units of microbatches; ``build`` then also accepts their size.
         has_pairs: whether it can run forwards at the same time as backwards, to hide the all-to-all of experts;
             ``build`` then also accepts ``pairs``.
+        only_compared: whether another schedule is at least as good in every respect.
         adapts: whether it is made for equal passes, so that the search can refit it to known costs in the same memory.
     """
 
@@ -49,6 +50,7 @@ class Recipe:
     sliced: bool = False
     has_units: bool = False
     has_pairs: bool = False
+    only_compared: bool = False
 
     def placement(self, num_ranks: int, num_chunks: int) -> Placement:
         """Return the placement of its stages; only an interleaved schedule uses ``num_chunks``."""

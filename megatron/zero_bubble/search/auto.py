@@ -53,6 +53,7 @@ def zb_auto(
     start: Schedule | None = None,
     linear: Figures | None = None,
     figures: Callable[[Placement], Figures] | None = None,
+    ends: bool = False,
 ) -> Schedule:
     """Search for the schedule with the smallest ``objective`` within ``memory_limit``; equal on every machine.
 
@@ -75,6 +76,8 @@ def zb_auto(
             ``costs`` and ``memory`` together are not those of a rank.
         figures: the figures for each placement, instead of all others; where it raises ``UserError``, the placement is
             left out of several.
+        ends: whether the search for a placement ends at its lower bound. The schedule is then the shortest, but it may
+            be worse in other respects, such as room for further passes.
 
     Raises:
         UserError: for counts below 1, figures for another number of stages, or a limit that admits no schedule; the
@@ -97,7 +100,7 @@ def zb_auto(
     best, is_shortest = _planned_as_few(feasible, bound, effort, known)
     if best is None or not is_shortest:
         known += [best] if best is not None else []
-        best = _Known(*_search(feasible, bound, effort, known)[0][1:])
+        best = _Known(*_search(feasible, bound, effort, known, ends)[0][1:])
     return best.problem.schedule("zb-auto", best.rows)
 
 
@@ -133,21 +136,28 @@ class _Known(NamedTuple):
 
 
 def _search(
-    problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, known: Sequence[_Known]
+    problems: Sequence[Problem],
+    bound: Callable[[Problem], float],
+    effort: float,
+    known: Sequence[_Known],
+    ends: bool = False,
 ) -> list[tuple[float, Rows, Problem]]:
     """Return good rows for ``problems`` (one problem per placement) with their costs, shortest first.
 
     The first placements are one stage per rank and a V. The others only add to what is found on them, so that more
     choices never make a result longer.
+
+    Args:
+        ends: whether rows that reach their bound end the search for their placement.
     """
     first = [problem for problem in problems if problem.is_line or problem.is_vee]
-    found = _compared(first, bound, effort, known) if first else []
+    found = _compared(first, bound, effort, known, ends) if first else []
     others = [problem for problem in problems if problem not in first]
     if len(others) > 1:
         others = _promising(others, bound, effort, found[0][0] if found else INFEASIBLE)
     for problem in others:
         if not found or is_less((bound(problem),), (found[0][0],)):
-            found = sorted(found + _compared([problem], bound, effort, known), key=itemgetter(0))
+            found = sorted(found + _compared([problem], bound, effort, known, ends), key=itemgetter(0))
     return found
 
 
@@ -165,16 +175,17 @@ def _promising(
 
 
 def _compared(
-    problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, known: Sequence[_Known]
+    problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, known: Sequence[_Known], ends: bool
 ) -> list[tuple[float, Rows, Problem]]:
     """Search all of ``problems`` that may be the shortest, as ``_search``."""
     drafts: list[Draft] = []
     for problem in reversed(problems):  # the V first: within 1F1B's memory, it is mostly shorter than the linear bound
-        if not drafts or bound(problem) <= drafts[0].cost:
-            given = [rows for rows, of in known if of == problem]
-            found = draft(problem, effort_besides(problem) * effort, given)
+        least = bound(problem)
+        if not drafts or least <= drafts[0].cost:
+            given, ends_at = [rows for rows, of in known if of == problem], least if ends else -INFEASIBLE
+            found = draft(problem, effort_besides(problem) * effort, given, ends_at)
             drafts.append(found)
-            if is_less((bound(problem),), (found.cost,)):
+            if is_less((least,), (found.cost,)):
                 drafts += filter(None, [steep_draft(problem, effort)])
     close = _CLOSE * min(found.cost for found in drafts)
     polished = [(*rows, found.problem) for found in drafts if found.cost <= close for rows in found.polish()]
@@ -208,7 +219,9 @@ def _planned_as_few(
     return plan, is_shortest
 
 
-def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: Metric = "span") -> Schedule:
+def fit(
+    schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: Metric = "span", ends: bool = False
+) -> Schedule:
     """Refit a schedule on a V or a loop that was made for passes of equal length to these costs; the result is never
     longer.
 
@@ -216,14 +229,15 @@ def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: 
         schedule: the schedule to refit; the result has its name, and no rank exceeds the peak of its fullest rank.
         costs: costs of its stages.
         memory: memory of its stages.
-        objective: as in ``zb_auto``.
+        objective, ends: as in ``zb_auto``.
 
     Raises:
         UserError: for figures for another number of stages.
     """
     limit = max(most_kept(timed(schedule, costs, memory), memory))
     sizes = schedule.num_ranks, schedule.num_microbatches
-    found = zb_auto(costs, memory, *sizes, limit, placement=(schedule.placement,), objective=objective, start=schedule)
+    how = {"placement": (schedule.placement,), "objective": objective, "start": schedule, "ends": ends}
+    found = zb_auto(costs, memory, *sizes, limit, **how)  # type: ignore[arg-type]
     return replace(found, name=schedule.name)
 
 

@@ -80,11 +80,13 @@ class Workbench:
 
     Args:
         ends: whether nothing is left of the budget once no rank waits in some rows, because none are better.
+        least: a lower bound on the cost; once some rows have it, nothing is left of the budget either.
     """
 
-    def __init__(self, problem: Problem, budget: float, ends: bool = False) -> None:
+    def __init__(self, problem: Problem, budget: float, ends: bool = False, least: float = -INFEASIBLE) -> None:
         self.problem, self.left = problem, budget
         self._best = sum(problem.work) / problem.num_ranks * (1 + ROUNDING) if ends else -INFEASIBLE
+        self._least = least + abs(least) * ROUNDING
         self._loops = loops(problem)
         self._passes = 3 * problem.num_stages * problem.num_microbatches
         self._raw: dict[Seed, Packed] = {}
@@ -168,7 +170,7 @@ class Workbench:
     def _priced(self, rows: Packed, derivation: Derivation | None = None) -> PricedRows:
         self.left -= self._passes
         found = PricedRows(*self._loops.evaluate(rows), rows, derivation)
-        if found.mean <= self._best:
+        if found.mean <= self._best or found.cost <= self._least:
             self.left = min(self.left, 0.0)
         return found
 
@@ -199,8 +201,12 @@ class Draft:
         yield from ((found.cost, workbench.unpack(found)) for found in distinct(pool, _MOST_POLISHED))
 
 
-def draft(problem: Problem, effort: float, known: Iterable[Rows] = ()) -> Draft:
-    """Search from all seeds, the published schedules and ``known`` rows; the result is not longer than these."""
+def draft(problem: Problem, effort: float, known: Iterable[Rows] = (), least: float = -INFEASIBLE) -> Draft:
+    """Search from all seeds, the published schedules and ``known`` rows; the result is not longer than these.
+
+    Args:
+        least: a lower bound on the cost, which ends the search once it is reached.
+    """
     is_compiled = compiled() is not None
     passes = 3 * problem.num_stages * problem.num_microbatches
     is_large = problem.num_ranks > _MOST_RANKS
@@ -208,11 +214,11 @@ def draft(problem: Problem, effort: float, known: Iterable[Rows] = ()) -> Draft:
     per_pass = _BUDGET_PER_PASS[is_compiled] * min(1.0, _FULL_BUDGET_RANKS / problem.num_ranks)
     budget = effort * (_BUDGET[is_compiled] * part + per_pass * passes) * (problem.share_of_a_vee if is_large else 1.0)
     small = _miniature(problem, _SCREENED * budget)
-    workbench = Workbench(small, budget, ends=small is problem)
+    workbench = Workbench(small, budget, small is problem, least if small is problem else -INFEASIBLE)
     pool = list(_varied(workbench, (1 - _VARIED) * budget, list(_screened(workbench, (1 - _SCREENED) * budget))))
     if small is not problem:
         derivations = _ranked(workbench, (1 - _RANKED) * budget, pool)
-        workbench = Workbench(problem, workbench.left, ends=True)
+        workbench = Workbench(problem, workbench.left, True, least)
         pool = list(_derived(workbench, (1 - _DERIVED) * budget, derivations, _surveyed(problem)))
     pool = distinct(pool, _MOST_REFILLED)
     # One microbatch at a time, compacted: equal to a greedy list schedule after its W passes fill the gaps.

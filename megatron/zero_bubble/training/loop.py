@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -280,10 +280,8 @@ class Trainer:
             return None
         steps = None if self._ahead is None else self._ahead.tally()
         return BubbleMetrics(
+            **asdict(bubble),
             iteration=self.state.iteration,
-            num_iterations=bubble.num_iterations,
-            measured=bubble.measured,
-            planned=bubble.planned,
             steps=steps and steps.steps,
             waited=steps and steps.waited,
             repeated=steps and steps.repeated,

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from megatron.zero_bubble.analysis.bubble import Bubble
 from megatron.zero_bubble.errors import UserError
 
 _BAR = 24
@@ -33,21 +34,17 @@ class IterationMetrics:
 
 
 @dataclass(frozen=True)
-class BubbleMetrics:
+class BubbleMetrics(Bubble):
     """Bubble of the iterations since the previous report: a line of ``--metrics-file`` with ``"kind": "bubble"``.
 
     Attributes:
         iteration: the last iteration.
-        measured, planned: bubble rates by span (``analysis.bubble``).
         steps: with post-validation, the number of optimizer steps so far, the same on every rank.
         waited, repeated: with post-validation, the number of steps that ranks waited for, and that they rolled back and
             repeated, each summed over all ranks.
     """
 
     iteration: int
-    num_iterations: int
-    measured: float
-    planned: float
     steps: int | None = None
     waited: int | None = None
     repeated: int | None = None
@@ -143,7 +140,7 @@ class Progress:
         if skipped:
             text += f" | skipped {skipped}"
         if bubble is not None:
-            text += f" | bubble {bubble.measured:.1%} (planned {bubble.planned:.1%})"
+            text += f" | {bubble}"
             if bubble.steps is not None:
                 text += f" | steps {bubble.steps}, waited {bubble.waited}, repeated {bubble.repeated}"
         if self._bar:

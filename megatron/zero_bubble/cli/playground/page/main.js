@@ -71,9 +71,9 @@ function say(text) {
 function paint() {
   const {setting, rows, answers, refusals} = shown;
   const {objective} = setting;
-  const rate = ({id}) => answers.get(id).plan[`bubble_rate_${objective}`];
+  const length = ({id}) => answers.get(id).plan[`${objective}_ms`];
   const over = ({id}) => Number(!answers.get(id).limit.kept);
-  const known = rows.filter(({id}) => answers.has(id)).sort((a, b) => over(a) - over(b) || rate(a) - rate(b));
+  const known = rows.filter(({id}) => answers.has(id)).sort((a, b) => over(a) - over(b) || length(a) - length(b));
   const pending = rows.filter(({id}) => !answers.has(id) && !refusals.has(id));
   document.getElementById("results").dataset.objective = objective;
   paintTable(known, pending, answers);
@@ -88,6 +88,7 @@ function paintTable(known, pending, answers) {
   const worst = {
     span: Math.max(...plans.map((plan) => plan.bubble_rate_span)),
     makespan: Math.max(...plans.map((plan) => plan.bubble_rate_makespan)),
+    idle: Math.max(...plans.map((plan) => plan.idle_rate_makespan)),
     peak: Math.max(...plans.flatMap((plan) => plan.peak_activation)),
   };
   const made = known.map((row) => {
@@ -122,10 +123,10 @@ function reason(names, sentence) {
 function paintBest(known, answers, objective) {
   const best = known.find(({id}) => answers.get(id).limit.kept);
   const plain = answers.get("1f1b");
-  const text = (plan) => percent(plan[`bubble_rate_${objective}`]);
-  const parts = best ? ["Smallest bubble within the limit: ", element("b", {textContent: best.id}),
-    `, ${text(answers.get(best.id).plan)}`] : ["No schedule is within the limit"];
-  if (best && plain) parts.push(` of ${objective} (1F1B: ${text(plain.plan)})`);
+  const text = (plan) => `${ms(plan[`${objective}_ms`])} ms, mean idle ${percent(plan[`idle_rate_${objective}`])}`;
+  const parts = best ? ["Shortest within the limit: ", element("b", {textContent: best.id}),
+    `, ${text(answers.get(best.id).plan)} of the ${objective}`] : ["No schedule is within the limit"];
+  if (best && plain) parts.push(` (1F1B: ${text(plain.plan)})`);
   document.getElementById("best").replaceChildren(...parts, ".");
 }
 
@@ -139,7 +140,7 @@ function paintPictures(known, answers) {
     const slices = plan.num_slices ? `${plan.num_slices} slices, ` : "";
     const vocabulary = plan.vocabulary ? `vocabulary parallelism ${plan.vocabulary}, ` : "";
     const moved = plan.offload ? `${percent(plan.offloaded_share)} of the forwards move, ` : "";
-    const rates = `${slices}${vocabulary}${moved}bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan`;
+    const rates = `${slices}${vocabulary}${moved}bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan, mean idle ${percent(plan.idle_rate_makespan)}`;
     picture.figures.textContent = limit.kept ? rates : `${rates}; over the memory limit`;
     picture.figures.title = answer.lengths ?? "";
     picture.element.classList.toggle("over", !limit.kept);

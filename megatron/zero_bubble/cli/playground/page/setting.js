@@ -24,7 +24,7 @@ const CONTROLS = [
   {key: "H", flag: "host-ms", label: "copy to the host", hint: "of the activations of a microbatch on one rank, or back",
     unit: "ms", start: "10", min: 0.5, max: 60, step: 0.5, copy: true},
 ];
-const CHOICES = {placement: "any", objective: "span", slices: "1", vocabulary: "off", offload: "none", lengths: ""};
+const CHOICES = {placement: "any", objective: "makespan", slices: "1", vocabulary: "off", offload: "none", lengths: ""};
 const form = document.getElementById("setting");
 
 /** The form's values, as the text that was typed, so that the command has the same text. */

@@ -33,7 +33,7 @@ function memoryCell({peak_activation: peaks, num_ranks: p, memory_limit_microbat
   return made;
 }
 
-/** The table's line for an answer. `worst` has the largest bubble rates and the largest peak in the table. */
+/** The table's line for an answer. `worst` has the largest bubble and idle rates and the largest peak in the table. */
 function answerLine({id, summary}, {plan, limit, command}, worst) {
   const line = element("tr", {className: limit.kept ? "" : "over"});
   const link = element("a", {textContent: id, href: `#picture-${id.replaceAll(" ", "-")}`, title: summary});
@@ -49,6 +49,7 @@ function answerLine({id, summary}, {plan, limit, command}, worst) {
     cell("span", ms(plan.span_ms), plan.span_ms), bubbleCell("span", plan.bubble_rate_span, worst.span),
     cell("makespan", ms(plan.makespan_ms), plan.makespan_ms),
     bubbleCell("makespan", plan.bubble_rate_makespan, worst.makespan),
+    bubbleCell("idle", plan.idle_rate_makespan, worst.idle),
     memoryCell(plan, worst.peak),
     cell("bound", plan.lower_bound_ms === undefined ? "–" : ms(plan.lower_bound_ms), plan.lower_bound_ms),
     limit.kept && plan.gap !== undefined ? cell("gap", percent(plan.gap), plan.gap) : cell("gap", "–", plan.gap),
@@ -59,7 +60,7 @@ function answerLine({id, summary}, {plan, limit, command}, worst) {
 
 function pendingLine({id, summary}, text) {
   const name = element("th", {scope: "row", textContent: id, title: summary});
-  return element("tr", {className: "pending"}, name, element("td", {colSpan: 8, textContent: text}));
+  return element("tr", {className: "pending"}, name, element("td", {colSpan: 9, textContent: text}));
 }
 
 function copyButton(id, command) {
