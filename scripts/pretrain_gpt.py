@@ -6,7 +6,8 @@ torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --config configs/gpt_tiny.ya
 
 import sys
 
+from megatron.zero_bubble.cli.deciding import decided_for_our_loop
 from megatron.zero_bubble.training.pretrain import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(decided_for_our_loop(sys.argv[1:])))

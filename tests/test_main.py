@@ -51,7 +51,9 @@ def test_flags_are_exactly_the_listed_ones() -> None:
         "plan": [
             "--help", "--schedule", "--schedule-file", "--num-ranks", "--num-microbatches", "--forward-ms",
             "--backward-ms", "--wgrad-ms", "--attention-share", "--comm-ms", "--message-ms", "--activation-memory",
-            "--wgrad-memory", "--costs", "--config", "--gpu", "--no-flash-attention", "--memory-limit", "--placement",
+            "--wgrad-memory", "--costs", "--config", "--gpu", "--no-flash-attention",
+            "--link-bandwidth", "--network-bandwidth", "--gpus-per-node",
+            "--memory-limit", "--placement",
             "--objective", "--num-chunks", "--layout", "--num-slices", "--slice-cuts", "--min-slice-tokens",
             "--vocabulary", "--output-ms", "--output-wgrad-ms", "--embedding-ms",
             "--embedding-wgrad-ms", "--collective-ms", "--recompute-logits",
@@ -64,7 +66,9 @@ def test_flags_are_exactly_the_listed_ones() -> None:
         "compare": [
             "--help", "--num-ranks", "--num-microbatches", "--forward-ms", "--backward-ms", "--wgrad-ms",
             "--attention-share", "--comm-ms", "--message-ms", "--activation-memory", "--wgrad-memory", "--costs",
-            "--config", "--gpu", "--no-flash-attention", "--memory-limit", "--placement", "--objective",
+            "--config", "--gpu", "--no-flash-attention",
+            "--link-bandwidth", "--network-bandwidth", "--gpus-per-node",
+            "--memory-limit", "--placement", "--objective",
             "--num-chunks", "--max-chunks", "--num-slices", "--slice-cuts", "--min-slice-tokens", "--layout",
                 "--vocabulary",
             "--output-ms", "--output-wgrad-ms", "--embedding-ms", "--embedding-wgrad-ms", "--collective-ms",
@@ -74,6 +78,10 @@ def test_flags_are_exactly_the_listed_ones() -> None:
             "--shard-weights", "--unit-microbatches", "--whole-stages", "--gather-ms", "--reduce-ms", "--replicas",
             "--replica-bandwidth", "--tensor-bandwidth", "--pairs",
             "--equal-passes", "--all", "--format",
+        ],
+        "advise": [
+            "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--link-bandwidth",
+            "--network-bandwidth", "--host-bandwidth", "--write", "--row", "--may-change", "--quick", "--format",
         ],
         "playground": ["--help", "--port", "--no-browser"],
         "trace": ["--help", "--iteration", "--format", "--output"],

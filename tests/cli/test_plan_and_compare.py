@@ -210,7 +210,7 @@ def test_compare_shows_progress_on_a_terminal_only(
     assert main(["compare", *SIZES, *TIMES, "--max-chunks", "2", "--equal-passes"]) == 0
     shown = capsys.readouterr().err.split("\r\x1b[K")
     if terminal:
-        first = "planning interleaved-1f1b x2 (2 of 15); shortest so far: 1f1b, 60.0 ms"
+        first = "planning interleaved-1f1b x2 (2 of 15); shortest so far: 1f1b, 63.0 ms"
         assert shown[:3] == ["", "planning 1f1b (1 of 15)", first]
         assert re.fullmatch(r"planning zb-auto vee \(15 of 15\); shortest so far: [a-z].*, [\d.]+ ms", shown[-4])
         assert shown[-3:] == ["", "computing lower bounds", ""]

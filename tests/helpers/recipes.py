@@ -13,16 +13,16 @@ class Recipe(NamedTuple):
 
     Attributes:
         nodes: of 8 GPUs.
+        stages: stages of the pipeline.
         bubble: (p - 1) / (v m + p - 1).
-        is_even: whether its passes count as equally long: models with experts are planned so without measured costs.
         pays: whether a change of the schedule is worth it.
     """
 
     nodes: int
     gpu: str
     flags: str
+    stages: int
     bubble: float
-    is_even: bool
     pays: bool
 
 
@@ -59,56 +59,56 @@ def _sizes(pipeline: int, microbatches: int, replicas: int, experts: int = 1) ->
 
 RECIPES = {
     "DeepSeek-V3, 256 GB300": Recipe(
-        32, "b200", DEEPSEEK + _sizes(2, 32, 128, 32) + OF_61.format("m") + "--mtp-num-layers 1", 0.0039, True, False
+        32, "b200", DEEPSEEK + _sizes(2, 32, 128, 32) + OF_61.format("m") + "--mtp-num-layers 1", 16, 0.0039, False
     ),
     "DeepSeek-V3, 256 GB200": Recipe(
-        32, "b200", DEEPSEEK + _sizes(4, 64, 64, 64) + OF_61.format("m") + "--mtp-num-layers 1", 0.0116, True, False
+        32, "b200", DEEPSEEK + _sizes(4, 64, 64, 64) + OF_61.format("m") + "--mtp-num-layers 1", 16, 0.0116, False
     ),
     "DeepSeek-V3, 256 B300, one stage per rank": Recipe(
         32,
         "b200",
         DEEPSEEK + _sizes(8, 64, 32, 32) + "--pipeline-model-parallel-layout 'Et*7|(t*8|)*6t*6L'",
+        8,
         0.0986,
-        True,
         True,
     ),
     "DeepSeek-V3, 256 B300, two stages per rank": Recipe(
-        32, "b200", DEEPSEEK + _sizes(8, 64, 32, 32) + OF_61.format(""), 0.0519, True, True
+        32, "b200", DEEPSEEK + _sizes(8, 64, 32, 32) + OF_61.format(""), 16, 0.0519, True
     ),
     "DeepSeek-V3, 4 microbatches": Recipe(
-        32, "b200", DEEPSEEK + _sizes(4, 4, 64, 64) + OF_61.format(""), 0.158, True, True
+        32, "b200", DEEPSEEK + _sizes(4, 4, 64, 64) + OF_61.format(""), 16, 0.158, True
     ),
     "Qwen3-235B, 256 GB200": Recipe(
         32,
         "b200",
         QWEN + _sizes(8, 256, 32, 32) + "--pipeline-model-parallel-layout 'Et*3|(t*4|)*22t*3L'",
+        24,
         0.009,
-        True,
         False,
     ),
     "Qwen3-235B, 256 B300": Recipe(
         32,
         "b200",
         QWEN + _sizes(8, 128, 32, 32) + "--pipeline-model-parallel-layout 'Et*11|(t*12|)*6t*11L'",
+        8,
         0.0519,
-        True,
         True,
     ),
     "Qwen3-235B, 256 H100": Recipe(
         32,
         "h100",
         QWEN + _sizes(8, 512, 32, 32) + "--pipeline-model-parallel-layout 'Ett|(t*3|)*30ttL'",
+        32,
         0.0034,
-        True,
         False,
     ),
-    "Kimi K2, 256 GB300": Recipe(32, "b200", KIMI + _sizes(4, 32, 64, 64) + OF_61.format(""), 0.0229, True, False),
+    "Kimi K2, 256 GB300": Recipe(32, "b200", KIMI + _sizes(4, 32, 64, 64) + OF_61.format(""), 16, 0.0229, False),
     "Llama 3.1 405B, 1024 H100": Recipe(
         128,
         "h100",
         LLAMA_405B + _sizes(8, 192, 16) + "--pipeline-model-parallel-layout 'Et|(tt|)*62tL'",
+        64,
         0.0045,
-        False,
         False,
     ),
     "Llama 3 70B, 32 GB200": Recipe(
@@ -118,8 +118,8 @@ RECIPES = {
         + "--tensor-model-parallel-size 2 --sequence-parallel "
         + _sizes(8, 8, 2)
         + "--num-virtual-stages-per-pipeline-rank 10",
+        80,
         0.0805,
-        False,
         True,
     ),
     "28.3B of the Zero Bubble paper, 32 A100": Recipe(
@@ -128,8 +128,8 @@ RECIPES = {
         "--num-layers 62 --hidden-size 6144 --num-attention-heads 48 --seq-length 1024 --max-position-embeddings 1024 "
         "--vocab-size 50304 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1 "
         + _sizes(32, 96, 1),
+        32,
         0.244,
-        False,
         True,
     ),
 }

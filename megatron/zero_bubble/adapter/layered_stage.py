@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageParts
 from megatron.zero_bubble.adapter.versions import layer_plans, nodes_with_weights
 from megatron.zero_bubble.ir import Kind, Pair, Pass
+from megatron.zero_bubble.platforms.device import keep_until_used
 
 HandOver = Callable[[Pass, torch.Tensor], None]
 """Called with each pass as soon as all its nodes are issued, and with its output, for another stage. The current stream
@@ -96,7 +97,7 @@ class LayeredStage(MegatronStage):
     def _backward_weight(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         for tensor in self._store.tensors(work):
             assert tensor.untyped_storage().nbytes() or not tensor.numel(), f"a node has freed an operand of {work}"
-            tensor.record_stream(torch.cuda.current_stream())  # it may be from the stream of the all-to-all
+            keep_until_used(tensor)  # it may be from the stream of the all-to-all
         return super()._backward_weight(work, inputs)
 
     def _run_deferred(self, work: Pass) -> None:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from megatron.zero_bubble.analysis.idle import idle_of
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of
-from megatron.zero_bubble.cli.dry_run import job_schedule
 from megatron.zero_bubble.cli.job_figures import job_figures
+from megatron.zero_bubble.cli.job_schedule import job_schedule
 from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_variants
 from megatron.zero_bubble.cli.links import add_link_flags, links_of, with_bandwidths
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job

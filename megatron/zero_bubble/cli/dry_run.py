@@ -14,21 +14,22 @@ from megatron.zero_bubble.analysis.memory import host_peaks
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.cli.deciding import decided
 from megatron.zero_bubble.cli.job_figures import job_figures
+from megatron.zero_bubble.cli.job_schedule import job_schedule
 from megatron.zero_bubble.cli.links import add_link_flags, links_of, with_bandwidths
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
-from megatron.zero_bubble.cli.stock import against_stock, stock_schedule
+from megatron.zero_bubble.cli.stock import against_stock
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import BYTES, parse_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import job_layers, job_predictions
-from megatron.zero_bubble.ir import WHOLE, Placement, Plan, Schedule
+from megatron.zero_bubble.ir import Placement, Plan, Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job import experts, recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.deciding import decided
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.nccl import collective_ctas
 from megatron.zero_bubble.job.pattern import contents
@@ -36,12 +37,10 @@ from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
 from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.plan.timelines import timeline_of
-from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import message_memory, rank_memory, slower_than_1f1b
-from megatron.zero_bubble.planning.question import of_run
 from megatron.zero_bubble.planning.shards import of_schedule
-from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource
+from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.render.text import headline, imbalance
 from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
 
@@ -192,19 +191,6 @@ def _checked_job(options: argparse.Namespace) -> MegatronJob:
             "--zero-bubble-balance-microbatches; drop the flag, to check the job with microbatches of full length"
         )
     return MegatronJob(args, (), tuple(decisions))
-
-
-def job_schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -> Schedule:
-    """Return the schedule that the run would use for this number of microbatches."""
-    if args.zero_bubble_schedule == ZB_AUTO:
-        config: ZeroBubbleConfig = args.zero_bubble
-        objective: Metric = "span" if config.post_validation else "makespan"
-        wanted = config.placement, objective, config.cuts() or WHOLE, config.vocabulary, config.num_chunks
-        return answer(of_run(costs, config.memory_limit or DEFAULT_LIMIT, *wanted)).schedule
-    if args.source is not None:
-        source: ScheduleSource = args.source
-        return source.make(num_microbatches)
-    return stock_schedule(args, costs.num_ranks, num_microbatches)
 
 
 def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule) -> tuple[Figures, Plan]:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.errors import PatchError, PeerError, SeamError, UserError
-from megatron.zero_bubble.job.deciding import decided
 from megatron.zero_bubble.job.flags import HELP_ALL, add_flags, full_help, has_schedule, parse_ours
 from megatron.zero_bubble.job.installed import check_installed
 from megatron.zero_bubble.job.planned import adopt
@@ -36,7 +35,16 @@ _USAGE = "python -m megatron.zero_bubble.launch SCRIPT [its arguments] [--zero-b
 _OURS = ("--zero-bubble-", "--no-zero-bubble-", "--help", "-h")
 
 
-def main(argv: Sequence[str]) -> int:
+Decide = Callable[[Sequence[str]], tuple[list[str], list[str]]]
+"""Replaces flags of a job by what they leave to a decision; returns the flags and log lines."""
+
+
+def as_given(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Leave nothing to a decision."""
+    return list(arguments), []
+
+
+def main(argv: Sequence[str], decide: Decide = as_given) -> int:
     """Run the script ``argv[0]`` with the other arguments; return the exit code unless the script itself exits."""
     if not argv or argv[0] in ("-h", "--help", HELP_ALL):
         print(_help(argv[0] == HELP_ALL) if argv else f"usage: {_USAGE}", file=sys.stdout if argv else sys.stderr)
@@ -49,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     sys.path[0] = str(script.resolve().parent)
     sys.argv = list(argv)
     ending = _Ending(sys.excepthook)
-    _join(ending)
+    _join(ending, decide)
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as error:
@@ -66,7 +74,7 @@ def _help(everything: bool) -> str:
     return full_help(parser) if everything else parser.format_help()
 
 
-def join() -> None:
+def join(decide: Decide = as_given) -> None:
     """Enable the zero-bubble flags in the script of this process; ``patches/`` adds this call to Megatron-LM's scripts.
 
     Call it before the script imports megatron. Flags are read from ``sys.argv``, and flags of the authors' fork are
@@ -74,13 +82,13 @@ def join() -> None:
     has validated its flags. In child processes of the job, this function does nothing.
     """
     if multiprocessing.parent_process() is None:
-        _join(_Ending(sys.excepthook))
+        _join(_Ending(sys.excepthook), decide)
 
 
-def _join(ending: _Ending) -> None:
+def _join(ending: _Ending, decide: Decide) -> None:
     sys.excepthook = ending.excepthook
     arguments, rewritten = modernize(sys.argv[1:])
-    arguments, decisions = decided(arguments)
+    arguments, decisions = decide(arguments)
     options, _ = parse_ours(arguments)
     sys.argv[1:] = arguments
     for line in (*rewritten, *decisions):

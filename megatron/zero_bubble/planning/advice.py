@@ -158,7 +158,7 @@ class Advice:
         rows: the best changes, the fastest first; empty if nothing can be gained.
         dropped: changes that are refused or have no plan, with the reason.
         left_out: the changes that were not planned, because the time was up.
-        worth: the least gain that is worth a change.
+        worth: the least gain that is worth a change, as a share of the time of the job as it is.
     """
 
     today: Today
@@ -250,13 +250,13 @@ class Adviser:
             if (refused := self.accepts(change.flags, change.drops)) is not None:
                 raise UserError(refused)
             plan = answer(change.question)
+            need = need_of(plan.timeline, plan.costs)  # costs refuse a placement whose stages they lack
             flags = change.of_plan(plan)
             if flags and (refused := self.accepts((*change.flags, *flags), change.drops)) is not None:
                 raise UserError(refused)
         except UserError as error:
             self.dropped.append(DroppedVariant(change.name, str(error)))
             return
-        need = need_of(plan.timeline, plan.costs)
         fits = self.capacity is None or need.most <= self.capacity * (1 + ROUNDING)
         ms, before = (length_ms(each, self.objective) for each in (plan.timeline, self.today.timeline))
         self.rows.append(Row(change, plan, need, fits, 1 - ms / before, max(0.0, 1 - self._least(change) / ms)))

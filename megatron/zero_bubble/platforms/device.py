@@ -14,3 +14,9 @@ def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
     parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
     first = next(parameters, None)
     return select("auto").current_device() if first is None else first.device
+
+
+def keep_until_used(tensor: torch.Tensor) -> None:
+    """Keep the memory of a tensor that another stream has allocated until the current stream has used it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job import experts, recomputation
-from megatron.zero_bubble.job.deciding import decided
 from megatron.zero_bubble.job.flags import records
 from megatron.zero_bubble.job.installed import check_installed
 from megatron.zero_bubble.job.post_validation import forecast
-from megatron.zero_bubble.training.arguments import expanded, parse
+from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.process import Launch
 from megatron.zero_bubble.training.quiet import quiet
@@ -41,10 +40,7 @@ def main(argv: Sequence[str]) -> int:
     """
     launch = Launch.from_environment()
     try:
-        flags, decisions = decided(expanded(argv))
-        args = parse(flags if decisions else argv)
-        if launch.rank == 0:
-            print("".join(f"zero-bubble: {line}\n" for line in decisions), end="", flush=True)
+        args = parse(argv)
         check_installed("torch", "megatron.core")
         check(args, launch.world_size, launch.local_world_size)
         return _run(args, launch)

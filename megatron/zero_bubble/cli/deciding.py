@@ -2,8 +2,8 @@
 
 Placement, stages per rank and the memory limit cannot change during a run. They are decided by ``zero-bubble advise
 --quick`` from the flags of the job: by the costs that its last run has left beside its checkpoints, else by estimates.
-It runs in a process of its own, and has the same answer on every rank, because it depends only on the flags and on
-files that all ranks read. The order of passes is then that of ``zb-auto``, which measures them.
+Every rank gets the same answer, because it depends only on the flags and on files that all ranks read. The order of
+passes is then that of ``zb-auto``, which measures them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.zero_bubble.cli.advise import add_advise, advise
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.flags import parse_ours
+from megatron.zero_bubble.job.flags import StrictParser, parse_ours
 from megatron.zero_bubble.planning.source import ZB_AUTO
 
 AUTO = "auto"
@@ -37,7 +38,6 @@ _DECIDED = (
 )
 """Flags that contradict ``auto``, because it decides what they do."""
 _GPUS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
-_LIMIT_S = 300.0
 
 
 def decided(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
@@ -53,6 +53,8 @@ def decided(argv: Sequence[str], environment: Mapping[str, str] = os.environ) ->
     Raises:
         UserError: a flag that contradicts it, or a job that could not run.
     """
+    if not {f"{_SCHEDULE}={AUTO}", AUTO} & set(argv):  # other flags of the job are not even parsed
+        return list(argv), []
     options, others = parse_ours(argv)
     if options.zero_bubble_schedule != AUTO:
         return list(argv), []
@@ -73,6 +75,26 @@ def decided(argv: Sequence[str], environment: Mapping[str, str] = os.environ) ->
     if file is not None and environment.get("RANK", "0") == "0":
         _write(file, decision)
     return _adopted(left, decision, why)
+
+
+def decided_for_our_loop(argv: Sequence[str]) -> list[str]:
+    """Do the same for ``scripts/pretrain_gpt.py``, whose flags may be in a configuration file.
+
+    An error in the flags ends the process with a sentence, on rank 0 of every node.
+    """
+    from megatron.zero_bubble.training.arguments import expanded
+
+    try:
+        flags, lines = decided(expanded(argv))
+    except UserError as error:
+        if not {f"{_SCHEDULE}={AUTO}", AUTO} & set(argv):
+            return list(argv)  # the loop itself reports it
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from error
+    if os.environ.get("RANK", "0") == "0":
+        print("".join(f"zero-bubble: {line}\n" for line in lines), end="", flush=True)
+    return flags if lines else list(argv)
 
 
 def _adopted(argv: list[str], decision: Mapping[str, Any], why: str) -> tuple[list[str], list[str]]:
@@ -121,17 +143,15 @@ def _advice(
     world = int(environment.get("WORLD_SIZE", "1"))
     node = int(environment.get("LOCAL_WORLD_SIZE", str(world)))
     costs = None if folder is None else folder / COSTS
-    given = ["--nodes", str(max(1, world // node)), "--gpus-per-node", str(node)]
+    given = ["--quick", "--format", "json", "--nodes", str(max(1, world // node)), "--gpus-per-node", str(node)]
     given += [] if on_cpu else _gpu()
     given += ["--costs", str(costs)] if costs is not None and costs.exists() else []
-    command = [sys.executable, "-m", "megatron.zero_bubble", "advise", "--quick", "--format", "json", *given]
-    result = subprocess.run(
-        [*command, "--", *others], capture_output=True, text=True, timeout=_LIMIT_S, check=False, env=dict(os.environ)
-    )
-    if result.returncode:
-        lines = result.stderr.strip().splitlines() or [f"it ended with exit code {result.returncode}"]
-        raise UserError(f"{_SCHEDULE} {AUTO} could not decide: {lines[-1].removeprefix('zero-bubble advise: ')}")
-    found: Mapping[str, Any] = json.loads(result.stdout)
+    parser = StrictParser()
+    add_advise(parser)
+    try:
+        found: Mapping[str, Any] = json.loads(advise(parser.parse_args([*given, "--", *others])))
+    except UserError as error:
+        raise UserError(f"{_SCHEDULE} {AUTO} could not decide: {error}") from error
     return found
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron.zero_bubble.cli import deciding
+from megatron.zero_bubble.cli.deciding import COSTS, DECISION, decided
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job import deciding
-from megatron.zero_bubble.job.deciding import COSTS, DECISION, decided
 
 JOB = (
     "--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
