@@ -106,9 +106,9 @@ def test_the_unit_of_the_limit_is_told_from_the_peak_of_1f1b(verb: str, capsys: 
     file.write_text(json.dumps(uneven))
     command = f"{verb} --costs {file} --num-ranks 2 --num-microbatches 4 --memory-limit"
     sentence = "1p is 2 microbatches, 4 GiB; 1F1B itself peaks at 1 microbatches, 2 GiB with these costs\n"
-    for limit, told in (("1p", True), ("4GiB", False)):
+    for limit, given in (("1p", True), ("4GiB", False)):
         assert main([*command.split(), limit]) == 0
-        assert (sentence in capsys.readouterr().out) == told
+        assert (sentence in capsys.readouterr().out) == given
     assert main(f"{verb} {TIMES} --num-ranks 2 --num-microbatches 4 --memory-limit 1p".split()) == 0
     assert "1p is" not in capsys.readouterr().out
 

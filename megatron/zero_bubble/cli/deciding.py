@@ -1,7 +1,7 @@
 """``--zero-bubble-schedule auto``: what a run decides before its model is built.
 
 Placement, stages per rank and the memory limit cannot change during a run. They are decided by ``zero-bubble advise
---quick`` from the flags of the job: by the costs that its last run has left beside its checkpoints, else by estimates.
+--quick`` from the flags of the job: by the costs that its last run has left next to its checkpoints, else by estimates.
 Every rank gets the same answer, because it depends only on the flags and on files that all ranks read. The order of
 passes is then that of ``zb-auto``, which measures them.
 """
@@ -23,7 +23,7 @@ from megatron.zero_bubble.planning.source import ZB_AUTO
 
 AUTO = "auto"
 COSTS, DECISION = "zero_bubble_costs.json", "zero_bubble_auto.json"
-"""The files beside the checkpoints: what a run has measured, and what it decided."""
+"""The files next to the checkpoints: what a run has measured, and what it decided."""
 _SCHEDULE = "--zero-bubble-schedule"
 _DECIDED = (
     "schedule_file",
