@@ -39,6 +39,8 @@ def test_interleaved_stages_without_a_bubble_stay() -> None:
     """512 microbatches per rank: nothing is worth a change."""
     even = [*JOB, *MANY, "--num-virtual-stages-per-pipeline-rank", "4", "--vocab-size", "128"]
     assert decided([*even, *AUTO], WORLD)[0] == even
+    exact = [*even, "--zero-bubble-exact"]  # which needs a schedule of this package
+    assert decided([*exact, *AUTO], WORLD)[0] == [*exact, "--zero-bubble-schedule", "interleaved-1f1b"]
 
 
 def test_a_decision_is_kept_beside_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,8 +70,8 @@ def decided(argv: Sequence[str], environment: Mapping[str, str] = os.environ) ->
     if file is not None and file.exists():
         return _adopted(left, _read(file), f"as {file} says; remove it to decide again")
     asked = _advice(others, folder, options.zero_bubble_device == "cpu", environment)
-    others_of_ours = any(word.startswith(("--zero-bubble-", "--no-zero-bubble-")) for word in left)
-    decision, why = _decision(asked, others_of_ours and options.zero_bubble_device != "cpu")
+    ours = [word for word in left if word.startswith(("--zero-bubble-", "--no-zero-bubble-"))]
+    decision, why = _decision(asked, any(not word.startswith("--zero-bubble-device") for word in ours))
     if file is not None and environment.get("RANK", "0") == "0":
         _write(file, decision)
     return _adopted(left, decision, why)
