@@ -367,3 +367,23 @@ def test_page_is_installed_with_the_package(tmp_path: Path) -> None:
     sources = {path.name for path in (ROOT / page).iterdir() if path.is_file()}
     assert {path.name for path in (tmp_path / page).iterdir() if path.is_file()} == sources
     assert {"index.html", "style.css", "main.js"} <= sources
+
+
+def test_pairs_are_drawn_as_their_passes(address: str, capsys: Capture) -> None:
+    asked = {
+        "schedule": "dualpipe-v",
+        "pairs": "",
+        "num-ranks": "2",
+        "num-microbatches": "4",
+        "memory-limit": "2p",
+        **TIMES,
+    }
+    found, drawn = ask(address, asked), drawing(address, asked)
+    assert main([*shlex.split(found["command"])[1:], "--format", "json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert "--pairs" in found["command"] and found["plan"]["makespan_ms"] == planned["makespan_ms"]
+    assert found["limit"]["kept"] and "gap" not in found["plan"], "there is no bound with pairs"
+    expected = [[part for op in row for part in op.split("&")] for row in planned["order"]]
+    assert [len(row) for row in drawn["order"]] == [len(row) for row in expected]
+    for row, times in zip(drawn["order"], drawn["times"], strict=True):
+        assert len({*row}) == len(row) == len(times) and times == sorted(times)

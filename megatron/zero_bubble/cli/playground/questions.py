@@ -42,9 +42,9 @@ _FLAGS = (
     *("num-slices", "slice-cuts", "attention-share"),
     *("vocabulary", "output-ms", "output-wgrad-ms", "embedding-ms", "embedding-wgrad-ms", "collective-ms"),
     *("offload", "host-ms"),
-    "lengths",
+    *("lengths", "pairs"),
 )
-_WITHOUT_VALUE = ("equal-passes",)
+_WITHOUT_VALUE = ("equal-passes", "pairs")
 _TIMES = [flag for flag in _FLAGS if flag.endswith("-ms")]
 MOST = {"num-ranks": 64, "num-microbatches": 256, "num-chunks": 4, **dict.fromkeys(_TIMES, 1e6)}
 """Largest values. At the largest size, a plan without a search takes about two seconds and a search about five."""
@@ -109,7 +109,7 @@ class PageAnswer(NamedTuple):
         figures: the plan as ``--format json`` prints it, without its order; ``limit`` states whether the plan is within
             the memory limit, and is None without a limit. With microbatches of different lengths, times are those of
             these lengths, there is no lower bound, and ``lengths`` says what their best order takes.
-        drawing: the plan's ``order``; ``times`` has ``[start, end]`` of every pass in it, in ms; ``waits_for`` has the
+        drawing: the plan's ``order``, in which the passes of a pair follow each other and share its time; ``times`` has ``[start, end]`` of every pass in it, in ms; ``waits_for`` has the
             passes that it depends on, each with the time in ms at which its result arrives; ``copies`` has, per rank,
             ``[op, start, end]`` of every copy to host memory or back.
     """
@@ -127,8 +127,8 @@ def page_answer(asked: PageQuestion) -> PageAnswer:
     made = answer(asked.question)
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
     limit = None
-    if certificate is not None:
-        kept, sentence = limit_verdict(timeline, costs, certificate.memory_limit)
+    if (most := made.question.limit) is not None:
+        kept, sentence = limit_verdict(timeline, costs, most)
         limit = {"kept": kept, "sentence": sentence}
     plan, more = plan_content(timeline, certificate), {}
     if asked.loads is not None:
@@ -140,11 +140,12 @@ def page_answer(asked: PageQuestion) -> PageAnswer:
     if made.offloaded is not None:
         plan |= offload_content(made.offloaded)
     drawing = {
-        "order": plan.pop("order"),
+        "order": [[str(span.pass_) for span in row] for row in timeline.spans],
         "times": [[(start, end) for _, start, end in row] for row in timeline.spans],
         "waits_for": _arrivals(timeline, costs.on(timeline.schedule.placement)[0]),
         "copies": _copies(timeline),
     }
+    plan.pop("order")
     return PageAnswer({"command": asked.command, "plan": plan, "limit": limit, **more}, drawing)
 
 
@@ -152,7 +153,10 @@ def catalogue() -> dict[str, Any]:
     """Return the available schedules, the colours of passes, and the size limits."""
     return {
         "schedules": [
-            {"name": r.name, "summary": r.summary, "shape": r.shape, "adapts": r.adapts, "sliced": r.sliced}
+            {
+                **{"name": r.name, "summary": r.summary, "shape": r.shape},
+                **{"adapts": r.adapts, "sliced": r.sliced, "pairs": r.has_pairs},
+            }
             for r in SCHEDULES.values()
         ],
         "auto": ZB_AUTO,

@@ -24,7 +24,7 @@ const CONTROLS = [
   {key: "H", flag: "host-ms", label: "copy to the host", hint: "of the activations of a microbatch on one rank, or back",
     unit: "ms", start: "10", min: 0.5, max: 60, step: 0.5, copy: true},
 ];
-const CHOICES = {placement: "any", objective: "makespan", slices: "1", vocabulary: "off", offload: "none", lengths: ""};
+const CHOICES = {placement: "any", objective: "makespan", slices: "1", vocabulary: "off", offload: "none", pairs: "off", lengths: ""};
 const form = document.getElementById("setting");
 
 /** The form's values, as the text that was typed, so that the command has the same text. */
@@ -104,7 +104,7 @@ function moveSliders(setting) {
 function rowsOf(setting) {
   const rows = [];
   const cut = (id) => `${id} n${setting.slices === "auto" ? " auto" : setting.slices}`;
-  for (const {name, shape, adapts, sliced, summary} of CATALOGUE.schedules) {
+  for (const {name, shape, adapts, sliced, summary, pairs} of CATALOGUE.schedules) {
     const own = sliced ? {schedule: name, "num-slices": setting.slices} : {schedule: name};
     if (adapts) own["equal-passes"] = "";
     if (shape === "interleaved") own["num-chunks"] = setting.v;
@@ -117,6 +117,13 @@ function rowsOf(setting) {
     const plain = shape === "interleaved" ? `${name} x${setting.v}` : name;
     const id = sliced && !whole ? cut(plain) : plain;
     rows.push({id, summary, why, query: queryOf(own, setting)});
+    if (pairs && setting.pairs === "on") {
+      const alone = isDivided(setting) ? "vocabulary parallelism" : isOffloaded(setting) ? "offloading"
+        : setting.lengths ? "different lengths" : "";
+      rows.push({id: `${id} with pairs`, why: why || (alone && `runs pairs, which exclude ${alone}`),
+        summary: `${summary}; forwards run together with backwards, for experts`,
+        query: queryOf({...own, pairs: ""}, setting)});
+    }
     if (adapts) {
       const {"equal-passes": _, ...fitted} = own;
       const query = queryOf(fitted, setting);
