@@ -15,7 +15,7 @@ OURS = """
 --zero-bubble-attention-share --zero-bubble-balance-microbatches --zero-bubble-costs
 --zero-bubble-device --zero-bubble-exact
 --zero-bubble-fuse-wgrad --zero-bubble-help-all
---zero-bubble-host-memory --zero-bubble-log-bubble --zero-bubble-memory-limit
+--zero-bubble-host-memory --zero-bubble-keep-faster --zero-bubble-log-bubble --zero-bubble-memory-limit
 --zero-bubble-nccl-collective-ctas --zero-bubble-nccl-ctas
 --zero-bubble-num-chunks --zero-bubble-num-slices --zero-bubble-offload --zero-bubble-overlap-experts
 --zero-bubble-placement
