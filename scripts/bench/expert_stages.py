@@ -114,6 +114,7 @@ class Stage(GPTModel):
         self.store, self.vp_stage = store, None
         self._stage, self._costs, self._lanes = stage, costs, lanes
         self._input: torch.Tensor | None = None
+        self.fuses = False  # whether the running backward includes its W although the store waits for one
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         self._input = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
@@ -121,7 +122,7 @@ class Stage(GPTModel):
     @property
     def backward_kind(self) -> Kind:
         """What the running backward is: without its W if the store waits for one."""
-        return Kind.BW if self.store is None or self.store.current is None else Kind.B
+        return Kind.BW if self.fuses or self.store is None or self.store.current is None else Kind.B
 
     def take(self, kind: Kind) -> None:
         """Take the time of a pass whose parts run one after the other."""
@@ -145,12 +146,26 @@ class Stage(GPTModel):
         return y
 
 
+class _Node:
+    """A node with weights, as our stages ask for it; ``bwd_dw_callables`` are set where its W is part of a backward."""
+
+    delay_wgrad_compute = False
+    bwd_dw_callables: Any = None
+
+
 class LayerPlan(AbstractSchedulePlan):
     """A microbatch of a stage, whose parts run on the lanes."""
 
     def __init__(self, stage: Stage) -> None:
+        self.mlp = self.attn = _Node()
         self.stage, self.vp_stage, self.event = stage, stage.vp_stage, torch.cuda.Event()
         self.y: torch.Tensor | None = None
+
+    def num_layers(self) -> int:
+        return 1
+
+    def get_layer(self, _: int) -> LayerPlan:
+        return self
 
     @staticmethod
     def run(
@@ -176,8 +191,10 @@ class LayerPlan(AbstractSchedulePlan):
                 pre_backward(b.vp_stage)
             assert b.y is not None
             b.y.register_hook(x.append)  # the gradient of a copy is that of its input
+            b.stage.fuses = b.mlp.bwd_dw_callables is not None
             kind = b.stage.backward_kind
             torch.autograd.backward(b.y, b_grad)
+            b.stage.fuses = False
             passes.append((b.stage, kind))
         passes[0][0].overlap(*passes)
         if f is not None and post_forward is not None:

@@ -109,9 +109,10 @@ class PageAnswer(NamedTuple):
         figures: the plan as ``--format json`` prints it, without its order; ``limit`` states whether the plan is within
             the memory limit, and is None without a limit. With microbatches of different lengths, times are those of
             these lengths, there is no lower bound, and ``lengths`` says what their best order takes.
-        drawing: the plan's ``order``, in which the passes of a pair follow each other and share its time; ``times`` has ``[start, end]`` of every pass in it, in ms; ``waits_for`` has the
-            passes that it depends on, each with the time in ms at which its result arrives; ``copies`` has, per rank,
-            ``[op, start, end]`` of every copy to host memory or back.
+        drawing: the plan's ``order``, in which the passes of a pair follow each other and share its time; ``times`` has
+            ``[start, end]`` of every pass in it, in ms; ``waits_for`` has the passes that it depends on, each with the
+            time in ms at which its result arrives; ``copies`` has, per rank, ``[op, start, end]`` of every copy to host
+            memory or back.
     """
 
     figures: dict[str, Any]
@@ -153,11 +154,8 @@ def catalogue() -> dict[str, Any]:
     """Return the available schedules, the colours of passes, and the size limits."""
     return {
         "schedules": [
-            {
-                **{"name": r.name, "summary": r.summary, "shape": r.shape},
-                **{"adapts": r.adapts, "sliced": r.sliced, "pairs": r.has_pairs},
-            }
-            for r in SCHEDULES.values()
+            {name: getattr(recipe, name) for name in ("name", "summary", "shape", "adapts", "sliced", "has_pairs")}
+            for recipe in SCHEDULES.values()
         ],
         "auto": ZB_AUTO,
         "kinds": [

@@ -104,7 +104,7 @@ function moveSliders(setting) {
 function rowsOf(setting) {
   const rows = [];
   const cut = (id) => `${id} n${setting.slices === "auto" ? " auto" : setting.slices}`;
-  for (const {name, shape, adapts, sliced, summary, pairs} of CATALOGUE.schedules) {
+  for (const {name, shape, adapts, sliced, summary, has_pairs} of CATALOGUE.schedules) {
     const own = sliced ? {schedule: name, "num-slices": setting.slices} : {schedule: name};
     if (adapts) own["equal-passes"] = "";
     if (shape === "interleaved") own["num-chunks"] = setting.v;
@@ -117,7 +117,7 @@ function rowsOf(setting) {
     const plain = shape === "interleaved" ? `${name} x${setting.v}` : name;
     const id = sliced && !whole ? cut(plain) : plain;
     rows.push({id, summary, why, query: queryOf(own, setting)});
-    if (pairs && setting.pairs === "on") {
+    if (has_pairs && setting.pairs === "on") {
       const alone = isDivided(setting) ? "vocabulary parallelism" : isOffloaded(setting) ? "offloading"
         : setting.lengths ? "different lengths" : "";
       rows.push({id: `${id} with pairs`, why: why || (alone && `runs pairs, which exclude ${alone}`),
