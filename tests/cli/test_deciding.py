@@ -43,6 +43,13 @@ def test_interleaved_stages_without_a_bubble_stay() -> None:
     assert decided([*exact, *AUTO], WORLD)[0] == [*exact, "--zero-bubble-schedule", "interleaved-1f1b"]
 
 
+def test_experts_get_pairs() -> None:
+    experts = "--num-experts 32 --moe-ffn-hidden-size 512 --moe-router-topk 8 --expert-model-parallel-size 4 "
+    experts += "--moe-token-dispatcher-type alltoall --disable-bias-linear --num-layers 16 --global-batch-size 64"
+    flags, _ = decided([*JOB, *experts.split(), *AUTO], {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "RANK": "0"})
+    assert flags[-1] == "--zero-bubble-overlap-experts" and "zb-auto" not in flags
+
+
 def test_a_decision_is_kept_beside_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = [*JOB, *FEW, "--save", str(tmp_path / "saved")]
     first, _ = decided([*job, *AUTO], WORLD)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from megatron.zero_bubble.analysis.idle import Idle, idle_of
 from megatron.zero_bubble.planning.advice import NUMBERS, Advice, Row, Today
+from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.search.placements import name_of
 
 _GIB = 2**30
@@ -106,6 +107,8 @@ def text_of(found: Advice, batch: Batch, argv: Sequence[str], capacity: float | 
         parts = f"{weights:.1f} of weights and optimizer, {kept:.1f} of activations, {messages:.2f} of messages"
         fullest = f"{need.most / _GIB:.1f} GiB on the fullest rank, {at}"
         lines.append(f"  {fullest}: {parts}; plans may take {capacity / _GIB:.1f} GiB")
+    if of_experts := verdict(costs, found.objective):
+        lines += ["", of_experts]
     if found.rows:
         lines += ["", *_table(found, argv)]
     return "\n".join([*lines, "", *_remarks(found), _verdict(found)]) + "\n"
@@ -153,8 +156,9 @@ def _verdict(found: Advice) -> str:
             f"Stay with {name}: its ranks idle {_idle(today).total / today.timeline.makespan_ms:.1%} of the time, and "
             f"{gains}; a change is worth it from {found.worth:.0%}."
         )
+    bound = "" if best.gap is None else f" By a lower bound, no plan of this kind is more than {best.gap:.1%} shorter."
     more = f", {(best.need.most - today.need.most) / _GIB:+.1f} GiB" if today.costs.in_bytes else ""
     return (
         f"Add {shlex.join(best.flags)}: {-best.gain:+.1%} of the time of the passes{more}. Its numbers are "
-        f"{NUMBERS[best.change.numbers]}. By a lower bound, no plan of this kind is more than {best.gap:.1%} shorter."
+        f"{NUMBERS[best.change.numbers]}.{bound}"
     )

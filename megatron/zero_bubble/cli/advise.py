@@ -206,7 +206,10 @@ def _capacity(options: argparse.Namespace, today: Today) -> float | None:
 def _is_full(job: _Job, worth: float) -> bool:
     """Whether no order, layout or division can gain enough, because all ranks work nearly all the time."""
     timeline, costs, _ = job.today
-    idle = idle_of(timeline, costs.on(timeline.schedule.placement)[0])
+    passes = costs.on(timeline.schedule.placement)[0]
+    if passes.experts and not timeline.schedule.overlaps:
+        return False  # their all-to-alls count as work
+    idle = idle_of(timeline, passes)
     return idle.total < worth * timeline.makespan_ms
 
 

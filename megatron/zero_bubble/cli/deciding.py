@@ -24,7 +24,7 @@ from megatron.zero_bubble.planning.source import ZB_AUTO
 AUTO = "auto"
 COSTS, DECISION = "zero_bubble_costs.json", "zero_bubble_auto.json"
 """The files next to the checkpoints: what a run has measured, and what it decided."""
-_SCHEDULE = "--zero-bubble-schedule"
+_SCHEDULE, _PAIRS = "--zero-bubble-schedule", "--zero-bubble-overlap-experts"
 _DECIDED = (
     "schedule_file",
     "placement",
@@ -126,6 +126,8 @@ def _decision(asked: Mapping[str, Any], by_us: bool) -> tuple[dict[str, Any], st
     why = f"{-row['gain']:+.1%} of the time of the passes expected, of which ranks idle {idle:.1%} without it"
     if _SCHEDULE not in row["flags"]:
         return {"flags": row["flags"], "leave_out": row["leave_out"]}, f"{why}; without this package"
+    if _PAIRS in row["flags"]:  # which zb-auto does not order
+        return {"flags": row["flags"], "leave_out": row["leave_out"]}, why
     chunks = ["--zero-bubble-num-chunks", str(row["num_chunks"])] if row["placement"] in ("loop", "wave") else []
     flags = [_SCHEDULE, ZB_AUTO, "--zero-bubble-placement", row["placement"], *chunks]
     flags += ["--zero-bubble-memory-limit", row["activation_limit"], "--zero-bubble-keep-faster"]

@@ -26,7 +26,10 @@ def stock_schedule(args: argparse.Namespace, num_ranks: int, num_microbatches: i
     """Megatron's own schedule for a job without a zero-bubble schedule, by its checked flags."""
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
     chunks = args.virtual_pipeline_model_parallel_size
-    return build("interleaved-1f1b", **sizes, num_chunks=chunks) if chunks else build("1f1b", **sizes)
+    if not chunks:
+        return build("1f1b", **sizes)
+    pairs = bool(getattr(args, "overlap_moe_expert_parallel_comm", False))  # its combined schedule
+    return build("interleaved-1f1b", **sizes, num_chunks=chunks, pairs=pairs)
 
 
 def against_stock(

@@ -31,6 +31,8 @@ _LAYERS = (
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
 )
+_OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
+"""Megatron's own overlap of experts, in place of which a schedule of this package has pairs."""
 _MOST_STAGES = 4
 """Most stages per rank of a change, unless the job has more."""
 _LEAST_LOSS = 0.5
@@ -70,6 +72,7 @@ class Pipeline:
         whole = Question(self.costs, None, 0.0, self.objective, fits=False)
         yield from self._of_megatron(whole)
         yield from self._named(whole)
+        yield from self._paired(whole)
 
     def changes(self) -> Iterator[Change]:
         """Yield all changes: first schedules by name, then searches, then what else can be divided or moved."""
@@ -115,6 +118,18 @@ class Pipeline:
         asked = replace(whole, schedule=recipe.name, num_chunks=(count,), limit=self._limit(on))
         title = recipe.name if count is None else f"{recipe.name} x{count}"
         yield self._change(title, asked, (_SCHEDULE, recipe.name), on)
+
+    def _paired(self, whole: Question) -> Iterator[Change]:
+        """Schedules whose forwards run together with backwards, to hide the all-to-all of experts."""
+        if not self.costs.on(Placement.linear(self.costs.num_ranks))[0].experts:
+            return
+        for recipe in SCHEDULES.values():
+            if not recipe.has_pairs or recipe.shape == "linear":
+                continue
+            for count in self._counts if recipe.shape == "interleaved" else (None,):
+                for own in self._of_name(recipe, count, replace(whole, pairs=True)):
+                    flags = (*own.flags, "--zero-bubble-overlap-experts")
+                    yield replace(own, name=f"{own.name} with pairs", flags=flags)
 
     def _searched(self, whole: Question) -> Iterator[Change]:
         for on in self._placements:
@@ -182,7 +197,7 @@ class Pipeline:
         same = on == self.placement
         loop = name_of(on) == "loop"
         counted = ("--zero-bubble-num-chunks", str(stages)) if loop and flags[1] != ZB_AUTO and not same else ()
-        drops = () if same else self._drops(on)
+        drops = (*_OVERLAP, *(() if same else self._drops(on)))
         return Change(title, asked, (*flags, *counted), on, drops, SAME if same else ORDER, same)
 
     def _drops(self, on: Placement) -> tuple[str, ...]:

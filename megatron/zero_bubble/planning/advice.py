@@ -118,7 +118,8 @@ class Row:
     Attributes:
         titles: what it is the best at.
         gain: the share of the time of the job as it is that it saves.
-        gap: the most by which another plan of the same change could be shorter, as a share of its time.
+        gap: the most by which another plan of the same change could be shorter, as a share of its time; None where
+            passes overlap, for which there is no bound.
         need: its memory.
         fits: whether it is within the memory.
         flags: all flags to add.
@@ -129,7 +130,7 @@ class Row:
     need: Need
     fits: bool
     gain: float
-    gap: float
+    gap: float | None
     titles: tuple[str, ...] = ()
 
     @cached_property
@@ -259,7 +260,8 @@ class Adviser:
             return
         fits = self.capacity is None or need.most <= self.capacity * (1 + ROUNDING)
         ms, before = (length_ms(each, self.objective) for each in (plan.timeline, self.today.timeline))
-        self.rows.append(Row(change, plan, need, fits, 1 - ms / before, max(0.0, 1 - self._least(change) / ms)))
+        gap = None if plan.schedule.overlaps else max(0.0, 1 - self._least(change) / ms)
+        self.rows.append(Row(change, plan, need, fits, 1 - ms / before, gap))
 
     def _chosen(self) -> tuple[Row, ...]:
         """The best rows of each kind, each once, the fastest first."""
