@@ -229,7 +229,8 @@ def fit(
         schedule: the schedule to refit; the result has its name, and no rank exceeds the peak of its fullest rank.
         costs: costs of its stages.
         memory: memory of its stages.
-        objective, ends: as in ``zb_auto``.
+        objective: as in ``zb_auto``.
+        ends: as in ``zb_auto``.
 
     Raises:
         UserError: for figures for another number of stages.
