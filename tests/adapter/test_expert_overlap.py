@@ -17,18 +17,14 @@ from megatron.zero_bubble.job.flags import parse_ours
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.stages import place_stages
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
-from tests.helpers.expert_models import (
-    PLAIN_V,
+from tests.helpers.expert_models import PLAIN_V, differences, plan_files, references, train_with_experts
+from tests.helpers.expert_probes import (
     deferred,
-    differences,
     nodes_of_fused_backwards,
     peaks,
-    plan_files,
-    references,
     refusal_of_a_loop,
     refusal_of_one_expert,
     sends,
-    train_with_experts,
 )
 from tests.helpers.ranks import RankPool
 
