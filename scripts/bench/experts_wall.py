@@ -14,7 +14,6 @@ plan may let the next pass compute while the last all-to-all of a forward is und
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -75,28 +74,7 @@ VARIANTS = (
 def main() -> int:
     """Start the ranks, or run as one of them."""
     options = _parse()
-    if not ranks.on_ranks():
-        ranks.launch("experts_wall", options.num_ranks, sys.argv[1:])
-        return 0
-    import torch.distributed as dist
-
-    from megatron.zero_bubble.platforms import select
-    from megatron.zero_bubble.training.quiet import quiet
-
-    select("cpu").setup(0)
-    dist.init_process_group("gloo")
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=options.num_ranks, create_gloo_process_groups=False
-    )
-    load = os.getloadavg()[0]
-    with quiet():
-        rows = _measure(options)
-    if ranks.is_first():
-        _report(options, rows, (load, os.getloadavg()[0]))
-    ranks.leave()
-    return 0
+    return ranks.on_pipeline("experts_wall", options.num_ranks, partial(_measure, options), partial(_report, options))
 
 
 def _parse() -> argparse.Namespace:

@@ -111,3 +111,34 @@ def write(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}")
+
+
+def on_pipeline(
+    bench: str, num_ranks: int, measure: Callable[[], Any], report: Callable[[Any, tuple[float, float]], None]
+) -> int:
+    """Run a bench on the CPU ranks of one pipeline: start them, or run as one of them; return 0.
+
+    Args:
+        measure: called on every rank; its result goes to ``report``.
+        report: called on the first rank, also with the load average before and after.
+    """
+    if not on_ranks():
+        launch(bench, num_ranks, sys.argv[1:])
+        return 0
+    import torch.distributed as dist
+
+    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.training.quiet import quiet
+
+    select("cpu").setup(0)
+    dist.init_process_group("gloo")
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_ranks, create_gloo_process_groups=False)
+    load = os.getloadavg()[0]
+    with quiet():
+        result = measure()
+    if is_first():
+        report(result, (load, os.getloadavg()[0]))
+    leave()
+    return 0
