@@ -24,10 +24,12 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.adapter.measured import Replanner, size_of
 from megatron.zero_bubble.adapter.planner import Planner
 from megatron.zero_bubble.adapter.recent import Recent
+from megatron.zero_bubble.adapter.room import measured_limit
+from megatron.zero_bubble.analysis.memory import peaks_in_order
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.units import parse_memory_limit
+from megatron.zero_bubble.costs.units import format_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.ir import WHOLE, Schedule, Slices
@@ -35,7 +37,7 @@ from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.post_validation import planned_gain
 from megatron.zero_bubble.measure.gather import median_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
-from megatron.zero_bubble.planning.source import ScheduleSource
+from megatron.zero_bubble.planning.source import AUTO_LIMIT, DEFAULT_LIMIT, ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.groups import backend_of, ranks_of, torchs
 from megatron.zero_bubble.runtime.observer import IterationStart
@@ -54,7 +56,8 @@ class AutoOptions:
     """Options of ``zb-auto``.
 
     Attributes:
-        memory_limit: activation-memory limit as in ``zero-bubble plan --memory-limit``; ``1p`` is the peak of 1F1B.
+        memory_limit: activation-memory limit as in ``zero-bubble plan --memory-limit``; ``1p`` is the peak of 1F1B,
+            and ``auto`` what is free on the fullest rank after the first measurement.
         placement: stage placement; it does not change during the run.
         num_chunks: stages per rank, if the placement has a choice and they are given.
         post_validation: whether optimizer steps are validated in the next iteration, so that the plan minimizes the
@@ -65,7 +68,8 @@ class AutoOptions:
         measured: iterations per measurement.
         check_every: iterations between measurements that check the pass times for drift.
         drift: relative change of the predicted iteration time above which a new plan is made.
-        keep_faster: whether to go back to the schedule before a plan that proves slower.
+        keep_faster: whether to begin with fused backwards, as the job's own schedule has them, and to go back to that
+            if the plan proves slower.
     """
 
     memory_limit: str = "1p"
@@ -105,6 +109,7 @@ class AutoSchedule(Replanner):
         self._planning_for = (0, 0)
         self._waiting = False
         self._memory_of: PassMemory | None = None
+        self._limit = options.memory_limit
 
     def make(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """The schedule of the next iteration: the planned one if it is ready, else the first one."""
@@ -115,7 +120,7 @@ class AutoSchedule(Replanner):
         if (first := self._first.get(key)) is None:
             options = self._options
             of_job = options.placement, num_ranks, options.slices, options.vocabulary
-            source = ScheduleSource.automatic(*of_job, self._recomputes, options.num_chunks)
+            source = ScheduleSource.automatic(*of_job, self._recomputes, options.num_chunks, options.keep_faster)
             first = self._first[key] = source.make(num_microbatches)
         return first
 
@@ -159,10 +164,12 @@ class AutoSchedule(Replanner):
         Raises:
             UserError: a memory limit in bytes.
         """
-        if parse_memory_limit(self._options.memory_limit)[1] != "p":
+        if self._limit == AUTO_LIMIT:
+            self._limit = DEFAULT_LIMIT
+        if parse_memory_limit(self._limit)[1] != "p":
             raise UserError(
                 "a memory limit in bytes needs microbatches of equal length, because a plan counts microbatches, and "
-                f"longer ones need more; got {self._options.memory_limit}; give the limit in units of the memory of "
+                f"longer ones need more; got {self._limit}; give the limit in units of the memory of "
                 "1F1B, such as 1p, which holds for microbatches as long as the longest"
             )
 
@@ -172,7 +179,7 @@ class AutoSchedule(Replanner):
         return Request(
             costs_to_json(self._costs, self._memory_of),
             *size,
-            options.memory_limit,
+            self._limit,
             options.placement,
             "span" if options.post_validation else "makespan",
             options.slices,
@@ -187,6 +194,8 @@ class AutoSchedule(Replanner):
         deciders = _Deciders.of(start)
         costs = median_costs(timelines, self._costs, varies=start.varies)
         self._memory_of = self._memory.gather(group)
+        if self._limit == AUTO_LIMIT:
+            self._limit = measured_limit(self._memory)
         decision = _GO_ON
         if deciders.is_first:
             schedule = self.make(group.size(), num_microbatches)
@@ -220,19 +229,45 @@ class AutoSchedule(Replanner):
         self._next_measurement = self.iteration + self._options.check_every
 
     def _is_slower(self, size: tuple[int, int], measured: float) -> bool:
-        """Whether the plan takes longer than the schedule before it, which is asked once per plan."""
+        """Whether to give up the plan, because it takes longer than the schedule before it; asked and logged once per
+        plan.
+        """
         before = self._before.pop(size, None)
-        first = self._first.get((*size, self._recomputes))
-        if not self._options.keep_faster or before is None or first is None or size not in self._planned:
+        first, plan = self._first.get((*size, self._recomputes)), self._planned.get(size)
+        if before is None or first is None or plan is None or self._memory_of is None:
             return False
-        if is_slower := measured > before * (1 + _TOLERANCE):
+        gain = measured / before - 1
+        times = f"{measured:.1f} ms, and {first.name} {before:.1f} ms ({gain:+.1%})"
+        if self._options.keep_faster and gain > _TOLERANCE:
             self._log(
-                f"iteration {self.iteration + 1}: back to {first.name}, because the planned schedule takes "
-                f"{measured:.1f} ms and {first.name} {before:.1f} ms"
+                f"iteration {self.iteration + 1}: back to {first.name}, because the planned schedule takes {times}"
             )
-        else:
-            self._log(f"iteration {self.iteration + 1}: {measured:.1f} ms in place of {before:.1f} ms")
-        return is_slower
+            return True
+        peak = max(peaks_in_order(plan, self._memory_of))
+        self._log(
+            f"iteration {self.iteration + 1}: the planned schedule takes {times}; its activations take "
+            f"{format_bytes(peak)} on the fullest rank, within the limit of {self._limit}"
+        )
+        self._log(f"to keep this plan: {self._how_to_keep(size)}")
+        return False
+
+    def _how_to_keep(self, size: tuple[int, int]) -> str:
+        options = self._options
+        chunks = () if options.num_chunks is None else ("--num-chunks", options.num_chunks)
+        vocabulary = () if options.vocabulary is None else ("--vocabulary", options.vocabulary)
+        objective = "span" if options.post_validation else "makespan"
+        command = (
+            "zero-bubble plan --costs FILE --schedule zb-auto --num-ranks",
+            size[0],
+            "--num-microbatches",
+            size[1],
+        )
+        more = ("--placement", options.placement, *chunks, *vocabulary, "--memory-limit", self._limit)
+        flags = " ".join(map(str, (*command, *more, "--objective", objective)))
+        return (
+            f"record costs with --zero-bubble-record-costs FILE, plan with `{flags} --format json > plan.json`, and "
+            "run the plan with --zero-bubble-schedule plan.json"
+        )
 
     def _drifted(self, schedule: Schedule, costs: PassCosts, varies: bool) -> bool:
         """Whether an iteration takes another time than with the costs of the last plan; if lengths vary, in proportion

@@ -51,6 +51,7 @@ def content_of(found: Advice, batch: Batch, argv: Sequence[str]) -> dict[str, An
         },
         "advice": [_row(row, argv, costs.in_bytes) for row in found.rows],
         "worth_it": best is not None,
+        "worth": found.worth,
         "best": None if best is None else found.rows.index(best) + 1,
         "dropped": [{"name": each.name, "reason": each.reason} for each in found.dropped],
         "left_out": found.left_out,

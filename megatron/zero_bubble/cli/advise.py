@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -66,6 +67,11 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
         help="memory of a GPU, of which a tenth is left for CUDA, NCCL and fragmentation (default: that of --gpu)",
     )
     verb.add_argument(
+        "--memory-limit",
+        metavar="LIMIT",
+        help="limit of activation memory per rank, such as 1p (1F1B's peak) or 40GiB (default: what the GPU has left)",
+    )
+    verb.add_argument(
         "--costs", metavar="FILE", help="pass times and memory that a run of the job has measured, instead of estimates"
     )
     add_link_flags(verb)
@@ -96,7 +102,7 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "job", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the flags of the job, after a separate --"
     )
-    verb.set_defaults(command=advise)
+    verb.set_defaults(command=advise, seconds=_SECONDS)
 
 
 class _Job(NamedTuple):
@@ -121,7 +127,8 @@ def advise(options: argparse.Namespace) -> str:
     capacity = _capacity(options, own.today)
     limit = capacity if capacity is not None else max(costs.limit("1p"), *own.today.need.activations)
     bandwidth = options.host_bandwidth * 1e6
-    pipeline = Pipeline(own.today.timeline.schedule.placement, costs, limit, own.objective, bandwidth)
+    most = math.inf if options.memory_limit is None else costs.limit(options.memory_limit)
+    pipeline = Pipeline(own.today.timeline.schedule.placement, costs, limit, own.objective, bandwidth, most)
     worth = WORTH if options.costs else WORTH_ESTIMATED
 
     def accepts(flags: Sequence[str], drops: Sequence[str]) -> str | None:
@@ -140,7 +147,14 @@ def advise(options: argparse.Namespace) -> str:
 
     with working("planning") as tell:
         adviser = Adviser(
-            own.today, own.objective, capacity, accepts, worth, _SECONDS, lambda name: tell(f"planning {name}")
+            own.today,
+            own.objective,
+            capacity,
+            accepts,
+            worth,
+            options.seconds,
+            lambda name: tell(f"planning {name}"),
+            most,
         )
         found = Advice(own.today, (), own.objective, worth) if _is_full(own, worth) else adviser.advise(changes())
     if options.write is not None:

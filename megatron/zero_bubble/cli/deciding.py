@@ -1,35 +1,40 @@
 """``--zero-bubble-schedule auto``: what a run decides before its model is built.
 
-Placement, stages per rank and the memory limit cannot change during a run. They are decided by ``zero-bubble advise
---quick`` from the flags of the job: by the costs that its last run has left next to its checkpoints, else by estimates.
-Every rank gets the same answer, because it depends only on the flags and on files that all ranks read. The order of
-passes is then that of ``zb-auto``, which measures them.
+Placement, stages per rank, layers per stage, slices and the division of the vocabulary cannot change during a run. They
+are decided by ``zero-bubble advise`` from the flags of the job: by the costs that its last run has left next to its
+checkpoints, else by estimates. Every rank gets the same answer, because it depends only on the flags and on files that
+all ranks read. The order of passes is then that of ``zb-auto``, which measures them, within the memory that is left.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.cli.advise import add_advise, advise
+from megatron.zero_bubble.cli.advise import add_advise, advise, changed
+from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.flags import StrictParser, parse_ours
-from megatron.zero_bubble.planning.source import ZB_AUTO
+from megatron.zero_bubble.planning.advice import NUMBERS, ROUNDED
+from megatron.zero_bubble.planning.source import AUTO_LIMIT, ZB_AUTO
+from megatron.zero_bubble.search.placements import HAS_CHUNKS
 
 AUTO = "auto"
 COSTS, DECISION = "zero_bubble_costs.json", "zero_bubble_auto.json"
 """The files next to the checkpoints: what a run has measured, and what it decided."""
 _SCHEDULE, _PAIRS = "--zero-bubble-schedule", "--zero-bubble-overlap-experts"
+_RECORD = "--zero-bubble-record-costs"
 _DECIDED = (
     "schedule_file",
     "placement",
     "num_chunks",
-    "memory_limit",
     "num_slices",
     "slice_ends",
     "vocabulary_parallel",
@@ -68,13 +73,12 @@ def decided(argv: Sequence[str], environment: Mapping[str, str] = os.environ) ->
     file = None if folder is None else folder / DECISION
     left = _without_schedule(argv)
     if file is not None and file.exists():
-        return _adopted(left, _read(file), f"as {file} says; remove it to decide again")
-    asked = _advice(others, folder, options.zero_bubble_device == "cpu", environment)
-    ours = [word for word in left if word.startswith(("--zero-bubble-", "--no-zero-bubble-"))]
-    decision, why = _decision(asked, any(not word.startswith("--zero-bubble-device") for word in ours))
+        return _adopted(left, _read(file), f"as {file} says; remove it to decide again", environment)
+    asked = _advice(others, folder, options, environment)
+    decision, why = _decision(asked, left, options, environment)
     if file is not None and environment.get("RANK", "0") == "0":
         _write(file, decision)
-    return _adopted(left, decision, why)
+    return _adopted(left, decision, why, environment)
 
 
 def decided_for_our_loop(argv: Sequence[str]) -> list[str]:
@@ -97,59 +101,99 @@ def decided_for_our_loop(argv: Sequence[str]) -> list[str]:
     return flags if lines else list(argv)
 
 
-def _adopted(argv: list[str], decision: Mapping[str, Any], why: str) -> tuple[list[str], list[str]]:
-    """The flags with a decision, and what is logged."""
-    out = set(decision["leave_out"])
-    left, is_dropped = [], False
-    for word in argv:
-        if word.startswith("--"):
-            is_dropped = word.partition("=")[0] in out
-        if not is_dropped:
-            left.append(word)
-    flags = decision["flags"]
-    what = " ".join(flags) if flags else "the job's own schedule"
-    return [*left, *flags], [f"{AUTO}: {what}: {why}"]
+def _adopted(
+    argv: list[str], decision: Mapping[str, Any], why: str, environment: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """The flags with a decision, and what is logged. A search records what it measures, for the next decision."""
+    flags = changed(argv, decision["flags"], decision["leave_out"])
+    what = " ".join(decision["flags"]) if decision["flags"] else "the job's own schedule"
+    folder, lines = _folder(argv, ("--save",)), [f"{AUTO}: {what}: {why}"]
+    if ZB_AUTO in decision["flags"] and folder is not None and not any(word.startswith(_RECORD) for word in argv):
+        recording = [*flags, _RECORD, str(folder / COSTS)]
+        if _refused(recording, environment) is None:
+            return recording, [*lines, f"{AUTO}: {folder / COSTS} will have the measured costs when the run ends"]
+    return flags, lines
 
 
-def _decision(asked: Mapping[str, Any], by_us: bool) -> tuple[dict[str, Any], str]:
-    """What to run, by the advice, and why.
+def _decision(
+    asked: Mapping[str, Any], left: list[str], options: argparse.Namespace, environment: Mapping[str, str]
+) -> tuple[dict[str, Any], str]:
+    """What to run, by the advice, and why: the advised change, else the fastest that the job's other flags allow.
 
     Args:
-        by_us: whether this package runs the job's own schedule if that is best, since the job has other flags of it.
+        asked: what ``zero-bubble advise --format json`` prints.
+        left: the flags of the job without a schedule.
+        options: those of this package.
     """
     job = asked["job"]
     idle = sum(job["idle"].values())
-    if not asked["worth_it"]:
-        flags = [_SCHEDULE, job["schedule"]] if by_us else []
-        return {"flags": flags, "leave_out": []}, f"ranks idle {idle:.1%} of the time, and no change is worth it"
-    row = asked["advice"][asked["best"] - 1]
-    why = f"{-row['gain']:+.1%} of the time of the passes expected, of which ranks idle {idle:.1%} without it"
-    if _SCHEDULE not in row["flags"]:
-        return {"flags": row["flags"], "leave_out": row["leave_out"]}, f"{why}; without this package"
-    if _PAIRS in row["flags"]:  # which zb-auto does not order
-        return {"flags": row["flags"], "leave_out": row["leave_out"]}, why
-    chunks = ["--zero-bubble-num-chunks", str(row["num_chunks"])] if row["placement"] in ("loop", "wave") else []
-    flags = [_SCHEDULE, ZB_AUTO, "--zero-bubble-placement", row["placement"], *chunks]
-    flags += ["--zero-bubble-memory-limit", row["activation_limit"], "--zero-bubble-keep-faster"]
-    return {"flags": flags, "leave_out": row["leave_out"]}, f"{why}; best by name: {row['name']}"
+    rows = [asked["advice"][asked["best"] - 1]] if asked["worth_it"] else []
+    rows += [row for row in asked["advice"] if row not in rows and row["gain"] >= asked["worth"]]
+    for row in rows:
+        if options.zero_bubble_exact and row["bits"] == NUMBERS[ROUNDED]:
+            continue
+        for flags in _ways(row, options.zero_bubble_memory_limit):
+            if _refused(changed(left, flags, row["leave_out"]), environment) is None:
+                why = f"{row['name']}, {-row['gain']:+.1%} of the time of the passes expected, of which ranks idle "
+                return {"flags": flags, "leave_out": row["leave_out"]}, f"{why}{idle:.1%} without it"
+    # Other flags of this package need one of its schedules.
+    ours = [word for word in left if word.startswith(("--zero-bubble-", "--no-zero-bubble-"))]
+    by_us = any(not word.startswith("--zero-bubble-device") for word in ours)
+    own = [_SCHEDULE, job["schedule"]] if by_us else []
+    return {"flags": own, "leave_out": []}, f"ranks idle {idle:.1%} of the time, and no change is worth it"
+
+
+def _ways(row: Mapping[str, Any], limit: str | None) -> Iterator[list[str]]:
+    """The flags to run a row with: those with which the order of passes is planned during the run, then its own."""
+    own = list(row["flags"])
+    searched = ["--zero-bubble-memory-limit", limit or AUTO_LIMIT, "--zero-bubble-keep-faster"]
+    if ZB_AUTO in own:
+        yield changed(own, searched, ("--zero-bubble-memory-limit",))
+    elif _SCHEDULE in own and _PAIRS not in own:  # pairs have their own order
+        chunks = ["--zero-bubble-num-chunks", str(row["num_chunks"])] if row["placement"] in HAS_CHUNKS else []
+        on = [_SCHEDULE, ZB_AUTO, "--zero-bubble-placement", row["placement"], *chunks]
+        yield changed(own, [*on, *searched], ())
+    yield own
+
+
+def _refused(argv: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """Why a job with these flags would not start."""
+    try:
+        checked_megatron_job(argv, *_sizes(environment))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _sizes(environment: Mapping[str, str]) -> tuple[int, int]:
+    """The numbers of all ranks and of those on a node."""
+    world = int(environment.get("WORLD_SIZE", "1"))
+    return world, int(environment.get("LOCAL_WORLD_SIZE", str(world)))
 
 
 def _advice(
-    others: Sequence[str], folder: Path | None, on_cpu: bool, environment: Mapping[str, str]
+    others: Sequence[str], folder: Path | None, options: argparse.Namespace, environment: Mapping[str, str]
 ) -> Mapping[str, Any]:
-    """Ask ``zero-bubble advise``.
+    """Ask ``zero-bubble advise``, without a limit of time, which would depend on the machine.
+
+    Args:
+        others: the flags of the job that are not of this package.
+        folder: where costs may be.
+        options: the flags of this package.
 
     Raises:
         UserError: its error.
     """
-    world = int(environment.get("WORLD_SIZE", "1"))
-    node = int(environment.get("LOCAL_WORLD_SIZE", str(world)))
+    world, node = _sizes(environment)
     costs = None if folder is None else folder / COSTS
-    given = ["--quick", "--format", "json", "--nodes", str(max(1, world // node)), "--gpus-per-node", str(node)]
-    given += [] if on_cpu else _gpu()
+    given = ["--format", "json", "--nodes", str(max(1, world // node)), "--gpus-per-node", str(node)]
+    given += [] if options.zero_bubble_device == "cpu" else _gpu()
     given += ["--costs", str(costs)] if costs is not None and costs.exists() else []
+    limit = options.zero_bubble_memory_limit
+    given += ["--memory-limit", limit] if limit not in (None, AUTO_LIMIT) else []
     parser = StrictParser()
     add_advise(parser)
+    parser.set_defaults(seconds=math.inf)
     try:
         found: Mapping[str, Any] = json.loads(advise(parser.parse_args([*given, "--", *others])))
     except UserError as error:
@@ -169,14 +213,14 @@ def _gpu() -> list[str]:
     return [*(["--gpu", known] if known else []), "--gpu-memory", f"{int(mebibytes) / 1024:.1f}GiB"]
 
 
-def _folder(others: Sequence[str]) -> Path | None:
-    """Where the job loads its checkpoints from, else where it saves them; None for neither."""
+def _folder(others: Sequence[str], flags: Sequence[str] = ("--load", "--save")) -> Path | None:
+    """The folder of the first of these flags that the job has: where it loads its checkpoints from, else saves them."""
     found: dict[str, str] = {}
     for flag, value in zip(others, [*others[1:], ""], strict=True):
         name, _, own = flag.partition("=")
-        if name in ("--load", "--save"):
+        if name in flags:
             found[name] = own or value
-    text = next((found[name] for name in ("--load", "--save") if name in found), None)
+    text = next((found[name] for name in flags if name in found), None)
     return None if text is None else Path(text)
 
 

@@ -11,16 +11,19 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.question import of_run
-from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource
+from megatron.zero_bubble.planning.source import AUTO_LIMIT, DEFAULT_LIMIT, ZB_AUTO, ScheduleSource
 
 
 def job_schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -> Schedule:
-    """Return the schedule that the run would use for this number of microbatches."""
+    """Return the schedule that the run would use for this number of microbatches; within 1F1B's memory if it measures
+    its limit.
+    """
     if args.zero_bubble_schedule == ZB_AUTO:
         config: ZeroBubbleConfig = args.zero_bubble
         objective: Metric = "span" if config.post_validation else "makespan"
         wanted = config.placement, objective, config.cuts() or WHOLE, config.vocabulary, config.num_chunks
-        return answer(of_run(costs, config.memory_limit or DEFAULT_LIMIT, *wanted)).schedule
+        limit = DEFAULT_LIMIT if config.memory_limit in (None, AUTO_LIMIT) else config.memory_limit
+        return answer(of_run(costs, limit, *wanted)).schedule
     if args.source is not None:
         source: ScheduleSource = args.source
         return source.make(num_microbatches)

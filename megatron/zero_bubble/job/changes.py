@@ -50,6 +50,7 @@ class Pipeline:
         limit: bytes of a GPU that a plan may take, or activation memory in the unit of the costs where bytes are not
             known.
         host_bandwidth: bytes per ms of copies between a GPU and its host.
+        most_activations: limit of activation memory alone, in the unit of the costs.
     """
 
     placement: Placement
@@ -57,6 +58,7 @@ class Pipeline:
     limit: float
     objective: Metric
     host_bandwidth: float
+    most_activations: float = math.inf
 
     def quick_changes(self, schedule: Schedule) -> Iterator[Change]:
         """Yield its own schedule, those by name, and searches without and with two stages per rank."""
@@ -214,10 +216,11 @@ class Pipeline:
         """The limit of activations on a placement: what weights and messages leave."""
         costs = self.costs
         if not costs.in_bytes:
-            return self.limit
+            return min(self.limit, self.most_activations)
         weights = max(costs.weight_bytes(on)) if costs.weight_bytes else 0.0
         messages = 4 * (on.num_stages // on.num_ranks) * (costs.message_bytes or 0.0)
-        return max(self.limit - weights - messages, costs.microbatch)  # without room, the least plan is above it
+        left = min(self.limit - weights - messages, self.most_activations)
+        return max(left, costs.microbatch)  # without room, the least plan is above it
 
     def _limit_text(self, on: Placement) -> str:
         limit, costs = self._limit(on), self.costs

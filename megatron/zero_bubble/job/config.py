@@ -22,7 +22,14 @@ from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS, Sharding
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.rule import check
-from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource, SourceOnRanks, UnitChoice
+from megatron.zero_bubble.planning.source import (
+    AUTO_LIMIT,
+    DEFAULT_LIMIT,
+    ZB_AUTO,
+    ScheduleSource,
+    SourceOnRanks,
+    UnitChoice,
+)
 from megatron.zero_bubble.schedules import has_units, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.search.placements import HAS_CHUNKS, PlacementName
@@ -67,11 +74,12 @@ class ZeroBubbleConfig:
         overlap_experts: hide the all-to-all of experts: run forwards together with backwards, layer by layer, so that
             each hides that of the other, or, in a schedule without such pairs, run the weight gradients of the experts
             beneath the dispatch of their own backward.
-        keep_faster: ``zb-auto`` compares the measured times of its plan and of the schedule before it, and goes back if
-            the plan takes longer.
+        keep_faster: ``zb-auto`` begins with Megatron's own schedule of its placement, if there is one, and goes back to
+            what it began with if its plan proves slower.
         memory_limit: activation-memory limit per rank for ``zb-auto``, and for ``zero-pp`` without
             ``unit_microbatches``, in the units of ``zero-bubble plan --memory-limit``; ``1p`` is the peak of 1F1B, and,
-            with ``vocabulary``, of the first schedule. None is ``1p`` for ``zb-auto``, and else no limit.
+            with ``vocabulary``, of the first schedule. ``auto`` is what is free on the fullest rank, as the first
+            iterations measure it, for ``zb-auto``. None is ``1p`` for ``zb-auto``, and else no limit.
         post_validation: step the optimizer before the global gradient norm is known; validate in the next iteration.
         rollback: how to undo a rejected optimizer step. ``exact`` keeps a copy of the overwritten state until the step
             is validated; ``inverse`` inverts the Adam update, which needs no memory and is correct only up to rounding.
@@ -150,7 +158,7 @@ class ZeroBubbleConfig:
             )
         if self.schedule is None and self.schedule_file is None:
             raise UserError("a configuration needs schedule or schedule_file; got neither; give one of them")
-        if self.memory_limit is not None:
+        if self.memory_limit is not None and (self.memory_limit != AUTO_LIMIT or self.schedule != ZB_AUTO):
             parse_memory_limit(self.memory_limit)
         self._read_file()
         if self.host_memory is not None:

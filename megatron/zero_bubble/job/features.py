@@ -31,7 +31,8 @@ OPTIONS = (
         "core",
         "LIMIT",
         f"activation-memory limit per rank for {ZB_AUTO}, and for the units of zero-pp that auto chooses, e.g. 1p "
-        "(1F1B's peak) or 60GiB, which zero-pp needs --zero-bubble-costs for",
+        "(1F1B's peak) or 60GiB, which zero-pp needs --zero-bubble-costs for; auto for {ZB_AUTO}: what is free on the "
+        "fullest rank after the first iterations",
         f"{DEFAULT_LIMIT} for {ZB_AUTO}, with --zero-bubble-vocabulary-parallel the peak of the first schedule",
     ),
     Option(
@@ -150,8 +151,8 @@ OPTIONS = (
         "keep-faster",
         "advanced",
         SWITCH,
-        f"{ZB_AUTO} compares the measured times of its plan and of the schedule before it, and goes back if the plan "
-        "takes longer",
+        f"{ZB_AUTO} begins with Megatron's own schedule of its placement, if there is one, and goes back to what it "
+        "began with if its plan proves slower",
     ),
     Option(
         "placement",

@@ -192,6 +192,7 @@ class Adviser:
         accepts: returns why a job with these flags, without those, would be refused; None if it would run.
         seconds: CPU time after which searches are left out.
         tell: is called with the name of each change before it is planned.
+        most_activations: limit of activation memory alone, in the unit of the costs.
     """
 
     today: Today
@@ -201,6 +202,7 @@ class Adviser:
     worth: float
     seconds: float = math.inf
     tell: Callable[[str], None] = lambda _: None
+    most_activations: float = math.inf
     rows: list[Row] = field(default_factory=list)
     dropped: list[DroppedVariant] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -259,6 +261,7 @@ class Adviser:
             self.dropped.append(DroppedVariant(change.name, str(error)))
             return
         fits = self.capacity is None or need.most <= self.capacity * (1 + ROUNDING)
+        fits = fits and max(need.activations) <= self.most_activations * (1 + ROUNDING)
         ms, before = (length_ms(each, self.objective) for each in (plan.timeline, self.today.timeline))
         gap = None if plan.schedule.overlaps else max(0.0, 1 - self._least(change) / ms)
         self.rows.append(Row(change, plan, need, fits, 1 - ms / before, gap))

@@ -15,7 +15,7 @@ from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.formats.plan import PlanFile
-from megatron.zero_bubble.ir import WHOLE, Kind, Placement, Schedule, Slices
+from megatron.zero_bubble.ir import WHOLE, Kind, Pass, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.plan.offload import Move
 from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS
@@ -33,9 +33,13 @@ from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 ZB_AUTO = schedules.ZB_AUTO
 DEFAULT_LIMIT = "1p"
 """Memory limit of ``zb-auto`` where none is given."""
+AUTO_LIMIT = "auto"
+"""Memory limit of ``zb-auto`` that the run measures: what is free on the fullest rank."""
 FIRST_SCHEDULE: dict[PlacementName, str] = {"linear": "zb-h1", "vee": "zb-v", "loop": "zb-interleaved"}
 """The schedule of whole sequences that ``zb-auto`` runs until its plan is ready, by placement; on others, it runs what
 a short search finds for equal passes."""
+STOCK_SCHEDULE: dict[PlacementName, str] = {"linear": "1f1b", "loop": "interleaved-1f1b"}
+"""Megatron's own schedule of whole sequences, by placement."""
 _CHUNKS: dict[PlacementName, int] = {"loop": 2, "wave": 4}
 """Stages per rank of a run where none are given, for placements that have a choice."""
 _LITTLE = 0.01
@@ -132,19 +136,24 @@ class ScheduleSource:
         vocabulary: Algorithm | None = None,
         fused: bool = False,
         num_chunks: int | None = None,
+        stock: bool = False,
     ) -> ScheduleSource:
         """The placement of ``zb-auto``, and the schedules that run while it measures, before the planned ones.
 
         With ``fused``, these split only the backward of the last microbatch, from which W can be measured: for jobs in
-        which W needs much memory, such as those with full recomputation.
+        which W needs much memory, such as those with full recomputation. With ``stock``, they are Megatron's own, of
+        which only that backward is split, wherever it has one: to compare the plan with it.
 
         Raises:
             UserError: a number of stages per rank that the placement cannot have.
         """
         (on,) = placements(placement, num_ranks, num_chunks or _CHUNKS.get(placement))
         is_whole = slices is None or len(slices) == 1
+        chunks = on.num_stages // num_ranks if placement in _CHUNKS else None
+        if stock and is_whole and vocabulary is None and placement in STOCK_SCHEDULE:
+            own = cls.by_name(STOCK_SCHEDULE[placement], num_ranks, chunks)
+            return cls(ZB_AUTO, on, functools.cache(lambda count: split_last(own.make(count))))
         if is_whole and placement in FIRST_SCHEDULE:
-            chunks = on.num_stages // num_ranks if placement in _CHUNKS else None
             first = cls.by_name(FIRST_SCHEDULE[placement], num_ranks, chunks, vocabulary=vocabulary)
         elif not is_whole and placement == "linear":
             first = cls.by_name("seq-zb-h1", num_ranks, slices=slices)
@@ -170,6 +179,18 @@ def fused_but_last(schedule: Schedule) -> Schedule:
         for row in schedule.order
     )
     return replace(schedule, name=f"{schedule.name}, all backwards but the last fused", order=order)
+
+
+def split_last(schedule: Schedule) -> Schedule:
+    """Split the fused backwards of the last microbatch into B and W, in their place; the other passes stay."""
+
+    def parts(work: Pass) -> tuple[Pass, ...]:
+        if work.kind is not Kind.BW or work.microbatch < schedule.num_microbatches - 1:
+            return (work,)
+        return work._replace(kind=Kind.B), work._replace(kind=Kind.W)
+
+    order = tuple(tuple(part for work in row for part in parts(work)) for row in schedule.order)
+    return replace(schedule, order=order)
 
 
 def _with_units(

@@ -69,6 +69,9 @@ class Platform(Protocol):
     def peak_reserved_bytes(self) -> int:
         """Peak memory including what torch's allocator keeps unused on a GPU; the same as above on the CPU."""
 
+    def spare_memory_bytes(self) -> int:
+        """What this process could allocate above its peak so far; a tenth of all memory is left for fragmentation."""
+
     def side_stream(self) -> SideStream:
         """A stream on the current device for work that runs concurrently with the passes."""
 

@@ -282,6 +282,12 @@ class CudaPlatform:
     def peak_reserved_bytes(self) -> int:
         return torch.cuda.max_memory_reserved()
 
+    def spare_memory_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info()
+        sharing = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // self.device_count())  # ranks on this GPU
+        unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+        return max(0, (free - total // 10) // sharing + unused)
+
     def side_stream(self) -> CudaSideStream:
         return CudaSideStream(self.current_device())
 

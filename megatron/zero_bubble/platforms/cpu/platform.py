@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import resource
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from megatron.zero_bubble.platforms.cpu.install import install
 from megatron.zero_bubble.platforms.cpu.stand_ins import CPU
 from megatron.zero_bubble.platforms.pools import CommonPool
 from megatron.zero_bubble.platforms.streams import AlreadyThere, Inline, ThreadLane
+
+_MEMORY = Path("/proc/meminfo")
 
 
 class CpuPlatform:
@@ -64,6 +68,13 @@ class CpuPlatform:
 
     def peak_reserved_bytes(self) -> int:
         return self.peak_memory_bytes()
+
+    def spare_memory_bytes(self) -> int:
+        if not _MEMORY.exists():  # not on Linux
+            return 0
+        of_kinds = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
+        total, available = (int(of_kinds[kind].split()[0]) * 1024 for kind in ("MemTotal", "MemAvailable"))
+        return max(0, (available - total // 10) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def side_stream(self) -> Inline:
         return Inline()
