@@ -102,7 +102,7 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "job", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the flags of the job, after a separate --"
     )
-    verb.set_defaults(command=advise, seconds=_SECONDS)
+    verb.set_defaults(command=advise, seconds=_SECONDS, effort=1.0)
 
 
 class _Job(NamedTuple):
@@ -128,7 +128,9 @@ def advise(options: argparse.Namespace) -> str:
     limit = capacity if capacity is not None else max(costs.limit("1p"), *own.today.need.activations)
     bandwidth = options.host_bandwidth * 1e6
     most = math.inf if options.memory_limit is None else costs.limit(options.memory_limit)
-    pipeline = Pipeline(own.today.timeline.schedule.placement, costs, limit, own.objective, bandwidth, most)
+    pipeline = Pipeline(
+        own.today.timeline.schedule.placement, costs, limit, own.objective, bandwidth, most, options.effort
+    )
     worth = WORTH if options.costs else WORTH_ESTIMATED
 
     def accepts(flags: Sequence[str], drops: Sequence[str]) -> str | None:

@@ -42,6 +42,8 @@ _DECIDED = (
     "overlap_experts",
 )
 """Flags that contradict ``auto``, because it decides what they do."""
+_EFFORT = 0.03
+"""Effort of the searches that decide, because the run plans again from measured passes."""
 _GPUS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
 
 
@@ -193,7 +195,7 @@ def _advice(
     given += ["--memory-limit", limit] if limit not in (None, AUTO_LIMIT) else []
     parser = StrictParser()
     add_advise(parser)
-    parser.set_defaults(seconds=math.inf)
+    parser.set_defaults(seconds=math.inf, effort=_EFFORT)
     try:
         found: Mapping[str, Any] = json.loads(advise(parser.parse_args([*given, "--", *others])))
     except UserError as error:

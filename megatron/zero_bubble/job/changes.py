@@ -51,6 +51,7 @@ class Pipeline:
             known.
         host_bandwidth: bytes per ms of copies between a GPU and its host.
         most_activations: limit of activation memory alone, in the unit of the costs.
+        effort: of searches, relative to the default.
     """
 
     placement: Placement
@@ -59,10 +60,11 @@ class Pipeline:
     objective: Metric
     host_bandwidth: float
     most_activations: float = math.inf
+    effort: float = 1.0
 
     def quick_changes(self, schedule: Schedule) -> Iterator[Change]:
         """Yield its own schedule, those by name, and searches without and with two stages per rank."""
-        whole = Question(self.costs, None, 0.0, self.objective, fits=False)
+        whole = Question(self.costs, None, 0.0, self.objective, fits=False, effort=self.effort)
         yield Change(schedule.name, replace(whole, file=schedule), (), self.placement)
         yield from self._named(whole)
         for change in self._searched(whole):
@@ -71,7 +73,7 @@ class Pipeline:
 
     def named_changes(self) -> Iterator[Change]:
         """Yield schedules by name, Megatron's own too."""
-        whole = Question(self.costs, None, 0.0, self.objective, fits=False)
+        whole = Question(self.costs, None, 0.0, self.objective, fits=False, effort=self.effort)
         yield from self._of_megatron(whole)
         yield from self._named(whole)
         yield from self._paired(whole)
@@ -79,7 +81,7 @@ class Pipeline:
     def changes(self) -> Iterator[Change]:
         """Yield all changes: first schedules by name, then searches, then what else can be divided or moved."""
         yield from self.named_changes()
-        whole = Question(self.costs, None, 0.0, self.objective, fits=False)
+        whole = Question(self.costs, None, 0.0, self.objective, fits=False, effort=self.effort)
         searches = list(self._searched(whole))
         yield from searches
         yield from self._laid_out(whole)

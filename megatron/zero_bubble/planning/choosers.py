@@ -187,11 +187,11 @@ def _made(question: Question, variant: Variant) -> Iterator[Schedule]:
     else:
         assert limit is not None, "a search has a limit"
         if variant.algorithm is not None and cut is None:
-            yield from searched(variant, limit, placement, objective)
+            yield from searched(variant, limit, placement, objective, question.effort)
             return
         if question.known:
             yield from known_schedules(costs, placement, objective)
-        yield auto(costs, limit, placement, objective, cut or WHOLE, ends=question.ends)
+        yield auto(costs, limit, placement, objective, cut or WHOLE, question.effort, question.ends)
 
 
 def _named(question: Question) -> Schedule:

@@ -118,7 +118,9 @@ def inserted(schedule: Schedule, variant: Variant, limit: float | None, objectiv
     return best_with_vocabulary(schedule, *on, variant.algorithm, objective, limit).schedule
 
 
-def searched(variant: Variant, limit: float, placement: Placements, objective: Metric) -> Iterator[Schedule]:
+def searched(
+    variant: Variant, limit: float, placement: Placements, objective: Metric, effort: float = 1.0
+) -> Iterator[Schedule]:
     """Search for schedules into which the passes of the vocabulary are inserted.
 
     An insertion needs up to one more microbatch of memory per barrier, so there is one search with the limit, one with
@@ -128,14 +130,14 @@ def searched(variant: Variant, limit: float, placement: Placements, objective: M
         UserError: when the limit admits no schedule.
     """
     costs = variant.costs
-    yield auto(costs, limit, placement, objective)
+    yield auto(costs, limit, placement, objective, effort=effort)
     if variant.algorithm is None:
         return
     barriers = 2 if variant.algorithm == 1 else 1
     for on in placements(placement, costs.num_ranks):
         less = limit - barriers * max(costs.on(Placement.linear(costs.num_ranks))[1].activation)
         if within(max(least_memory(costs.on(on)[1], on, fused=True)), less):
-            yield auto(costs, less, (on,), objective)
+            yield auto(costs, less, (on,), objective, effort=effort)
         yield from known_schedules(costs, (on,), objective)
 
 
