@@ -37,8 +37,9 @@ _LAST = 8
 STOCK, AUTO = "stock", "auto"
 MODEL = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 4096 "
-    "--micro-batch-size 1 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 511 --make-vocab-size-divisible-by 4 --lr 1e-4 "
-    "--untie-embeddings-and-output-weights --mock-data --zero-bubble-device cpu --log-interval 1"
+    "--micro-batch-size 1 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 511 "
+    "--make-vocab-size-divisible-by 4 --lr 1e-4 --untie-embeddings-and-output-weights --mock-data "
+    "--zero-bubble-device cpu --log-interval 1"
 )
 
 
@@ -56,18 +57,18 @@ class Job(NamedTuple):
     limit: str | None = None
 
 
-_NAMED = {name: f"--zero-bubble-schedule {name}" for name in ("zb-h1", "zb-h2", "zb-v")}
+def _by_name(*names: str) -> dict[str, str]:
+    return {name: f"--zero-bubble-schedule {name}" for name in names}
+
+
+_CHAIN = _by_name("zb-h1", "zb-h2")
 JOBS = {
-    "even": Job("", _NAMED),
-    "uneven": Job("--decoder-first-pipeline-num-layers 3", {name: _NAMED[name] for name in ("zb-h1", "zb-h2")}),
-    "vocabulary": Job("--vocab-size 8191", _NAMED),
-    "long": Job("--seq-length 1024 --global-batch-size 1", {"seq-1f1b": "--zero-bubble-schedule seq-1f1b"}),
-    "memory": Job(
-        "--global-batch-size 8", {name: f"--zero-bubble-schedule {name}" for name in ("v-half", "v-min")}, "0.6p"
-    ),
-    "interleaved": Job(
-        "--num-virtual-stages-per-pipeline-rank 2", {"zb-interleaved": "--zero-bubble-schedule zb-interleaved"}
-    ),
+    "even": Job("", _CHAIN | _by_name("zb-v")),
+    "uneven": Job("--decoder-first-pipeline-num-layers 3", _CHAIN),
+    "vocabulary": Job("--vocab-size 8191", _CHAIN | _by_name("zb-v")),
+    "long": Job("--seq-length 1024 --global-batch-size 1", _by_name("seq-1f1b")),
+    "memory": Job("--global-batch-size 8", _by_name("v-half", "v-min"), "0.6p"),
+    "interleaved": Job("--num-virtual-stages-per-pipeline-rank 2", _by_name("zb-interleaved")),
 }
 
 
@@ -79,15 +80,9 @@ def main() -> int:
     for name in options.jobs:
         results[name] = _measured(name, JOBS[name], options)
         _print(name, results[name])
-    ranks.write(
-        options.output,
-        {
-            "machine": ranks.machine(),
-            "load": (before, os.getloadavg()[0]),
-            "num_ranks": options.num_ranks,
-            "jobs": results,
-        },
-    )
+    load = before, os.getloadavg()[0]
+    content = {"machine": ranks.machine(), "load": load, "num_ranks": options.num_ranks, "jobs": results}
+    ranks.write(options.output, content)
     return 0
 
 
@@ -146,10 +141,8 @@ def _measured(name: str, job: Job, options: argparse.Namespace) -> dict[str, Any
 def _advice(argv: Sequence[str], costs: Path, num_ranks: int, limit: str | None) -> dict[str, Any]:
     command = [sys.executable, "-m", "megatron.zero_bubble", "advise", "--costs", str(costs), "--format", "json"]
     command += ["--gpus-per-node", str(num_ranks), *(["--memory-limit", limit] if limit else [])]
-    job = [word for word in changed(argv, (), ("--zero-bubble-device",))]
-    done = subprocess.run(
-        [*command, "--", *job], env=ranks.environment(), check=True, stdout=subprocess.PIPE, text=True
-    )
+    command += ["--", *changed(argv, (), ("--zero-bubble-device",))]
+    done = subprocess.run(command, env=ranks.environment(), check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
