@@ -19,12 +19,13 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.changes import Pipeline
 from megatron.zero_bubble.plan.timelines import timeline_of
-from megatron.zero_bubble.planning.advice import Adviser, Today, need_of
+from megatron.zero_bubble.planning.advice import NUMBERS, Adviser, Today, need_of
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.schedules import build
 from tests.helpers.recipes import COMMON, RECIPES
+from tests.helpers.small_recipes import SMALL as SMALL_JOBS
 
 Capture = pytest.CaptureFixture[str]
 SMALL = (
@@ -47,6 +48,16 @@ def check_rows(capsys: Capture, found: dict[str, Any], flags: list[str], *own: s
         assert main(["dry-run", *own, "--megatron-lm", "--", *job]) == 0, f"{row['name']}: {capsys.readouterr().err}"
 
 
+def check_trained(found: dict[str, Any], flags: list[str], name: str) -> None:
+    """``tests/megatron_lm/test_recipes.py`` trains a small job with the change of every row."""
+    trained = {
+        (row.flags, frozenset(row.drops.split()) & frozenset(flags), NUMBERS[row.numbers])
+        for row in SMALL_JOBS[name].rows
+    }
+    for row in found["advice"]:
+        assert (" ".join(row["flags"]), frozenset(row["leave_out"]), row["bits"]) in trained, row["name"]
+
+
 def job_of(name: str) -> tuple[list[str], tuple[str, ...]]:
     recipe = RECIPES[name]
     return shlex.split(f"{COMMON} {recipe.flags}"), ("--nodes", str(recipe.nodes), "--gpu", recipe.gpu)
@@ -62,6 +73,7 @@ def test_published_recipes_with_even_passes(capsys: Capture, tmp_path: Path, nam
     assert found["job"]["bubble_rate"] == pytest.approx(RECIPES[name].bubble, abs=0.003)
     assert found["worth_it"] is (RECIPES[name].bubble > 0.02)
     check_rows(capsys, found, flags, *own)
+    check_trained(found, flags, name)
 
 
 @pytest.mark.full
@@ -76,6 +88,7 @@ def test_published_recipes_with_estimates(capsys: Capture, name: str) -> None:
     found = advice(capsys, flags, *own, "--quick")
     assert found["worth_it"] is RECIPES[name].pays
     check_rows(capsys, found, flags, *own)
+    check_trained(found, flags, name)
 
 
 @pytest.mark.full
@@ -188,6 +201,11 @@ def test_pruned_search_finds_what_all_questions_find(seed: int) -> None:
     found = {title: row for row in rows for title in row.titles}
     assert min([today.timeline.makespan_ms, *(row.ms for row in rows)]) == pytest.approx(best, rel=2e-6)
     assert ("least memory" not in found) or found["least memory"].need.most <= least * (1 + 2e-6)
+
+
+def test_flags_to_leave_out_are_listed_once() -> None:
+    for change in random_pipeline(1)[0].changes():
+        assert len(set(change.drops)) == len(change.drops), change.name
 
 
 def test_bounds_are_below_plans() -> None:

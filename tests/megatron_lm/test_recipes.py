@@ -17,7 +17,7 @@ import pytest
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.planning.advice import ORDER, ROUNDED
 from tests.helpers.megatron_lm import VARIABLE, Checkout, Log, pretrain_gpt
-from tests.helpers.small_recipes import SMALL, small_job
+from tests.helpers.small_recipes import SMALL, Row, small_job
 from tests.megatron_lm.test_parity import CHECKOUTS, until
 
 pytestmark = [
@@ -56,9 +56,7 @@ def _train(checkout: Checkout, num_ranks: int, flags: Sequence[str], folder: Pat
     writers += ["--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", str(folder)]
     log = _run(checkout, num_ranks, flags, *more, *writers)
     logged = map(json.loads, (folder / "logged.jsonl").read_text().splitlines())
-    figures = {
-        (name, step): value for step, of in logged for name, value in of.items() if re.search("loss|norm", name)
-    }
+    figures = {(name, step): value for step, of in logged for name, value in of.items() if re.search("loss|norm", name)}
     return Trained(figures, log.weights)
 
 
@@ -101,4 +99,9 @@ def test_rows_of_recipes_have_the_numbers_that_they_promise(
     for key, value in expected.figures.items():
         tolerance = 1e-5 if row.numbers == ROUNDED else 1e-6 if row.numbers == ORDER and "norm" in key[0] else 0.0
         assert own.figures[key] == pytest.approx(value, rel=tolerance, abs=0.0), key
-    assert row.numbers == ROUNDED or own.weights == expected.weights
+    assert row.numbers == ROUNDED or _comparable(own, row) == _comparable(expected, row)
+
+
+def _comparable(trained: Trained, row: Row) -> list[str]:
+    """The digests that are equal if the weights are: other stages have other shards of the distributed optimizer."""
+    return [digest for digest in trained.weights if row.numbers != ORDER or "optimizer's" not in digest]

@@ -155,7 +155,7 @@ class Pipeline:
         for on in self._placements:
             asked = replace(whole, costs=evenly, schedule=ZB_AUTO, placement=(on,), by_cost=True, limit=self._limit(on))
             own = self._change(f"{ZB_AUTO} {label_of(on)}, layout", asked, self._flags_of_search(on), on)
-            drops = (*own.drops, *_VIRTUAL, *_LAYERS)
+            drops = tuple(dict.fromkeys((*own.drops, *_VIRTUAL, *_LAYERS)))
             yield replace(own, drops=drops, numbers=ORDER, reorders=False, of_plan=_layout)
 
     def _divided(self, searches: list[Change]) -> Iterator[Change]:
