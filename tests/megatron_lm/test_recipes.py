@@ -25,7 +25,12 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 _ROWS = [
-    pytest.param(name, number, id=f"{name}-{row.flags.replace('--zero-bubble-', '')}")
+    pytest.param(
+        name,
+        number,
+        marks=() if number == 0 else pytest.mark.full,
+        id=f"{name}-{row.flags.replace('--zero-bubble-', '')}",
+    )
     for name, small in SMALL.items()
     for number, row in enumerate(small.rows)
 ]

@@ -29,7 +29,7 @@ SAME, ORDER, ROUNDED = "same bits", "same bits but for the norm", "rounded diffe
 NUMBERS = {
     SAME: "those of the job as it is, bit for bit with --zero-bubble-exact",
     ORDER: "those of the job as it is from the same weights, bit for bit with --zero-bubble-exact but for gradient "
-    "norms, which are summed over other ranks",
+    "norms, which are summed over other ranks, and steps that are clipped by them",
     ROUNDED: "those of the job as it is up to rounding, because sums are in another order (float32: within 1e-5)",
 }
 WORTH = 0.01
