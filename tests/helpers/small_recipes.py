@@ -77,7 +77,7 @@ class Pipeline(NamedTuple):
 
 
 def _named(name: str, drops: str = "", more: str = "", numbers: str = SAME) -> Row:
-    return Row(f"--zero-bubble-schedule {name} {more}".strip(), drops, numbers)
+    return Row(" ".join(["--zero-bubble-schedule", name, *more.split()]), drops, numbers)
 
 
 def _in_place(name: str) -> Row:
