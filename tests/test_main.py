@@ -83,7 +83,10 @@ def test_flags_are_exactly_the_listed_ones() -> None:
             "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--link-bandwidth",
             "--network-bandwidth", "--host-bandwidth", "--write", "--row", "--may-change", "--quick", "--format",
         ],
-        "playground": ["--help", "--port", "--no-browser"],
+        "playground": [
+            "--help", "--port", "--no-browser", "--config", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory",
+            "--costs", "--link-bandwidth", "--network-bandwidth", "--num-ranks",
+        ],
         "trace": ["--help", "--iteration", "--format", "--output"],
         "dry-run": [
             "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--link-bandwidth",

@@ -248,7 +248,7 @@ def test_malformed_requests_are_rejected(address: str) -> None:
     assert refusal(address, "/plan") == (400, "one of the arguments --schedule --schedule-file is required")
     assert refusal(address, "/plan?zb-h1")[0] == 400
     assert refusal(address, "http://[") == (400, "Invalid IPv6 URL")
-    assert refusal(address, "/elsewhere") == (404, "only /, /plan and /drawing exist; got '/elsewhere'")
+    assert refusal(address, "/elsewhere") == (404, "only /, /plan, /drawing and /file exist; got '/elsewhere'")
     assert get(address, "/", method="POST")[0] == 501
 
 

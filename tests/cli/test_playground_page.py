@@ -130,8 +130,9 @@ def test_every_schedule_has_a_table_row_and_a_chart(page: WebDriver) -> None:
     expected |= {"zb-auto", *(f"{name} fitted" for name, recipe in SCHEDULES.items() if recipe.adapts)}
     assert names == expected
     assert {title.text for title in page.find_elements("css selector", "figure h2")} == expected
-    makespans = [shown(line)[2] for line in page.find_elements("css selector", "tbody tr:not(.over)")]
+    makespans = [shown(line)[2] for line in page.find_elements("css selector", "tbody tr:not(.over):not(.pinned)")]
     assert makespans == sorted(makespans)
+    assert name_of(lines(page)[0]) == "1f1b" and "pinned" in str(lines(page)[0].get_attribute("class"))
     best = page.find_element("id", "best").text
     assert best.startswith("Shortest within the limit: ") and f"{makespans[0]:.2f} ms, mean idle " in best
     reasons = page.find_element("id", "absent").text

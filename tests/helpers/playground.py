@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
+from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from megatron.zero_bubble.cli.playground import add_playground
+from megatron.zero_bubble.cli.playground.job import job_of
 from megatron.zero_bubble.cli.playground.server import Server
 from megatron.zero_bubble.schedules import SCHEDULES
 
@@ -19,9 +22,11 @@ _SETTLED = "return document.body.dataset.settled === hashOf(readSetting())"
 
 
 @contextmanager
-def playground() -> Iterator[str]:
-    """Run a playground in this process; yield its address."""
-    with Server(0) as server:
+def playground(*flags: str) -> Iterator[str]:
+    """Run a playground with these flags in this process; yield its address."""
+    parser = ArgumentParser()
+    add_playground(parser)
+    with Server(0, job_of(parser.parse_args(flags))) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         try:
             yield server.address

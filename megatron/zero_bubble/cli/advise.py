@@ -58,23 +58,12 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
         "Say what a Megatron-LM job gains from this package: plan the job as it is, search for what is faster within "
         "the memory of its GPUs, and print the flags to add. It starts nothing, and needs neither torch nor a GPU."
     )
-    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
-    verb.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node (default: 8)")
-    verb.add_argument("--gpu", choices=tuple(DEVICES), default="h100", help="GPU to estimate for (default: h100)")
-    verb.add_argument(
-        "--gpu-memory",
-        metavar="SIZE",
-        help="memory of a GPU, of which a tenth is left for CUDA, NCCL and fragmentation (default: that of --gpu)",
-    )
+    add_job_flags(verb)
     verb.add_argument(
         "--memory-limit",
         metavar="LIMIT",
         help="limit of activation memory per rank, such as 1p (1F1B's peak) or 40GiB (default: what the GPU has left)",
     )
-    verb.add_argument(
-        "--costs", metavar="FILE", help="pass times and memory that a run of the job has measured, instead of estimates"
-    )
-    add_link_flags(verb)
     verb.add_argument(
         "--host-bandwidth",
         type=float,
@@ -99,14 +88,42 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
         help="plan only schedules by name, without searches; --zero-bubble-schedule auto decides so when a run starts",
     )
     verb.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
-    verb.add_argument(
-        "job", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the flags of the job, after a separate --"
-    )
+    add_job_words(verb)
     verb.set_defaults(command=advise, seconds=_SECONDS, effort=1.0)
 
 
-class _Job(NamedTuple):
-    """A job as its flags describe it."""
+def add_job_flags(verb: argparse.ArgumentParser) -> None:
+    """Add the flags that say where a job runs, and what it costs there."""
+    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
+    verb.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node (default: 8)")
+    verb.add_argument("--gpu", choices=tuple(DEVICES), default="h100", help="GPU to estimate for (default: h100)")
+    verb.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help="memory of a GPU, of which a tenth is left for CUDA, NCCL and fragmentation (default: that of --gpu)",
+    )
+    verb.add_argument(
+        "--costs", metavar="FILE", help="pass times and memory that a run of the job has measured, instead of estimates"
+    )
+    add_link_flags(verb)
+
+
+def add_job_words(verb: argparse.ArgumentParser) -> None:
+    """Add the flags of the job, which follow last."""
+    verb.add_argument(
+        "job", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the flags of the job, after a separate --"
+    )
+
+
+class JobAsIs(NamedTuple):
+    """A job as its flags describe it.
+
+    Attributes:
+        read: its checked flags.
+        today: its plan, costs and memory.
+        objective: the length that its optimizer step waits for.
+        batch: its batch.
+    """
 
     read: MegatronJob
     today: Today
@@ -121,10 +138,10 @@ def advise(options: argparse.Namespace) -> str:
         UserError: the error that the job itself would stop with, a job without a pipeline, or bad options.
     """
     positive_figure("--host-bandwidth", options.host_bandwidth)
-    argv = options.job[1:] if options.job[:1] == ["--"] else options.job
-    own = _read(options, argv)
+    argv = job_words(options)
+    own = read_job(options, argv)
     costs = own.today.costs
-    capacity = _capacity(options, own.today)
+    capacity = capacity_of(options, own.today)
     limit = capacity if capacity is not None else max(costs.limit("1p"), *own.today.need.activations)
     bandwidth = options.host_bandwidth * 1e6
     most = math.inf if options.memory_limit is None else costs.limit(options.memory_limit)
@@ -166,6 +183,11 @@ def advise(options: argparse.Namespace) -> str:
     return text_of(found, own.batch, argv, capacity)
 
 
+def job_words(options: argparse.Namespace) -> list[str]:
+    """Return the flags of the job, which follow after ``--``."""
+    return list(options.job[1:] if options.job[:1] == ["--"] else options.job)
+
+
 def _sizes(options: argparse.Namespace) -> tuple[int, int]:
     for flag, count in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
         if count < 1:
@@ -173,8 +195,16 @@ def _sizes(options: argparse.Namespace) -> tuple[int, int]:
     return options.nodes * options.gpus_per_node, options.gpus_per_node
 
 
-def _read(options: argparse.Namespace, argv: Sequence[str]) -> _Job:
-    """Check the job, and plan it as it is."""
+def read_job(options: argparse.Namespace, argv: Sequence[str]) -> JobAsIs:
+    """Check the job, and plan it as it is.
+
+    Args:
+        options: the flags of ``add_job_flags``.
+        argv: the flags of the job.
+
+    Raises:
+        UserError: the error that the job itself would stop with, a job without a pipeline, or bad options.
+    """
     read = checked_megatron_job(argv, *_sizes(options))
     args = read.args
     if args.pipeline_model_parallel_size < 2:
@@ -190,12 +220,12 @@ def _read(options: argparse.Namespace, argv: Sequence[str]) -> _Job:
     timeline = timeline_of(schedule, *costs.on(args.placement))
     objective: Metric = "span" if has_schedule(args) and args.zero_bubble.post_validation else "makespan"
     batch = Batch(args.batch_sizes.final * args.seq_length, groups.num_ranks, args.data_parallel_size)
-    return _Job(read, Today(timeline, costs, need_of(timeline, costs)), objective, batch)
+    return JobAsIs(read, Today(timeline, costs, need_of(timeline, costs)), objective, batch)
 
 
 def _changes_of(variant: Variant, options: argparse.Namespace, argv: Sequence[str], limit: float) -> Iterator[Change]:
     """The changes of a job with other sizes."""
-    other = _read(options, changed(argv, variant.flags, variant.drops))
+    other = read_job(options, changed(argv, variant.flags, variant.drops))
     schedule = other.today.timeline.schedule
     pipeline = Pipeline(schedule.placement, other.today.costs, limit, other.objective, options.host_bandwidth * 1e6)
     for change in pipeline.quick_changes(schedule):
@@ -209,7 +239,7 @@ def _changes_of(variant: Variant, options: argparse.Namespace, argv: Sequence[st
         )
 
 
-def _capacity(options: argparse.Namespace, today: Today) -> float | None:
+def capacity_of(options: argparse.Namespace, today: Today) -> float | None:
     """What a plan may take: the memory of a GPU but for what is reserved, or as much as the job takes today."""
     if not today.costs.in_bytes or today.costs.weight_bytes is None:
         return None
@@ -219,7 +249,7 @@ def _capacity(options: argparse.Namespace, today: Today) -> float | None:
     return max((1 - _RESERVED) * amount * BYTES[unit], today.need.most)
 
 
-def _is_full(job: _Job, worth: float) -> bool:
+def _is_full(job: JobAsIs, worth: float) -> bool:
     """Whether no order, layout or division can gain enough, because all ranks work nearly all the time."""
     timeline, costs, _ = job.today
     passes = costs.on(timeline.schedule.placement)[0]

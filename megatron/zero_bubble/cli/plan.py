@@ -178,8 +178,11 @@ def counts_in_p(options: argparse.Namespace) -> bool:
     return parse_memory_limit(options.memory_limit or DEFAULT_LIMIT)[1] == "p"
 
 
-def question_of(options: argparse.Namespace) -> Question:
+def question_of(options: argparse.Namespace, of_job: Figures | None = None) -> Question:
     """What the flags of ``plan`` ask.
+
+    Args:
+        of_job: costs and sizes, in place of those that flags give.
 
     Raises:
         UserError: for incompatible flags, or invalid figures.
@@ -192,7 +195,8 @@ def question_of(options: argparse.Namespace) -> Question:
     moves = offloads(options)
     planned = None if options.schedule_file is None else read_plan_file(options.schedule_file)
     file = None if planned is None else planned.schedule
-    costs, by_cost, sharding = _figures_of(options, planned), options.layout == BY_COST, shards(options)
+    costs = _figures_of(options, planned) if of_job is None else of_job
+    by_cost, sharding = options.layout == BY_COST, shards(options)
     refuse_excluded(choices_of(options) | choices_of_files(costs, file))
     costs = with_shards(options, costs) if sharding else costs
     if by_cost:

@@ -1,10 +1,10 @@
-"""How to run a schedule of the table that ``zero-bubble compare`` prints."""
+"""How to run a schedule of the table that ``zero-bubble compare`` prints, or that the playground shows."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from megatron.zero_bubble.cli.compare_table import Row
@@ -13,11 +13,12 @@ from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.planning.candidates import Candidate
 from megatron.zero_bubble.planning.plans import ADAPTING
+from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.schedules import recipe
 from megatron.zero_bubble.search.placements import HAS_CHUNKS, name_of
 
-_FILE = "plan.json"
+FILE = "plan.json"
 
 
 def how_to_run(options: argparse.Namespace, winner: Candidate, row: Row) -> str:
@@ -27,25 +28,44 @@ def how_to_run(options: argparse.Namespace, winner: Candidate, row: Row) -> str:
         options: the flags of ``compare``.
     """
     tensor = [] if winner.tensor_parallel is None else [f"--tensor-model-parallel-size {winner.tensor_parallel}"]
-    if _has_name(winner, row):
-        flags = [*tensor, *_flags(winner)]
-        return (
-            f"To run it, add to the job: {' '.join(flags)}" if flags else "It is Megatron's own schedule: add nothing."
-        )
-    command = " ".join(_command(_chosen(options, winner, row)))
-    run = " ".join((*tensor, f"--zero-bubble-schedule-file {_FILE}"))
-    return f"To run it: {command} --format json > {_FILE}, and add to the job: {run}"
+    named = has_name(winner.question, row.vocabulary, row.needed_layout)
+    flags = flags_of_name(winner.question) if named else None
+    command = "" if named else f"{' '.join(_command(_chosen(options, winner, row)))} --format json > {FILE}"
+    return run_text(flags, command, tensor)
 
 
-def _has_name(winner: Candidate, row: Row) -> bool:
-    """Whether the name of a schedule is all that was chosen."""
-    question = winner.question
+def run_text(flags: Sequence[str] | None, get_file: str, more: Sequence[str] = ()) -> str:
+    """Return the sentence that says how to run a plan.
+
+    Args:
+        flags: those that name its schedule; None if no flag says all that was chosen.
+        get_file: what writes the plan to ``FILE``.
+        more: other flags that the job needs.
+    """
+    if flags is None:
+        run = " ".join((*more, f"--zero-bubble-schedule-file {FILE}"))
+        return f"To run it: {get_file}, and add to the job: {run}"
+    words = " ".join((*more, *flags))
+    return f"To run it, add to the job: {words}" if words else "It is Megatron's own schedule: add nothing."
+
+
+def has_name(question: Question, vocabulary: int | None, needed_layout: str | None) -> bool:
+    """Return whether the name of a schedule is all that was chosen.
+
+    Args:
+        vocabulary, needed_layout: the algorithm of vocabulary parallelism and the layout that its plan has.
+    """
     more = question.by_cost or question.pairs or question.slices or question.offload or question.shards
-    return question.schedule != ZB_AUTO and not (question.adapts or more or row.vocabulary or row.needed_layout)
+    return question.schedule not in (None, ZB_AUTO) and not (question.adapts or more or vocabulary or needed_layout)
 
 
-def _flags(winner: Candidate) -> Iterator[str]:
-    question, known = winner.question, recipe(str(winner.question.schedule))
+def flags_of_name(question: Question) -> tuple[str, ...]:
+    """Return the flags of a job for a schedule by name."""
+    return tuple(_flags(question))
+
+
+def _flags(question: Question) -> Iterator[str]:
+    known = recipe(str(question.schedule))
     if known.name != "1f1b":
         yield f"--zero-bubble-schedule {known.name}"
     if known.shape == "interleaved":

@@ -205,8 +205,7 @@ class Pipeline:
         return Change(title, asked, (*flags, *counted), on, drops, SAME if same else ORDER, same)
 
     def _drops(self, on: Placement) -> tuple[str, ...]:
-        """Flags that give another number of stages."""
-        return () if on.num_stages == self.placement.num_stages and name_of(on) == "loop" else (*_VIRTUAL, _LAYOUT)
+        return stage_flags(self.placement, on)
 
     def _flags_of_search(self, on: Placement) -> tuple[str, ...]:
         name = str(name_of(on))
@@ -238,3 +237,8 @@ class Pipeline:
 def _layout(plan: Answer) -> tuple[str, ...]:
     assert plan.layouts is not None, "the layout was asked for"
     return (_LAYOUT, plan.layouts.best.text)
+
+
+def stage_flags(own: Placement, other: Placement) -> tuple[str, ...]:
+    """Return the flags that a job leaves out to run on another placement: those that give its number of stages."""
+    return () if other.num_stages == own.num_stages and name_of(other) == "loop" else (*_VIRTUAL, _LAYOUT)

@@ -12,15 +12,21 @@ import errno
 import threading
 import webbrowser
 
+from megatron.zero_bubble.cli.playground.job import PageJob, add_job, job_of
 from megatron.zero_bubble.cli.playground.server import Server
 from megatron.zero_bubble.errors import UserError
 
 
 def add_playground(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``playground``."""
-    verb.description = "Serve a page on this machine that draws and compares all schedules for costs set by sliders."
+    verb.usage = "%(prog)s [OPTION ...] [-- FLAGS]"
+    verb.description = (
+        "Serve a page on this machine that draws and compares all schedules, for costs set by sliders, or for those of "
+        "a costs file (--costs), of a model (--config), or of a Megatron-LM job by its own flags, after --."
+    )
     verb.add_argument("--port", type=int, default=0, metavar="N", help="local port to serve (default: a free port)")
     verb.add_argument("--no-browser", action="store_true", help="print the address without opening a browser")
+    add_job(verb)
     verb.set_defaults(command=playground)
 
 
@@ -28,9 +34,9 @@ def playground(options: argparse.Namespace) -> str:
     """Serve the page until Ctrl-C.
 
     Raises:
-        UserError: when the port cannot be opened.
+        UserError: when the port cannot be opened, or the job cannot be read.
     """
-    with _bind(options.port) as server:
+    with _bind(options.port, job_of(options)) as server:
         print(f"Playground running at {server.address} (this machine only); press Ctrl-C to stop it.", flush=True)
         if not options.no_browser:
             # open() of a terminal browser returns only when the browser exits, but the browser needs the page before.
@@ -42,11 +48,11 @@ def playground(options: argparse.Namespace) -> str:
     return ""
 
 
-def _bind(port: int) -> Server:
+def _bind(port: int, job: PageJob | None) -> Server:
     if not 0 <= port < 2**16:
         raise UserError(f"--port must be 0 to 65535, where 0 selects a free port; got {port}")
     try:
-        return Server(port)
+        return Server(port, job)
     except OSError as error:
         why = "it is in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
         raise UserError(f"cannot listen on port {port}: {why}; choose another port, or leave --port out") from error

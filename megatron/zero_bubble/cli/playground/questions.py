@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import replace
+from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.lengths import Lengths, loads_of
 from megatron.zero_bubble.cli.plan import add_plan, question_of
+from megatron.zero_bubble.cli.playground.job import PageJob
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.lengths import Load
 from megatron.zero_bubble.errors import UserError
@@ -23,11 +25,12 @@ from megatron.zero_bubble.ir import Compute, Pass, Schedule
 from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.ir.ops import COPY_BACK, COPY_OUT
 from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS
+from megatron.zero_bubble.job.flags import StrictParser
 from megatron.zero_bubble.plan.offload import NO_SHARE
-from megatron.zero_bubble.planning.answer import answer
+from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.offload import AUTO
-from megatron.zero_bubble.planning.plan_file import offload_content
-from megatron.zero_bubble.planning.plans import limit_verdict
+from megatron.zero_bubble.planning.plan_file import offload_content, written
+from megatron.zero_bubble.planning.plans import limit_verdict, rank_memory
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import CHOICES
@@ -44,6 +47,14 @@ _FLAGS = (
     *("offload", "host-ms"),
     *("lengths", "pairs"),
 )
+_COSTS = (
+    *("num-ranks", "forward-ms", "backward-ms", "wgrad-ms", "comm-ms", "message-ms", "activation-memory"),
+    *("wgrad-memory", "attention-share", "output-ms", "output-wgrad-ms", "embedding-ms", "embedding-wgrad-ms"),
+    *("collective-ms",),
+)
+"""The flags that a job gives."""
+OWN = "own"
+"""The name of a job's own schedule in a question."""
 _WITHOUT_VALUE = ("equal-passes", "pairs")
 _TIMES = [flag for flag in _FLAGS if flag.endswith("-ms")]
 MOST = {"num-ranks": 64, "num-microbatches": 256, "num-chunks": 4, **dict.fromkeys(_TIMES, 1e6)}
@@ -64,42 +75,60 @@ class PageQuestion(NamedTuple):
     """A parsed query string: the command to copy, and what it asks.
 
     Attributes:
+        command: None if no command has the costs of the job.
         loads: those of the microbatches, if they differ.
     """
 
-    command: str
+    command: str | None
     question: Question
     loads: tuple[Load, ...] | None
 
 
-class _Parser(argparse.ArgumentParser):
-    """The parser of the command; an error raises ``UserError`` instead of exiting the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
-def read_question(query: str) -> PageQuestion:
+def read_question(query: str, job: PageJob | None = None) -> PageQuestion:
     """Parse a query string.
+
+    Args:
+        job: gives costs and ranks, in place of the flags for them.
 
     Raises:
         UserError: with the message of ``zero-bubble plan`` for flags that it rejects; also for a flag that the
             playground does not offer, and for a size that is too large.
     """
-    parser = _Parser(prog="zero-bubble plan", allow_abbrev=False)
+    parser = StrictParser(prog="zero-bubble plan", allow_abbrev=False)
     add_plan(parser)
     given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), max_num_fields=len(_FLAGS)))
-    words = ["zero-bubble", "plan"]
+    is_own = job is not None and job.make is not None and given.get("schedule") == OWN
+    if is_own:
+        given["schedule"] = "1f1b"  # replaced below
+    known = _FLAGS if job is None else [flag for flag in _FLAGS if flag not in _COSTS]
+    words = ["zero-bubble", "plan", *(job.words or () if job is not None else ())]
     arguments = []
     for flag, value in given.items():
-        if flag not in _FLAGS:
-            raise UserError(f"the playground accepts only {', '.join(_FLAGS)}; got {flag!r}; leave it out")
+        if flag not in known:
+            raise UserError(f"the playground accepts only {', '.join(known)}; got {flag!r}; leave it out")
         bare = flag in _WITHOUT_VALUE and not value
         arguments.append(f"--{flag}" if bare else f"--{flag}={value}")
         words += [f"--{flag}"] if bare else [f"--{flag}", value]
     options = parser.parse_args(arguments)
+    command = shlex.join(words) if job is None or job.words else None
+    if job is None:
+        _check_size(options)
+        return PageQuestion(command, question_of(options), loads_of(options))
+    return _of_job(command, options, job, is_own)
+
+
+def _of_job(command: str | None, options: argparse.Namespace, job: PageJob, is_own: bool) -> PageQuestion:
+    options.num_ranks = job.costs.num_ranks
     _check_size(options)
-    return PageQuestion(shlex.join(words), question_of(options), loads_of(options))
+    loads = loads_of(options)
+    count = options.num_microbatches if loads is None else len(loads)
+    if count is None or count < 1:
+        raise UserError(f"--num-microbatches must be 1 or more; got {count}")
+    asked = question_of(options, job.with_microbatches(count))
+    if is_own:
+        assert job.make is not None
+        asked = replace(asked, schedule=None, file=job.make(count))
+    return PageQuestion(command, asked, loads)
 
 
 class PageAnswer(NamedTuple):
@@ -108,19 +137,25 @@ class PageAnswer(NamedTuple):
     Attributes:
         figures: the plan as ``--format json`` prints it, without its order; ``limit`` states whether the plan is within
             the memory limit, and is None without a limit. With microbatches of different lengths, times are those of
-            these lengths, there is no lower bound, and ``lengths`` says what their best order takes.
+            these lengths, there is no lower bound, and ``lengths`` says what their best order takes. ``run`` says how
+            a job runs the plan, and ``memory_gib`` the peaks of activations, and with weights, where they are known.
         drawing: the plan's ``order``, in which the passes of a pair follow each other and share its time; ``times`` has
             ``[start, end]`` of every pass in it, in ms; ``waits_for`` has the passes that it depends on, each with the
             time in ms at which its result arrives; ``copies`` has, per rank, ``[op, start, end]`` of every copy to host
             memory or back.
+        file: the text of the plan's file, which a job runs.
     """
 
     figures: dict[str, Any]
     drawing: dict[str, Any]
+    file: str
 
 
-def page_answer(asked: PageQuestion) -> PageAnswer:
+def page_answer(asked: PageQuestion, job: PageJob | None = None) -> PageAnswer:
     """Make the plan, as ``zero-bubble plan`` does.
+
+    Args:
+        job: that of ``read_question``.
 
     Raises:
         UserError: with the message that ``zero-bubble plan`` prints on stderr.
@@ -147,12 +182,41 @@ def page_answer(asked: PageQuestion) -> PageAnswer:
         "copies": _copies(timeline),
     }
     plan.pop("order")
-    return PageAnswer({"command": asked.command, "plan": plan, "limit": limit, **more}, drawing)
+    figures = {"command": asked.command, "plan": plan, "limit": limit, "run": _how_to_run(asked.question, made, job)}
+    return PageAnswer({**figures, "memory_gib": _memory_gib(made), **more}, drawing, written(made))
 
 
-def catalogue() -> dict[str, Any]:
-    """Return the available schedules, the colours of passes, and the size limits."""
+def _how_to_run(asked: Question, made: Answer, job: PageJob | None) -> str:
+    if job is not None:
+        return job.how_to_run(asked, made)
+    return PageJob("", made.costs).how_to_run(asked, made)
+
+
+def _memory_gib(made: Answer) -> dict[str, float | None] | None:
+    """Peak memory of the fullest rank: activations, and with weights, gradients and optimizer."""
+    costs, placement = made.costs, made.schedule.placement
+    if not costs.in_bytes:
+        return None
+    kept = rank_memory(made.timeline, costs)
+    weights = None if costs.weight_bytes is None else costs.weight_bytes(placement)
+    total = None if weights is None else max(map(sum, zip(kept, weights, strict=True))) / 2**30
+    return {"activations": max(kept) / 2**30, "total": total}
+
+
+def catalogue(job: PageJob | None = None) -> dict[str, Any]:
+    """Return the available schedules, the colours of passes, the size limits, and what the page shows of a job.
+
+    Raises:
+        UserError: for a job with more ranks than the page can draw.
+    """
+    if job is not None and job.costs.num_ranks > MOST["num-ranks"]:
+        raise UserError(
+            f"the playground allows at most {MOST['num-ranks']} num-ranks; got {job.costs.num_ranks} in {job.source}; "
+            "use zero-bubble advise or compare"
+        )
     return {
+        "job": None if job is None else job.content(),
+        "own": OWN,
         "schedules": [
             {name: getattr(recipe, name) for name in ("name", "summary", "shape", "adapts", "sliced", "has_pairs")}
             for recipe in SCHEDULES.values()

@@ -1,10 +1,10 @@
 """The playground's HTTP server: it serves one page and answers the page's questions, on this machine only.
 
-``GET /`` returns the page, ``GET /plan?<question>`` the figures of a plan as JSON, and ``GET /drawing?<question>`` its
-passes. The second of the two requests for a plan is answered from a cache. A question that cannot be answered gets
-status 400 and ``{"error": sentence}``. The Host header of a request must name this machine; otherwise another site
-could point its name here and act as our page (DNS rebinding). Requests from pages of other sites are rejected too: such
-a page could not read the answer, but could keep the server busy with planning.
+``GET /`` returns the page, ``GET /plan?<question>`` the figures of a plan as JSON, ``GET /drawing?<question>`` its
+passes, and ``GET /file?<question>`` its file, which a job runs. Later requests for a plan are answered from a cache.
+A question that cannot be answered gets status 400 and ``{"error": sentence}``. The Host header of a request must name
+this machine; otherwise another site could point its name here and act as our page (DNS rebinding). Requests from pages
+of other sites are rejected too: such a page could not read the answer, but could keep the server busy with planning.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
+from megatron.zero_bubble.cli.playground.job import PageJob
 from megatron.zero_bubble.cli.playground.page import build_page
 from megatron.zero_bubble.cli.playground.questions import PageAnswer, catalogue, page_answer, read_question
 from megatron.zero_bubble.planning.figures import beyond_floats
@@ -35,23 +36,29 @@ _FAST = 1
 
 
 class _Encoded(NamedTuple):
-    """An answer as it is sent: the figures as JSON, the drawing as compressed JSON."""
+    """An answer as it is sent: the figures as JSON, the drawing as compressed JSON, and the compressed file."""
 
     figures: bytes
     drawing: bytes
+    file: bytes
 
 
 class Server(ThreadingHTTPServer):
     """A server that listens on ``port`` of this machine from its construction; 0 selects a free port.
 
+    Args:
+        job: what the page starts from.
+
     Raises:
         OSError: when the port cannot be opened.
+        UserError: for a job that the page cannot draw.
     """
 
     daemon_threads = True  # the process exits without waiting for a search
 
-    def __init__(self, port: int) -> None:
-        self.page = build_page(catalogue()).encode()
+    def __init__(self, port: int, job: PageJob | None = None) -> None:
+        self.job = job
+        self.page = build_page(catalogue(job)).encode()
         self.answers: dict[str, _Encoded] = {}
         self.planning, self.searching = Lock(), Lock()
         super().__init__((_HOME, port), _Handler)
@@ -106,28 +113,29 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, url: SplitResult) -> None:
         if url.path == "/":
             self._reply(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page)
-        elif url.path in ("/plan", "/drawing"):
+        elif url.path in ("/plan", "/drawing", "/file"):
             if (encoded := self._answer(url.query)) is None:
                 return
             if url.path == "/plan":
                 self._reply(HTTPStatus.OK, "application/json", encoded.figures)
             else:
-                self._reply(HTTPStatus.OK, "application/json", encoded.drawing, encoding="gzip")
+                body = encoded.drawing if url.path == "/drawing" else encoded.file
+                self._reply(HTTPStatus.OK, "application/json", body, encoding="gzip")
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, f"only /, /plan and /drawing exist; got {url.path!r}")
+            self._refuse(HTTPStatus.NOT_FOUND, f"only /, /plan, /drawing and /file exist; got {url.path!r}")
 
     def _answer(self, query: str) -> _Encoded | None:
         """Answer a question, or return None if the client has disconnected.
 
         One search and one other plan run at a time, and neither for a client that disconnects while it waits.
         """
-        server, asked = self.server, read_question(query)
+        server, asked = self.server, read_question(query, self.server.job)
         if (known := server.answers.get(query)) is not None:
             return known
         with server.searching if asked.question.searches else server.planning:
             if self._has_left():
                 return None
-            return server.keep(query, _encode(page_answer(asked)))
+            return server.keep(query, _encode(page_answer(asked, server.job)))
 
     def _has_left(self) -> bool:
         readable, _, _ = select.select([self.connection], [], [], 0)
@@ -159,4 +167,6 @@ def _encode(found: PageAnswer) -> _Encoded:
         except ValueError:
             raise OverflowError("a figure in the answer is infinite") from None
 
-    return _Encoded(encode(found.figures), gzip.compress(encode(found.drawing), _FAST))
+    return _Encoded(
+        encode(found.figures), gzip.compress(encode(found.drawing), _FAST), gzip.compress(found.file.encode(), _FAST)
+    )

@@ -4,6 +4,7 @@
 
 const PAUSE_MS = 120;  // shortest time between questions while a slider is dragged
 const PATIENCE_MS = 700;  // how long the page shows the previous setting before it shows partial answers
+const PLAIN = "1f1b";  // the row that is pinned without a job
 const pictures = new Map();
 const lines = new Map();
 let drawn = [];
@@ -73,19 +74,22 @@ function paint() {
   const {objective} = setting;
   const length = ({id}) => answers.get(id).plan[`${objective}_ms`];
   const over = ({id}) => Number(!answers.get(id).limit.kept);
-  const known = rows.filter(({id}) => answers.has(id)).sort((a, b) => over(a) - over(b) || length(a) - length(b));
+  const sorted = rows.filter(({id}) => answers.has(id)).sort((a, b) => over(a) - over(b) || length(a) - length(b));
+  const pinned = sorted.find(({id}) => id === (setting.pin || OWN_ROW || PLAIN));
+  const known = pinned ? [pinned, ...sorted.filter((row) => row !== pinned)] : sorted;
   const pending = rows.filter(({id}) => !answers.has(id) && !refusals.has(id));
   document.getElementById("results").dataset.objective = objective;
-  paintTable(known, pending, answers);
+  paintTable(known, pending, answers, {objective, pinned: pinned?.id, length: pinned && length(pinned)});
   paintAbsent(known, shown);
-  paintBest(known, answers, objective);
+  paintBest(sorted, pinned, answers, objective);
   paintLegend(setting);
   paintPictures(known, answers);
 }
 
-function paintTable(known, pending, answers) {
+function paintTable(known, pending, answers, reference) {
   const plans = known.map(({id}) => answers.get(id).plan);
   const worst = {
+    ...reference,
     span: Math.max(...plans.map((plan) => plan.bubble_rate_span)),
     makespan: Math.max(...plans.map((plan) => plan.bubble_rate_makespan)),
     idle: Math.max(...plans.map((plan) => plan.idle_rate_makespan)),
@@ -120,13 +124,32 @@ function reason(names, sentence) {
   return element("li", {}, element("b", {textContent: names}), `: ${sentence}`);
 }
 
-function paintBest(known, answers, objective) {
-  const best = known.find(({id}) => answers.get(id).limit.kept);
-  const plain = answers.get("1f1b");
+/** Keep a row on top, and compare the others with it. */
+function pin(id) {
+  const isSettled = document.body.dataset.settled === hashOf(readSetting());
+  form.elements.pin.value = id;
+  const setting = readSetting();
+  history.replaceState(null, "", hashOf(setting));
+  shown.setting = {...shown.setting, pin: id};
+  if (isSettled) document.body.dataset.settled = hashOf(setting);
+  paint();
+}
+
+function paintBest(sorted, pinned, answers, objective) {
+  const best = sorted.find(({id}) => answers.get(id).limit.kept);
   const text = (plan) => `${ms(plan[`${objective}_ms`])} ms, mean idle ${percent(plan[`idle_rate_${objective}`])}`;
   const parts = best ? ["Shortest within the limit: ", element("b", {textContent: best.id}),
     `, ${text(answers.get(best.id).plan)} of the ${objective}`] : ["No schedule is within the limit"];
-  if (best && plain) parts.push(` (1F1B: ${text(plain.plan)})`);
+  if (best && pinned && best !== pinned) {
+    const lengths = [best, pinned].map(({id}) => answers.get(id).plan[`${objective}_ms`]);
+    parts.push(` (${pinned.id}: ${text(answers.get(pinned.id).plan)}): `,
+      element("b", {textContent: gainCell(...lengths).textContent}), " of the time");
+  }
+  const {imbalance} = answers.get((pinned ?? best)?.id)?.plan ?? {};
+  const uneven = document.getElementById("imbalance");
+  uneven.hidden = !(imbalance >= UNEVEN);
+  uneven.textContent = `The busiest rank of ${(pinned ?? best)?.id} has ${imbalance?.toFixed(2)} times the mean work: no order `
+    + "of passes removes that part of the idle time; balance the layers, or divide the vocabulary.";
   document.getElementById("best").replaceChildren(...parts, ".");
 }
 
@@ -140,7 +163,8 @@ function paintPictures(known, answers) {
     const slices = plan.num_slices ? `${plan.num_slices} slices, ` : "";
     const vocabulary = plan.vocabulary ? `vocabulary parallelism ${plan.vocabulary}, ` : "";
     const moved = plan.offload ? `${percent(plan.offloaded_share)} of the forwards move, ` : "";
-    const rates = `${slices}${vocabulary}${moved}bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan, mean idle ${percent(plan.idle_rate_makespan)}`;
+    const rates = `${slices}${vocabulary}${moved}bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan, mean idle ${percent(plan.idle_rate_makespan)}`
+      + (plan.imbalance >= UNEVEN ? `, busiest rank ${plan.imbalance.toFixed(2)} times the mean work` : "");
     picture.figures.textContent = limit.kept ? rates : `${rates}; over the memory limit`;
     picture.figures.title = answer.lengths ?? "";
     picture.element.classList.toggle("over", !limit.kept);
@@ -163,6 +187,13 @@ function changed() {
   timer = setTimeout(update, PAUSE_MS);
 }
 
+/** On a phone, the controls are closed, so that the first result is in view. */
+function collapse(narrow) {
+  const controls = document.getElementById("controls");
+  controls.open = !narrow.matches;
+  narrow.addEventListener("change", () => { controls.open = !narrow.matches; });
+}
+
 function paintLegend(setting) {
   const kinds = CATALOGUE.kinds.filter(({shard}) => !shard || isDivided(setting));
   const entries = kinds.map(({colour, meaning}) => {
@@ -170,6 +201,7 @@ function paintLegend(setting) {
     patch.style.background = colour;
     return element("span", {}, patch, meaning);
   });
+  entries.push(element("span", {}, element("i", {className: "lighter"}), "lighter: the rank's later stages"));
   entries.push(element("span", {}, element("i", {className: "idle"}), "idle"));
   if (isOffloaded(setting)) {
     const patch = element("i");
@@ -180,6 +212,8 @@ function paintLegend(setting) {
 }
 
 buildControls(changed);
+describeJob();
+collapse(matchMedia("(max-width: 760px)"));
 paintLegend(settingOfHash());
 addEventListener("hashchange", () => { writeSetting(settingOfHash()); update(); });
 addEventListener("resize", () => requestAnimationFrame(draw));

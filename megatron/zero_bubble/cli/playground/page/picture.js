@@ -60,9 +60,14 @@ class Picture {
     this.title = element("h2", {textContent: id});
     this.figures = element("p", {className: "figures"});
     this.command = element("code");
+    this.run = element("p", {className: "run"});
+    const saveSvg = element("button", {type: "button", className: "copy", textContent: "save SVG",
+      title: "save what is shown as a picture"});
+    saveSvg.addEventListener("click", () => { if (this.rows) save(`${fileName(id)}.svg`, "image/svg+xml", svgOf(this)); });
+    const saving = element("span", {className: "saving"}, saveSvg, ...planButtons(this));
     const board = element("div", {className: "board"}, this.base, this.layer);
     this.element = element("figure", {id: `picture-${id.replaceAll(" ", "-")}`},
-      element("figcaption", {}, this.title, this.figures), board, this.command);
+      element("figcaption", {}, this.title, this.figures, saving), board, this.run, this.command);
     this.element.picture = this;
     this.rows = this.selected = null;
     near.observe(this.element);
@@ -81,7 +86,8 @@ class Picture {
     this.answer = answer;
     this.query = query;
     this.title.title = summary;
-    this.command.textContent = answer.command;
+    this.command.textContent = answer.command ?? "";
+    this.run.textContent = answer.run ?? "";
     const {num_ranks: p, num_microbatches: m, num_slices: n} = answer.plan;
     const way = "Arrow keys move between passes; Enter moves to the pass that the selected pass waits for; "
       + "plus and minus zoom, and 0 shows everything.";

@@ -24,7 +24,16 @@ const CONTROLS = [
   {key: "H", flag: "host-ms", label: "copy to the host", hint: "of the activations of a microbatch on one rank, or back",
     unit: "ms", start: "10", min: 0.5, max: 60, step: 0.5, copy: true},
 ];
-const CHOICES = {placement: "any", objective: "makespan", slices: "1", vocabulary: "off", offload: "none", pairs: "off", lengths: ""};
+const JOB = CATALOGUE.job;  // what the page starts from, in place of the sliders for costs; null without a job
+const OF_JOB = new Set(JOB ? ["p", "F", "B", "W", "comm", "message", "a", "S", "T"] : []);
+const OWN_ROW = JOB?.own ? `your job (${JOB.own})` : null;
+if (JOB) CONTROLS.find(({key}) => key === "m").start = String(Math.min(JOB.num_microbatches, most["num-microbatches"]));
+if (JOB?.limit_gib) {
+  Object.assign(CONTROLS.find(({key}) => key === "limit"), {start: String(JOB.limit_gib), unit: "GiB",
+    hint: "for activations; empty for no limit",
+    min: Math.round(JOB.limit_gib / 10), max: Math.round(1.5 * JOB.limit_gib) || 1, step: 0.5});
+}
+const CHOICES = {placement: "any", objective: "makespan", slices: "1", vocabulary: "off", offload: "none", pairs: "off", lengths: "", pin: ""};
 const form = document.getElementById("setting");
 
 /** The form's values, as the text that was typed, so that the command has the same text. */
@@ -72,6 +81,24 @@ function buildControls(changed) {
   form.addEventListener("submit", (event) => event.preventDefault());
 }
 
+/** Say which figures come from the job, for which there are no sliders. */
+function describeJob() {
+  if (!JOB) return;
+  const range = (values) => [...new Set([Math.min(...values), Math.max(...values)].map((value) =>
+    Number(value.toPrecision(3))))].join(" to ");
+  const {forward_ms: F, backward_ms: B, wgrad_ms: W} = JOB.times;
+  const lines = [`${JOB.num_ranks} ranks, ${JOB.num_microbatches} microbatches`,
+    ...Object.entries({F, B, W}).map(([kind, times]) => `${kind} ${range(times)} ms per rank`),
+    `transfers ${range(JOB.comm_ms)} ms`];
+  if (JOB.activation_gib) lines.push(`activations ${range(JOB.activation_gib)} GiB per microbatch and rank`);
+  const list = (texts) => element("ul", {}, ...texts.map((textContent) => element("li", {textContent})));
+  const notes = element("details", {}, element("summary", {textContent: "what these are"}), list(JOB.notes));
+  const section = document.getElementById("job");
+  section.append(element("p", {}, "From your job: ", element("b", {textContent: JOB.source})), list(lines));
+  if (JOB.notes.length) section.append(notes);
+  section.hidden = false;
+}
+
 function writeSetting(setting) {
   for (const {key} of CONTROLS) form.elements[key].value = setting[key];
   for (const key of Object.keys(CHOICES)) form.elements[key].value = setting[key];
@@ -86,7 +113,7 @@ const isOffloaded = ({offload = CHOICES.offload}) => offload !== CHOICES.offload
 
 /** Whether a control applies to the setting; the lengths say how many microbatches there are. */
 const applies = ({key, shard, copy}, setting) =>
-  (!shard || isDivided(setting)) && (!copy || isOffloaded(setting)) && (key !== "m" || !setting.lengths);
+  !OF_JOB.has(key) && (!shard || isDivided(setting)) && (!copy || isOffloaded(setting)) && (key !== "m" || !setting.lengths);
 
 /** Set the sliders to the numbers, and show those that apply. */
 function moveSliders(setting) {
@@ -103,6 +130,11 @@ function moveSliders(setting) {
 /** One row per schedule: its query and whether that needs a search, or the reason why it is not asked for. */
 function rowsOf(setting) {
   const rows = [];
+  if (OWN_ROW) {
+    const plain = {...setting, vocabulary: CHOICES.vocabulary, offload: CHOICES.offload};
+    rows.push({id: OWN_ROW, summary: "the schedule that the job has by its flags", why: "",
+      query: queryOf({schedule: CATALOGUE.own}, plain)});
+  }
   const cut = (id) => `${id} n${setting.slices === "auto" ? " auto" : setting.slices}`;
   for (const {name, shape, adapts, sliced, summary, has_pairs} of CATALOGUE.schedules) {
     const own = sliced ? {schedule: name, "num-slices": setting.slices} : {schedule: name};
@@ -116,7 +148,7 @@ function rowsOf(setting) {
       : elsewhere ? `has ${WHERE[shape]}, but the selected placement is ${setting.placement}` : "";
     const plain = shape === "interleaved" ? `${name} x${setting.v}` : name;
     const id = sliced && !whole ? cut(plain) : plain;
-    rows.push({id, summary, why, query: queryOf(own, setting)});
+    if (id !== JOB?.same) rows.push({id, summary, why, query: queryOf(own, setting)});
     if (has_pairs && setting.pairs === "on") {
       const alone = isDivided(setting) ? "vocabulary parallelism" : isOffloaded(setting) ? "offloading"
         : setting.lengths ? "different lengths" : "";
@@ -152,7 +184,7 @@ function queryOf(own, setting) {
     if (!applies(control, setting)) continue;
     if (key === "v" || (key === "a" && (!(own["num-slices"] || setting.lengths) || setting.a === "0"))) continue;
     if (key === "message" && setting.message === "0") continue;
-    if (key === "limit") query.set(flag, `${setting.limit || count}p`);
+    if (key === "limit") query.set(flag, setting.limit ? `${setting.limit}${control.unit}` : `${count}p`);
     else if ((setting[key] ?? "") !== "") query.set(flag, setting[key]);
   }
   for (const key of ["objective", "vocabulary", "offload", "lengths"]) {
