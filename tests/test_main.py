@@ -84,8 +84,8 @@ def test_flags_are_exactly_the_listed_ones() -> None:
             "--network-bandwidth", "--host-bandwidth", "--write", "--row", "--may-change", "--quick", "--format",
         ],
         "playground": [
-            "--help", "--port", "--no-browser", "--config", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory",
-            "--costs", "--link-bandwidth", "--network-bandwidth", "--num-ranks",
+            "--help", "--port", "--no-browser", "--static", "--config", "--nodes", "--gpus-per-node", "--gpu",
+            "--gpu-memory", "--costs", "--link-bandwidth", "--network-bandwidth", "--num-ranks",
         ],
         "trace": ["--help", "--iteration", "--format", "--output"],
         "dry-run": [

@@ -147,7 +147,7 @@ def test_files_give_costs_and_the_command_prints_the_same(source: str, tmp_path:
         ("--num-ranks 4", "--num-ranks applies only to --costs and --config"),
         ("--config a.yaml -- --num-layers 4", "--config does not apply to a job's own flags after --"),
         (f"-- {' '.join(JOB)} --tensor-model-parallel-size 3", "3"),
-        (f"--config {ROOT / CONFIG} --num-ranks 66", "the playground allows at most 64 num-ranks; got 66 in"),
+        (f"--config {ROOT / 'configs/llama_70b.yaml'} --num-ranks 80", "at most 64 num-ranks; got 80 in"),
     ],
 )
 def test_bad_jobs_are_refused_in_one_sentence(words: str, sentence: str, capsys: Capture) -> None:

@@ -11,9 +11,11 @@ import argparse
 import errno
 import threading
 import webbrowser
+from pathlib import Path
 
 from megatron.zero_bubble.cli.playground.job import PageJob, add_job, job_of
 from megatron.zero_bubble.cli.playground.server import Server
+from megatron.zero_bubble.cli.playground.static import static_page
 from megatron.zero_bubble.errors import UserError
 
 
@@ -26,6 +28,11 @@ def add_playground(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--port", type=int, default=0, metavar="N", help="local port to serve (default: a free port)")
     verb.add_argument("--no-browser", action="store_true", help="print the address without opening a browser")
+    verb.add_argument(
+        "--static",
+        metavar="FOLDER",
+        help="write a page of precomputed settings there, index.html, which needs no server, and exit",
+    )
     add_job(verb)
     verb.set_defaults(command=playground)
 
@@ -34,8 +41,10 @@ def playground(options: argparse.Namespace) -> str:
     """Serve the page until Ctrl-C.
 
     Raises:
-        UserError: when the port cannot be opened, or the job cannot be read.
+        UserError: when the port cannot be opened, the job cannot be read, or the static page cannot be written.
     """
+    if options.static is not None:
+        return _write_static(options)
     with _bind(options.port, job_of(options)) as server:
         print(f"Playground running at {server.address} (this machine only); press Ctrl-C to stop it.", flush=True)
         if not options.no_browser:
@@ -56,3 +65,15 @@ def _bind(port: int, job: PageJob | None) -> Server:
     except OSError as error:
         why = "it is in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
         raise UserError(f"cannot listen on port {port}: {why}; choose another port, or leave --port out") from error
+
+
+def _write_static(options: argparse.Namespace) -> str:
+    if job_of(options) is not None:
+        raise UserError("--static has settings of its own, not those of a job; leave out the job, or --static")
+    file = Path(options.static) / "index.html"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(static_page(), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror}; give another folder") from error
+    return f"Wrote {file}; open it in a browser.\n"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
@@ -143,12 +144,12 @@ class PageAnswer(NamedTuple):
             ``[start, end]`` of every pass in it, in ms; ``waits_for`` has the passes that it depends on, each with the
             time in ms at which its result arrives; ``copies`` has, per rank, ``[op, start, end]`` of every copy to host
             memory or back.
-        file: the text of the plan's file, which a job runs.
+        file: returns the text of the plan's file, which a job runs.
     """
 
     figures: dict[str, Any]
     drawing: dict[str, Any]
-    file: str
+    file: Callable[[], str]
 
 
 def page_answer(asked: PageQuestion, job: PageJob | None = None) -> PageAnswer:
@@ -183,7 +184,7 @@ def page_answer(asked: PageQuestion, job: PageJob | None = None) -> PageAnswer:
     }
     plan.pop("order")
     figures = {"command": asked.command, "plan": plan, "limit": limit, "run": _how_to_run(asked.question, made, job)}
-    return PageAnswer({**figures, "memory_gib": _memory_gib(made), **more}, drawing, written(made))
+    return PageAnswer({**figures, "memory_gib": _memory_gib(made), **more}, drawing, partial(written, made))
 
 
 def _how_to_run(asked: Question, made: Answer, job: PageJob | None) -> str:

@@ -168,5 +168,5 @@ def _encode(found: PageAnswer) -> _Encoded:
             raise OverflowError("a figure in the answer is infinite") from None
 
     return _Encoded(
-        encode(found.figures), gzip.compress(encode(found.drawing), _FAST), gzip.compress(found.file.encode(), _FAST)
+        encode(found.figures), gzip.compress(encode(found.drawing), _FAST), gzip.compress(found.file().encode(), _FAST)
     )

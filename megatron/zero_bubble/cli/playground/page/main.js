@@ -14,6 +14,7 @@ let timer = 0;
 
 /** Return the server's answer about a `part`, plan or drawing, or throw an Error with its message. */
 async function ask(query, signal, part = "plan") {
+  if (GRID) return stored.answers.get(query)[part];
   let reply;
   try {
     reply = await fetch(`${part}?${query}`, {signal});
@@ -41,6 +42,8 @@ async function update() {
   leave = new AbortController();
   const {signal} = leave;
   const setting = readSetting();
+  if (GRID) await unpack(setting);
+  if (signal.aborted) return;
   const next = {setting, rows: rowsOf(setting), answers: new Map(), refusals: new Map()};
   const wanted = next.rows.filter(({why}) => !why);
   for (const {id, why} of next.rows) if (why) next.refusals.set(id, why);

@@ -15,6 +15,7 @@ function save(name, type, text) {
 
 /** The buttons that need the server: the plan as a file, which a job runs. */
 function planButtons(picture) {
+  if (GRID) return [];
   const button = element("button", {type: "button", className: "copy", textContent: "save plan",
     title: "save plan.json, for --zero-bubble-schedule-file"});
   button.addEventListener("click", async () => {

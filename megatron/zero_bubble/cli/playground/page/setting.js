@@ -34,6 +34,7 @@ if (JOB?.limit_gib) {
     min: Math.round(JOB.limit_gib / 10), max: Math.round(1.5 * JOB.limit_gib) || 1, step: 0.5});
 }
 const CHOICES = {placement: "any", objective: "makespan", slices: "1", vocabulary: "off", offload: "none", pairs: "off", lengths: "", pin: ""};
+for (const [name, values] of Object.entries(CATALOGUE.grid ?? {})) CHOICES[name] = Object.keys(values)[0];
 const form = document.getElementById("setting");
 
 /** The form's values, as the text that was typed, so that the command has the same text. */
@@ -54,6 +55,7 @@ function hashOf(setting) {
 
 /** Build a slider and a number field for every control; both call `changed` on input. */
 function buildControls(changed) {
+  buildGrid();
   for (const {key, label, hint, unit, min, max, step = 1} of CONTROLS) {
     const row = element("div", {className: "control"});
     const number = element("input", {type: "number", id: `number-${key}`, name: key, min: 0, step: "any"});
@@ -129,6 +131,7 @@ function moveSliders(setting) {
 
 /** One row per schedule: its query and whether that needs a search, or the reason why it is not asked for. */
 function rowsOf(setting) {
+  if (GRID) return stored.rows;
   const rows = [];
   if (OWN_ROW) {
     const plain = {...setting, vocabulary: CHOICES.vocabulary, offload: CHOICES.offload};
