@@ -127,12 +127,21 @@ function reason(names, sentence) {
   return element("li", {}, element("b", {textContent: names}), `: ${sentence}`);
 }
 
+/** Store the setting in the address, where the browser allows that; some refuse it to a page from a file. */
+function keepInAddress(setting) {
+  try {
+    history.replaceState(null, "", hashOf(setting));
+  } catch (error) {
+    if (error.name !== "SecurityError") throw error;
+  }
+}
+
 /** Keep a row on top, and compare the others with it. */
 function pin(id) {
   const isSettled = document.body.dataset.settled === hashOf(readSetting());
   form.elements.pin.value = id;
   const setting = readSetting();
-  history.replaceState(null, "", hashOf(setting));
+  keepInAddress(setting);
   shown.setting = {...shown.setting, pin: id};
   if (isSettled) document.body.dataset.settled = hashOf(setting);
   paint();
@@ -185,7 +194,7 @@ function draw() {
 function changed() {
   const setting = readSetting();
   moveSliders(setting);
-  history.replaceState(null, "", hashOf(setting));
+  keepInAddress(setting);
   clearTimeout(timer);
   timer = setTimeout(update, PAUSE_MS);
 }
