@@ -124,7 +124,7 @@ def _of_job(command: str | None, options: argparse.Namespace, job: PageJob, is_o
     loads = loads_of(options)
     count = options.num_microbatches if loads is None else len(loads)
     if count is None or count < 1:
-        raise UserError(f"--num-microbatches must be 1 or more; got {count}")
+        raise UserError(f"--num-microbatches must be 1 or more; got {count}; raise it")
     asked = question_of(options, job.with_microbatches(count))
     if is_own:
         assert job.make is not None
