@@ -6,7 +6,7 @@ import pytest
 
 from megatron.zero_bubble import Placement, build, simulate
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.cli.links import with_bandwidths
+from megatron.zero_bubble.cli.links import Given, with_transfers
 from megatron.zero_bubble.cli.rank_groups import RankGroups
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.layers import LayerCosts, Part
@@ -19,6 +19,7 @@ JOB = (
 ).split()
 LAYERS = LayerCosts((Part(1.0, 1.0, 1.0, activation=1.0),) * 8, comm_ms=0.5)
 LINE = Placement.linear(4)
+NOTHING = Given(), Given()
 
 
 def figures(message_bytes: float = 1e6) -> Figures:
@@ -80,18 +81,28 @@ def test_pairs_of_pipeline_ranks_on_different_nodes(
 
 def test_bandwidths_of_hops_inside_a_node_and_between_nodes() -> None:
     groups = RankGroups(2, {"tensor": 1, "data": 1, "pipeline": 4}, {})
-    costs = with_bandwidths(figures(), groups, "h100", None, None, True)
+    costs = with_transfers(figures(), groups, "h100", NOTHING, True)
     of_line = costs.on(LINE)[0]
     assert [of_line.comm(a, a + 1) for a in range(3)] == pytest.approx([0.105, 0.12, 0.105])
     between = "Transfers between nodes, 1 of the pipeline's 3 hops: 0.1 ms + bytes at"
     assert costs.notes == (f"{between} 50 GB/s, assumed; give --network-bandwidth.",)
-    given = with_bandwidths(figures(), groups, "h100", 100.0, 25.0, False)
+    given = with_transfers(figures(), groups, "h100", (Given(100.0), Given(25.0)), False)
     assert [given.on(LINE)[0].comm(a, a + 1) for a in range(3)] == pytest.approx([0.11, 0.14, 0.11])
     assert given.notes == (
         "Transfers inside a node: 0.1 ms + bytes at 100 GB/s.",
         f"{between} 25 GB/s.",
     )
-    assert with_bandwidths(figures(), groups, "h100", None, None, False).notes == (), "a run has measured its links"
+    assert with_transfers(figures(), groups, "h100", NOTHING, False).notes == (), "a run has measured its links"
+
+
+def test_latencies_of_hops_inside_a_node_and_between_nodes() -> None:
+    groups = RankGroups(2, {"tensor": 1, "data": 1, "pipeline": 4}, {})
+    costs = with_transfers(figures(), groups, "h100", (Given(us=40.0), Given(50.0, 0.0)), False)
+    assert [costs.on(LINE)[0].comm(a, a + 1) for a in range(3)] == pytest.approx([0.045, 0.02, 0.045])
+    assert costs.notes == (
+        "Transfers inside a node: 0.04 ms + bytes at 200 GB/s.",
+        "Transfers between nodes, 1 of the pipeline's 3 hops: 0 ms + bytes at 50 GB/s.",
+    )
 
 
 def test_dry_run_takes_the_bandwidth_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,5 +117,10 @@ def test_dry_run_takes_the_bandwidth_between_nodes(capsys: pytest.CaptureFixture
     assert one == length("--gpus-per-node", "4", "--network-bandwidth", "0.001")
     assert one < length(*nodes, "--network-bandwidth", "0.1") < length(*nodes, "--network-bandwidth", "0.01")
     assert one < length("--gpus-per-node", "4", "--link-bandwidth", "0.01")
+    assert one < length("--gpus-per-node", "4", "--link-latency", "2e3")
+    assert length(*nodes, "--network-latency", "0") < length(*nodes) < length(*nodes, "--network-latency", "2e3")
+    for value in ("-1", "inf", "nan"):
+        assert main(["dry-run", f"--link-latency={value}", "--", *JOB]) == 2
+        assert "--link-latency" in capsys.readouterr().err
     assert main(["dry-run", "--network-bandwidth", "0", "--", *JOB]) == 2
     assert "--network-bandwidth" in capsys.readouterr().err

@@ -46,6 +46,19 @@ def test_job_without_a_batch_size_is_rejected() -> None:
         in_training(job())
 
 
+@pytest.mark.parametrize(
+    ("size", "ramp", "refused", "counts"), [(20, None, 20, [2]), (24, ["8", "4", "100"], 12, [1, 1, 2, 2, 3])]
+)
+def test_batches_are_divided_into_microbatches(
+    size: int, ramp: list[str] | None, refused: int, counts: list[int]
+) -> None:
+    own = job(global_batch_size=size, rampup_batch_size=ramp)
+    with pytest.raises(UserError, match=rf"must be divisible by .* got {refused} and 2 \* 4; change .* multiples of 8"):
+        in_training(own)
+    own.decrease_batch_size_if_needed = True
+    assert in_training(own) == counts
+
+
 @pytest.mark.skipif(not checkouts(), reason=f"{VARIABLE} names no checkout of Megatron-LM")
 def test_steps_are_those_of_megatron() -> None:
     spec = importlib.util.spec_from_file_location(

@@ -110,6 +110,7 @@ def _batches(cfg: Any) -> Any:
         global_batch_size=cfg.train.global_batch_size,
         rampup_batch_size=getattr(cfg.train, "rampup_batch_size", None),
         data_parallel_size=cfg.data_parallel_size,
+        decrease_batch_size_if_needed=getattr(cfg.train, "decrease_batch_size_if_needed", False),
         **{name: getattr(cfg.validation, name, None) for name in evaluation},
     )
 

@@ -17,7 +17,7 @@ from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of
 from megatron.zero_bubble.cli.job_figures import job_figures
 from megatron.zero_bubble.cli.job_schedule import job_schedule
 from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_variants
-from megatron.zero_bubble.cli.links import add_link_flags, links_of, with_bandwidths
+from megatron.zero_bubble.cli.links import add_link_flags, given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups
@@ -215,7 +215,7 @@ def read_job(options: argparse.Namespace, argv: Sequence[str]) -> JobAsIs:
     costs = job_figures(args, job_layers(args), options.gpu, options.costs, links_of(options, options.gpus_per_node))
     estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
-    costs = with_bandwidths(costs, groups, options.gpu, options.link_bandwidth, options.network_bandwidth, estimated)
+    costs = with_transfers(costs, groups, options.gpu, given_links(options), estimated)
     schedule = job_schedule(args, costs, costs.num_microbatches)
     timeline = timeline_of(schedule, *costs.on(args.placement))
     objective: Metric = "span" if has_schedule(args) and args.zero_bubble.post_validation else "makespan"

@@ -17,7 +17,7 @@ from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.cli.deciding import decided
 from megatron.zero_bubble.cli.job_figures import job_figures
 from megatron.zero_bubble.cli.job_schedule import job_schedule
-from megatron.zero_bubble.cli.links import add_link_flags, links_of, with_bandwidths
+from megatron.zero_bubble.cli.links import add_link_flags, given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
@@ -115,8 +115,7 @@ def dry_run(options: argparse.Namespace) -> str:
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
     costs = job_figures(args, layers, options.gpu, options.costs, links_of(options, options.gpus_per_node))
     estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
-    bandwidths = options.link_bandwidth, options.network_bandwidth
-    costs = with_bandwidths(costs, groups, options.gpu, *bandwidths, estimated)
+    costs = with_transfers(costs, groups, options.gpu, given_links(options), estimated)
     schedule = job_schedule(args, costs, costs.num_microbatches)
     proved = _prove(args, costs, options.gpu)
     select = _selection(args)

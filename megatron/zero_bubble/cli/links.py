@@ -5,19 +5,40 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from itertools import permutations
+from typing import NamedTuple
 
 from megatron.zero_bubble.cli.rank_groups import RankGroups
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.expert_layers import Links
-from megatron.zero_bubble.costs.units import bytes_per_ms, positive_figure
+from megatron.zero_bubble.costs.units import checked_figure, positive_figure
 from megatron.zero_bubble.planning.figures import Figures
 
 NETWORK_GBS = 50.0
 """The assumed bandwidth per GPU between nodes, in GB/s: one network adapter of 400 Gbit/s per GPU."""
 
 
+class Given(NamedTuple):
+    """What the flags give of the links of one kind; None for what they leave to the defaults.
+
+    Attributes:
+        gbs: bandwidth per GPU, in GB/s.
+        us: latency of a transfer, in microseconds.
+    """
+
+    gbs: float | None = None
+    us: float | None = None
+
+    def ms(self, size: float, gbs: float, latency_ms: float) -> float:
+        """The time of a transfer of ``size`` bytes, with defaults."""
+        return self.latency(latency_ms) + size / ((self.gbs or gbs) * 1e6)
+
+    def latency(self, default_ms: float) -> float:
+        """The latency in ms."""
+        return default_ms if self.us is None else self.us / 1e3
+
+
 def add_link_flags(verb: argparse.ArgumentParser) -> None:
-    """Add the bandwidths of transfers."""
+    """Add the bandwidths and the latencies of transfers."""
     verb.add_argument(
         "--link-bandwidth",
         type=float,
@@ -31,45 +52,71 @@ def add_link_flags(verb: argparse.ArgumentParser) -> None:
         metavar="GB/S",
         help=f"bandwidth per GPU of transfers between nodes, in GB/s (default: {NETWORK_GBS:g})",
     )
+    for kind, where in (("link", "inside a node"), ("network", "between nodes")):
+        verb.add_argument(
+            f"--{kind}-latency",
+            type=float,
+            metavar="US",
+            help=f"latency of a transfer {where}, in microseconds; its bytes take more (default: that of --gpu)",
+        )
 
 
-def with_bandwidths(
-    costs: Figures, groups: RankGroups, gpu: str, link_gbs: float | None, network_gbs: float | None, estimated: bool
+def given_links(options: argparse.Namespace) -> tuple[Given, Given]:
+    """What the flags of ``add_link_flags`` give, inside a node and between nodes.
+
+    Raises:
+        UserError: for a bandwidth that is not positive, or a latency that is negative or not finite.
+    """
+    for flag, gbs in _bandwidths(options):
+        if gbs is not None:
+            positive_figure(flag, gbs)
+    for flag, us in (("--link-latency", options.link_latency), ("--network-latency", options.network_latency)):
+        if us is not None:
+            checked_figure(flag, us)
+    node = Given(options.link_bandwidth, options.link_latency)
+    return node, Given(options.network_bandwidth, options.network_latency)
+
+
+def _bandwidths(options: argparse.Namespace) -> tuple[tuple[str, float | None], ...]:
+    return ("--link-bandwidth", options.link_bandwidth), ("--network-bandwidth", options.network_bandwidth)
+
+
+def with_transfers(
+    costs: Figures, groups: RankGroups, gpu: str, given: tuple[Given, Given], estimated: bool
 ) -> Figures:
     """Return ``costs`` with the times of transfers inside a node and between nodes, and a note that states them.
 
-    Costs that are not estimated keep their times unless a bandwidth is given.
+    Costs that are not estimated keep their times unless a bandwidth or a latency is given.
 
     Args:
-        link_gbs: bandwidth per GPU inside a node, in GB/s; None for that of ``gpu``.
-        network_gbs: bandwidth per GPU between nodes, in GB/s; None for ``NETWORK_GBS``.
+        given: the links inside a node and between nodes.
         estimated: whether the times are estimates for ``gpu``, not those of a run.
 
     Raises:
-        UserError: for a bandwidth that is not positive, or gives a time above ``MAX_FIGURE``.
+        UserError: for a time above ``MAX_FIGURE``.
     """
-    link, network = bytes_per_ms("--link-bandwidth", link_gbs), bytes_per_ms("--network-bandwidth", network_gbs)
-    given = link is not None or network is not None
-    ranks, size = range(costs.num_ranks), costs.message_bytes
-    if not given and not estimated:
+    node, network = given
+    ranks, size, device = range(costs.num_ranks), costs.message_bytes, DEVICES[gpu]
+    if given == (Given(), Given()) and not estimated:
         return costs
     assert size is not None, "the flags of a job give the size of its messages"
-    device = DEVICES[gpu]
-    inside = device.latency_ms + size / (link or device.link_gbs * 1e6)
-    between = device.latency_ms + size / (network or NETWORK_GBS * 1e6)
+    inside = node.ms(size, device.link_gbs, device.latency_ms)
+    between = network.ms(size, NETWORK_GBS, device.latency_ms)
     crossing = groups.crossing()
     links = {pair: between if pair in crossing else inside for pair in permutations(ranks, 2)}
     hops = sum(1 for rank in ranks[1:] if (rank - 1, rank) in crossing)
     notes = []
-    if link is not None:
-        notes.append(f"Transfers inside a node: {device.latency_ms:g} ms + bytes at {link / 1e6:g} GB/s.")
+    if node != Given():
+        notes.append(f"Transfers inside a node: {_shown(node, device.latency_ms, device.link_gbs)}.")
     if hops:
-        notes.append(
-            f"Transfers between nodes, {hops} of the pipeline's {costs.num_ranks - 1} hops: {device.latency_ms:g} ms + "
-            f"bytes at {(network or NETWORK_GBS * 1e6) / 1e6:g} GB/s"
-            f"{'.' if network is not None else ', assumed; give --network-bandwidth.'}"
-        )
+        assumed = "." if network.gbs is not None else ", assumed; give --network-bandwidth."
+        what = f"Transfers between nodes, {hops} of the pipeline's {costs.num_ranks - 1} hops"
+        notes.append(f"{what}: {_shown(network, device.latency_ms, NETWORK_GBS)}{assumed}")
     return replace(costs.with_links(links), notes=(*costs.notes, *notes))
+
+
+def _shown(link: Given, latency_ms: float, gbs: float) -> str:
+    return f"{link.latency(latency_ms):g} ms + bytes at {link.gbs or gbs:g} GB/s"
 
 
 def add_links(verb: argparse.ArgumentParser) -> None:
@@ -90,5 +137,5 @@ def links_of(options: argparse.Namespace, gpus_per_node: int) -> Links:
     Raises:
         UserError: a bandwidth that is not a finite number above 0.
     """
-    rates = (("--link-bandwidth", options.link_bandwidth), ("--network-bandwidth", options.network_bandwidth))
-    return Links(gpus_per_node, *(None if gbs is None else positive_figure(flag, gbs) for flag, gbs in rates))
+    rates = (None if gbs is None else positive_figure(flag, gbs) for flag, gbs in _bandwidths(options))
+    return Links(gpus_per_node, *rates)

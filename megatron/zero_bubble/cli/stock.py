@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron.zero_bubble.analysis.score import length_ms, within
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.job_figures import job_figures
-from megatron.zero_bubble.cli.links import links_of, with_bandwidths
+from megatron.zero_bubble.cli.links import given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
 from megatron.zero_bubble.cli.rank_groups import RankGroups
 from megatron.zero_bubble.errors import UserError
@@ -83,4 +83,4 @@ def _estimated(options: argparse.Namespace, args: argparse.Namespace) -> Figures
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
     costs = job_figures(args, job_layers(args), options.gpu, None, links_of(options, options.gpus_per_node))
     estimated = costs.on(args.placement)[0].comm_ms > 0
-    return with_bandwidths(costs, groups, options.gpu, options.link_bandwidth, options.network_bandwidth, estimated)
+    return with_transfers(costs, groups, options.gpu, given_links(options), estimated)

@@ -71,7 +71,7 @@ def job_batches(args: Any, has_ramps: bool = True) -> JobBatches:
         has_ramps: as in ``num_microbatches``.
 
     Raises:
-        UserError: no batch size, or steps that Megatron cannot read.
+        UserError: no batch size, steps that Megatron cannot read, or a size that is not divided into microbatches.
     """
     granule = args.micro_batch_size * args.data_parallel_size
     if (steps := getattr(args, "step_batch_size_schedule", None)) is not None:
@@ -79,8 +79,12 @@ def job_batches(args: Any, has_ramps: bool = True) -> JobBatches:
     check_batch_size(args)
     ramp = [int(number) for number in getattr(args, "rampup_batch_size", None) or ()]
     if not has_ramps or len(ramp) != 3 or ramp[1] < 1:
-        return JobBatches((args.global_batch_size,), granule)
-    return JobBatches((*range(ramp[0], args.global_batch_size, ramp[1]), args.global_batch_size), granule)
+        sizes: tuple[int, ...] = (args.global_batch_size,)
+    else:
+        sizes = (*range(ramp[0], args.global_batch_size, ramp[1]), args.global_batch_size)
+    if not getattr(args, "decrease_batch_size_if_needed", False):
+        _check_divisible(sizes, args.micro_batch_size, args.data_parallel_size)
+    return JobBatches(sizes, granule)
 
 
 def last_iteration(args: Any) -> int | None:
@@ -105,6 +109,18 @@ def check_batch_size(args: Any) -> None:
             "a job needs --global-batch-size, or --step-batch-size-schedule from core_r0.17 on, because Megatron would "
             "run one microbatch per iteration, which fills no pipeline; got neither; give one of them"
         )
+
+
+def _check_divisible(sizes: tuple[int, ...], micro_batch_size: int, replicas: int) -> None:
+    """Megatron has an assertion for this, once training reaches the size."""
+    granule = micro_batch_size * replicas
+    for size in sizes:
+        if size % granule or not size:
+            raise UserError(
+                "the global batch size must be divisible by micro batch size * data-parallel size, got "
+                f"{size} and {micro_batch_size} * {replicas}; change --global-batch-size or --rampup-batch-size to "
+                f"multiples of {granule}, or give --decrease-batch-size-if-needed"
+            )
 
 
 def _steps(text: str, granule: int) -> tuple[int, ...]:

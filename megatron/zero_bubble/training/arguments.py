@@ -99,6 +99,7 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
     for flag in ("num-layers-per-virtual-pipeline-stage", "eval-global-batch-size", "eval-micro-batch-size"):
         add(f"--{flag}", type=int)
     add("--train-samples", type=int)
+    add("--decrease-batch-size-if-needed", action="store_true")
     for flag in ("num-heads", "head-dim", "state-dim", "num-groups"):
         add(f"--mamba-{flag}", type=int)
     for flag in ("--step-batch-size-schedule", "--hybrid-layer-pattern", "--hybrid-override-pattern", "--yaml-cfg"):
