@@ -306,6 +306,13 @@ def test_transfers_of_nccl_must_leave_half_of_the_gpu(
     run(capsys, own, [*job, "--zero-bubble-nccl-ctas", "16", "--distributed-backend", "gloo"])
 
 
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-auto"])
+def test_estimates_have_the_passes_of_the_vocabulary(capsys: Capture, schedule: str) -> None:
+    job = [*JOB, *PIPELINE, "--distributed-backend", "gloo"]
+    job += ["--zero-bubble-schedule", schedule, "--zero-bubble-vocabulary-parallel", "2"]
+    assert "Vocabulary parallelism 2: the shards of the output layer are assumed" in run(capsys, FOUR, job)
+
+
 def test_dry_run_does_not_load_torch() -> None:
     code = "import sys; from megatron.zero_bubble.__main__ import main; code = main(sys.argv[1:]); "
     code += "print('loaded', [name for name in ('torch', 'numpy') if name in sys.modules]); sys.exit(code)"

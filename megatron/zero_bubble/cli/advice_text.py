@@ -66,7 +66,7 @@ def _row(row: Row, argv: Sequence[str], in_bytes: bool) -> dict[str, Any]:
         "activation_limit": _limit_text(row, in_bytes),
         "placement": name_of(row.change.placement),
         "num_chunks": row.change.placement.num_stages // row.change.placement.num_ranks,
-        "leave_out": given_of(row.change.drops, argv),
+        "leave_out": given_of(row.drops, argv),
         "makespan_ms": row.plan.timeline.makespan_ms,
         "gain": row.gain,
         "gap": row.gap,
@@ -129,7 +129,7 @@ def _table(found: Advice, argv: Sequence[str]) -> Iterator[str]:
     for number, row in enumerate(found.rows, 1):
         yield ""
         yield f"{number:<3}add {shlex.join(row.flags)}"
-        if out := given_of(row.change.drops, argv):
+        if out := given_of(row.drops, argv):
             yield f"   leave out {' '.join(out)}"
         yield f"   numbers: {NUMBERS[row.change.numbers]}"
 

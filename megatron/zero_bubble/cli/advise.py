@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.analysis.idle import idle_of
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of
-from megatron.zero_bubble.cli.job_figures import job_figures
+from megatron.zero_bubble.cli.job_figures import job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_schedule import job_schedule
 from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_variants
 from megatron.zero_bubble.cli.links import add_link_flags, given_links, links_of, with_transfers
@@ -38,6 +38,7 @@ from megatron.zero_bubble.planning.advice import (
     Today,
     need_of,
 )
+from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 
@@ -121,12 +122,14 @@ class JobAsIs(NamedTuple):
     Attributes:
         read: its checked flags.
         today: its plan, costs and memory.
+        costs: those of changes, with a whole vocabulary.
         objective: the length that its optimizer step waits for.
         batch: its batch.
     """
 
     read: MegatronJob
     today: Today
+    costs: Figures
     objective: Metric
     batch: Batch
 
@@ -140,7 +143,7 @@ def advise(options: argparse.Namespace) -> str:
     positive_figure("--host-bandwidth", options.host_bandwidth)
     argv = job_words(options)
     own = read_job(options, argv)
-    costs = own.today.costs
+    costs = own.costs
     capacity = capacity_of(options, own.today)
     limit = capacity if capacity is not None else max(costs.limit("1p"), *own.today.need.activations)
     bandwidth = options.host_bandwidth * 1e6
@@ -216,18 +219,19 @@ def read_job(options: argparse.Namespace, argv: Sequence[str]) -> JobAsIs:
     estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
     costs = with_transfers(costs, groups, options.gpu, given_links(options), estimated)
-    schedule = job_schedule(args, costs, costs.num_microbatches)
-    timeline = timeline_of(schedule, *costs.on(args.placement))
+    own = with_vocabulary(costs, args)
+    schedule = job_schedule(args, own, costs.num_microbatches)
+    timeline = timeline_of(schedule, *own.on(args.placement))
     objective: Metric = "span" if has_schedule(args) and args.zero_bubble.post_validation else "makespan"
     batch = Batch(args.batch_sizes.final * args.seq_length, groups.num_ranks, args.data_parallel_size)
-    return JobAsIs(read, Today(timeline, costs, need_of(timeline, costs)), objective, batch)
+    return JobAsIs(read, Today(timeline, own, need_of(timeline, own)), costs, objective, batch)
 
 
 def _changes_of(variant: Variant, options: argparse.Namespace, argv: Sequence[str], limit: float) -> Iterator[Change]:
     """The changes of a job with other sizes."""
     other = read_job(options, changed(argv, variant.flags, variant.drops))
     schedule = other.today.timeline.schedule
-    pipeline = Pipeline(schedule.placement, other.today.costs, limit, other.objective, options.host_bandwidth * 1e6)
+    pipeline = Pipeline(schedule.placement, other.costs, limit, other.objective, options.host_bandwidth * 1e6)
     for change in pipeline.quick_changes(schedule):
         yield replace(
             change,

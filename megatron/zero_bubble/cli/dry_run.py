@@ -15,7 +15,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.cli.deciding import decided
-from megatron.zero_bubble.cli.job_figures import job_figures
+from megatron.zero_bubble.cli.job_figures import job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_schedule import job_schedule
 from megatron.zero_bubble.cli.links import add_link_flags, given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
@@ -116,6 +116,7 @@ def dry_run(options: argparse.Namespace) -> str:
     costs = job_figures(args, layers, options.gpu, options.costs, links_of(options, options.gpus_per_node))
     estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
     costs = with_transfers(costs, groups, options.gpu, given_links(options), estimated)
+    costs = with_vocabulary(costs, args)
     schedule = job_schedule(args, costs, costs.num_microbatches)
     proved = _prove(args, costs, options.gpu)
     select = _selection(args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate, layer_costs
@@ -20,9 +21,11 @@ from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.formats.layout import job_predictions
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, unestimated_kinds
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import HALVED, Figures
+from megatron.zero_bubble.planning.vocabulary import Choice, are_divided, variants
 
 _NO_PREDICTIONS = (
     "The costs have no part for multi-token prediction: its time counts as part of the output layer of the last stage; "
@@ -69,6 +72,14 @@ def job_figures(
     if not estimated:
         return figures
     return _with_weights(figures, args, model, predictions, division)
+
+
+def with_vocabulary(figures: Figures, args: argparse.Namespace) -> Figures:
+    """Return ``figures`` with the times of the passes of a divided vocabulary, where the job of ``args`` divides it."""
+    algorithm = args.zero_bubble.vocabulary if has_schedule(args) else None
+    if algorithm is None or figures.layers is None or are_divided(figures):
+        return figures
+    return variants(figures, cast("Choice", str(algorithm)), args.zero_bubble.recompute_logits)[0].costs
 
 
 def _with_weights(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.planning.advice import ORDER, ROUNDED, SAME, Change
+from megatron.zero_bubble.planning.advice import MESSAGES, ORDER, ROUNDED, SAME, Change
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
 from megatron.zero_bubble.planning.figures import Figures
@@ -33,6 +33,13 @@ _LAYERS = (
 )
 _OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 """Megatron's own overlap of experts, in place of which a schedule of this package has pairs."""
+_DECIDED = (
+    "--zero-bubble-offload",
+    "--zero-bubble-slice-ends",
+    "--zero-bubble-vocabulary-parallel",
+    "--zero-bubble-recompute-logits",
+)
+"""What a job may have asked for that changes its stages or its passes."""
 _MOST_STAGES = 4
 """Most stages per rank of a change, unless the job has more."""
 _LEAST_LOSS = 0.5
@@ -107,7 +114,7 @@ class Pipeline:
             on = Placement.interleaved(sizes[0], count)
             if on != self.placement:
                 asked = replace(whole, schedule="interleaved-1f1b", num_chunks=(count,), limit=self._limit(on))
-                flags, drops = (_STAGES, str(count)), (_SCHEDULE, *self._drops(on))
+                flags, drops = (_STAGES, str(count)), (_SCHEDULE, *_DECIDED, *self._drops(on))
                 yield Change(f"Megatron's interleaving x{count}", asked, flags, on, drops, ORDER)
 
     def _named(self, whole: Question) -> Iterator[Change]:
@@ -201,7 +208,7 @@ class Pipeline:
         same = on == self.placement
         loop = name_of(on) == "loop"
         counted = ("--zero-bubble-num-chunks", str(stages)) if loop and flags[1] != ZB_AUTO and not same else ()
-        drops = (*_OVERLAP, *(() if same else self._drops(on)))
+        drops = (*_OVERLAP, *_DECIDED, *(() if same else self._drops(on)))
         return Change(title, asked, (*flags, *counted), on, drops, SAME if same else ORDER, same)
 
     def _drops(self, on: Placement) -> tuple[str, ...]:
@@ -219,7 +226,7 @@ class Pipeline:
         if not costs.in_bytes:
             return min(self.limit, self.most_activations)
         weights = max(costs.weight_bytes(on)) if costs.weight_bytes else 0.0
-        messages = 4 * (on.num_stages // on.num_ranks) * (costs.message_bytes or 0.0)
+        messages = MESSAGES * (on.num_stages // on.num_ranks) * (costs.message_bytes or 0.0)
         left = min(self.limit - weights - messages, self.most_activations)
         return max(left, costs.microbatch)  # without room, the least plan is above it
 

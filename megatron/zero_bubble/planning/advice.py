@@ -36,6 +36,10 @@ WORTH = 0.01
 """The least gain, as a share of the time, that is worth a change by measured costs."""
 WORTH_ESTIMATED = 0.02
 """The same by estimated costs."""
+MESSAGES = 4
+"""Messages per stage of a rank that a plan leaves room for: two that it sends, and two that it receives."""
+_LARGE = 20_000
+"""Passes of a large plan."""
 _NEARLY = 0.01
 """The share of the time that a simpler change may lose against the fastest."""
 _AS_LONG = 1 + 1e-6
@@ -102,11 +106,16 @@ class Need:
 
 
 def need_of(timeline: Timeline, costs: Figures) -> Need:
-    """The memory of a plan; zero for messages and weights whose sizes are unknown."""
-    nothing = (0.0,) * costs.num_ranks
-    messages = (
-        message_memory(timeline.schedule, costs.message_bytes) if costs.message_bytes and costs.in_bytes else nothing
-    )
+    """The memory of a plan; zero for messages and weights whose sizes are unknown.
+
+    Messages of a large plan count as ``MESSAGES`` per stage, because lowering it takes seconds.
+    """
+    messages = nothing = (0.0,) * costs.num_ranks
+    if costs.message_bytes and costs.in_bytes:
+        schedule, each = timeline.schedule, MESSAGES * costs.message_bytes
+        stages = schedule.num_stages // costs.num_ranks
+        is_large = sum(map(len, timeline.spans)) > _LARGE
+        messages = (each * stages,) * costs.num_ranks if is_large else message_memory(schedule, costs.message_bytes)
     weights = costs.weight_bytes(timeline.schedule.placement) if costs.weight_bytes and costs.in_bytes else nothing
     return Need(rank_memory(timeline, costs), messages, weights)
 
@@ -136,6 +145,11 @@ class Row:
     @cached_property
     def flags(self) -> tuple[str, ...]:
         return (*self.change.flags, *self.change.of_plan(self.plan))
+
+    @cached_property
+    def drops(self) -> tuple[str, ...]:
+        """The flags of the job to leave out."""
+        return tuple(flag for flag in self.change.drops if flag not in self.flags)
 
     @property
     def ms(self) -> float:
@@ -190,7 +204,7 @@ class Adviser:
     Args:
         capacity: bytes of a GPU that a plan may take; None if unknown.
         accepts: returns why a job with these flags, without those, would be refused; None if it would run.
-        seconds: CPU time after which searches are left out.
+        seconds: CPU time after which changes are left out.
         tell: is called with the name of each change before it is planned.
         most_activations: limit of activation memory alone, in the unit of the costs.
     """
@@ -217,14 +231,10 @@ class Adviser:
             elif change.searches:
                 waiting.append((self._least(change), number, change))
             else:
-                self._plan(change)
+                self._plan_in_time(change, started)
         for least, _, change in sorted(waiting, key=lambda each: each[:2]):
-            if least >= self._to_beat(change) * (1 - ROUNDING):
-                continue
-            if time.process_time() - started > self.seconds:
-                self.left_out.append(change.name)
-                continue
-            self._plan(change)
+            if least < self._to_beat(change) * (1 - ROUNDING):
+                self._plan_in_time(change, started)
         dropped, left_out = tuple(self.dropped), tuple(self.left_out)
         return Advice(self.today, self._chosen(), self.objective, self.worth, dropped, left_out)
 
@@ -246,6 +256,12 @@ class Adviser:
         """The length below which a change is of use: that of the best of its kind so far, and of the job as it is."""
         known = [row.ms for row in self.rows if row.fits and (row.change.reorders or not change.reorders)]
         return min([*known, length_ms(self.today.timeline, self.objective)])
+
+    def _plan_in_time(self, change: Change, started: float) -> None:
+        if time.process_time() - started > self.seconds:
+            self.left_out.append(change.name)
+        else:
+            self._plan(change)
 
     def _plan(self, change: Change) -> None:
         self.tell(change.name)
