@@ -112,6 +112,8 @@ def test_schedules_by_name_are_accepted(capsys: Capture) -> None:
         each for row in found["advice"] for each in row["best_at"]
     }
     check_rows(capsys, found, SMALL, *own)
+    least, most = found["gain_range"]
+    assert 0 < least < found["advice"][found["best"] - 1]["gain"] < most < 1
 
 
 def test_text_says_what_to_add_and_what_to_leave_out(capsys: Capture) -> None:
@@ -121,7 +123,8 @@ def test_text_says_what_to_add_and_what_to_leave_out(capsys: Capture) -> None:
     assert "The job as it is: interleaved-1f1b, 4 pipeline ranks, 16 microbatches, 1 data-parallel replicas" in out
     last = out.splitlines()[-1]
     assert last.startswith("Add --zero-bubble-schedule") and "% of the time of the passes" in last
-    assert "the best at\n1  " in out
+    assert "the best at\n1  " in out and "% of a lower bound on such plans\n" in out
+    assert "if all F, B, W or transfers take 20% more or less)" in last
 
 
 def test_no_memory_is_no_advice_to_take_more(capsys: Capture) -> None:
@@ -206,6 +209,17 @@ def test_pruned_search_finds_what_all_questions_find(seed: int) -> None:
 def test_flags_to_leave_out_are_listed_once() -> None:
     for change in random_pipeline(1)[0].changes():
         assert len(set(change.drops)) == len(change.drops), change.name
+
+
+def test_rows_are_certified_while_there_is_time() -> None:
+    """A bound with the memory limit is tighter than one in closed form."""
+    pipeline, today = random_pipeline(1)
+    changes = list(pipeline.named_changes())
+    adviser = Adviser(today, "makespan", pipeline.limit, lambda *_: None, 0.01)
+    own = adviser.advise(changes).rows
+    assert own and all(row.gap is not None and row.plan.certificate is not None for row in own)
+    certified = [max(0.0, row.plan.certificate.gap(row.plan.timeline)) for row in own if row.plan.certificate]
+    assert all(row.gap <= gap + 1e-12 for row, gap in zip(own, certified, strict=True) if row.gap is not None)
 
 
 def test_bounds_are_below_plans() -> None:

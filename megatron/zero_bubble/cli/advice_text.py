@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from megatron.zero_bubble.analysis.idle import Idle, idle_of
 from megatron.zero_bubble.planning.advice import NUMBERS, Advice, Row, Today
 from megatron.zero_bubble.planning.experts import verdict
+from megatron.zero_bubble.planning.uncertainty import SHARE
 from megatron.zero_bubble.search.placements import name_of
 
 _GIB = 2**30
@@ -53,6 +54,7 @@ def content_of(found: Advice, batch: Batch, argv: Sequence[str]) -> dict[str, An
         "worth_it": best is not None,
         "worth": found.worth,
         "best": None if best is None else found.rows.index(best) + 1,
+        "gain_range": found.gain_range,
         "dropped": [{"name": each.name, "reason": each.reason} for each in found.dropped],
         "left_out": found.left_out,
     }
@@ -132,6 +134,8 @@ def _table(found: Advice, argv: Sequence[str]) -> Iterator[str]:
         if out := given_of(row.drops, argv):
             yield f"   leave out {' '.join(out)}"
         yield f"   numbers: {NUMBERS[row.change.numbers]}"
+        if row.gap is not None:
+            yield f"   time: within {row.gap:.1%} of a lower bound on such plans"
 
 
 def _remarks(found: Advice) -> Iterator[str]:
@@ -159,7 +163,11 @@ def _verdict(found: Advice) -> str:
         )
     bound = "" if best.gap is None else f" By a lower bound, no plan of this kind is more than {best.gap:.1%} shorter."
     more = f", {(best.need.most - today.need.most) / _GIB:+.1f} GiB" if today.costs.in_bytes else ""
+    varied = ""
+    if found.gain_range is not None:
+        least, most = found.gain_range
+        varied = f" ({-least:+.1%} to {-most:+.1%} if all F, B, W or transfers take {SHARE:.0%} more or less)"
     return (
-        f"Add {shlex.join(best.flags)}: {-best.gain:+.1%} of the time of the passes{more}. Its numbers are "
+        f"Add {shlex.join(best.flags)}: {-best.gain:+.1%} of the time of the passes{varied}{more}. Its numbers are "
         f"{NUMBERS[best.change.numbers]}.{bound}"
     )

@@ -23,6 +23,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import message_memory, quick_bound, rank_memory
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant
+from megatron.zero_bubble.planning.uncertainty import gains
 
 SAME, ORDER, ROUNDED = "same bits", "same bits but for the norm", "rounded differently"
 """How the numbers of a change compare with those of the job as it is."""
@@ -191,6 +192,18 @@ class Advice:
         near = (row for row in fits if row.gain > fastest - _NEARLY)
         return min(near, key=lambda row: (row.change.effort, row.ms), default=None)
 
+    @cached_property
+    def gain_range(self) -> tuple[float, float] | None:
+        """The least and the largest gain of ``best`` if passes or transfers take another time (``uncertainty``); None
+        if there is none, or where all-to-alls, copies or collectives take part.
+        """
+        best, (timeline, costs, _) = self.best, self.today
+        if best is None or best.plan.offloaded is not None or best.plan.shards is not None:
+            return None
+        schedules = (timeline.schedule, costs), (best.plan.schedule, best.plan.costs)
+        before, after = ((schedule, of.on(schedule.placement)[0]) for schedule, of in schedules)
+        return None if before[1].experts or after[1].experts else gains(before, after, self.objective)
+
     @property
     def today_ms(self) -> float:
         """The time of the job as it is."""
@@ -236,7 +249,8 @@ class Adviser:
             if least < self._to_beat(change) * (1 - ROUNDING):
                 self._plan_in_time(change, started)
         dropped, left_out = tuple(self.dropped), tuple(self.left_out)
-        return Advice(self.today, self._chosen(), self.objective, self.worth, dropped, left_out)
+        rows = tuple(self._certified(row, started) for row in self._chosen())
+        return Advice(self.today, rows, self.objective, self.worth, dropped, left_out)
 
     def _least(self, change: Change) -> float:
         """A lower bound in ms on the plans of a change, in closed form."""
@@ -281,6 +295,16 @@ class Adviser:
         ms, before = (length_ms(each, self.objective) for each in (plan.timeline, self.today.timeline))
         gap = None if plan.schedule.overlaps else max(0.0, 1 - self._least(change) / ms)
         self.rows.append(Row(change, plan, need, fits, 1 - ms / before, gap))
+
+    def _certified(self, row: Row, started: float) -> Row:
+        """The row with the gap to the bound that ``plan`` certifies with, if that is for all its plans and in time."""
+        asked, timeline = row.plan.question, row.plan.timeline
+        is_open = asked.by_cost or asked.slices is not None
+        is_within = asked.limit is not None and max(row.need.activations) <= asked.limit * (1 + ROUNDING)
+        is_late = sum(map(len, timeline.spans)) > _LARGE or time.process_time() - started > self.seconds
+        if row.gap is None or is_open or is_late or not is_within or (certificate := row.plan.certificate) is None:
+            return row
+        return replace(row, gap=min(row.gap, max(0.0, certificate.gap(timeline))))
 
     def _chosen(self) -> tuple[Row, ...]:
         """The best rows of each kind, each once, the fastest first."""

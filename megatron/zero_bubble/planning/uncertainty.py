@@ -1,0 +1,44 @@
+"""How far a predicted gain depends on the figures that it is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.zero_bubble.analysis.score import length_ms
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.plan.timelines import timeline_of
+
+SHARE = 0.2
+"""By how much of itself each figure is varied."""
+
+
+def gains(
+    before: tuple[Schedule, PassCosts], after: tuple[Schedule, PassCosts], objective: Metric
+) -> tuple[float, float]:
+    """Return the least and the largest gain of ``after``, as shares of the time of ``before``.
+
+    All F, all B, all W or all transfers take ``SHARE`` more or less time; the order of the passes stays.
+
+    Args:
+        before: a schedule and its costs.
+        after: another one, and its costs.
+    """
+    pairs = zip(_varied(before[1]), _varied(after[1]), strict=True)
+    found = [1 - _ms(after[0], own, objective) / _ms(before[0], stock, objective) for stock, own in pairs]
+    return min(found), max(found)
+
+
+def _ms(schedule: Schedule, costs: PassCosts, objective: Metric) -> float:
+    return length_ms(timeline_of(schedule, costs), objective)
+
+
+def _varied(costs: PassCosts) -> Iterator[PassCosts]:
+    yield costs
+    for factor in (1 - SHARE, 1 + SHARE):
+        for name in ("forward_ms", "backward_ms", "wgrad_ms"):
+            yield replace(costs, **{name: tuple(factor * ms for ms in getattr(costs, name))})
+        links = {pair: factor * ms for pair, ms in costs.links.items()}
+        yield replace(costs, comm_ms=factor * costs.comm_ms, links=links)
