@@ -38,7 +38,12 @@ def _ms(schedule: Schedule, costs: PassCosts, objective: Metric) -> float:
 def _varied(costs: PassCosts) -> Iterator[PassCosts]:
     yield costs
     for factor in (1 - SHARE, 1 + SHARE):
-        for name in ("forward_ms", "backward_ms", "wgrad_ms"):
-            yield replace(costs, **{name: tuple(factor * ms for ms in getattr(costs, name))})
+        yield replace(costs, forward_ms=_scaled(costs.forward_ms, factor))
+        yield replace(costs, backward_ms=_scaled(costs.backward_ms, factor))
+        yield replace(costs, wgrad_ms=_scaled(costs.wgrad_ms, factor))
         links = {pair: factor * ms for pair, ms in costs.links.items()}
         yield replace(costs, comm_ms=factor * costs.comm_ms, links=links)
+
+
+def _scaled(times: tuple[float, ...], factor: float) -> tuple[float, ...]:
+    return tuple(factor * ms for ms in times)
