@@ -81,7 +81,8 @@ def test_flags_are_exactly_the_listed_ones() -> None:
         ],
         "advise": [
             "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--link-bandwidth",
-            "--network-bandwidth", "--host-bandwidth", "--write", "--row", "--may-change", "--quick", "--format",
+            "--network-bandwidth", "--link-latency", "--network-latency",
+            "--host-bandwidth", "--write", "--row", "--may-change", "--quick", "--format",
         ],
         "playground": [
             "--help", "--port", "--no-browser", "--static", "--config", "--nodes", "--gpus-per-node", "--gpu",
@@ -90,7 +91,7 @@ def test_flags_are_exactly_the_listed_ones() -> None:
         "trace": ["--help", "--iteration", "--format", "--output"],
         "dry-run": [
             "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--link-bandwidth",
-            "--network-bandwidth", "--megatron-lm", "--launch-command",
+            "--network-bandwidth", "--link-latency", "--network-latency", "--megatron-lm", "--launch-command",
         ],
         "report": ["--help", "--format"],
     }  # fmt: skip
