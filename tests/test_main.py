@@ -184,7 +184,7 @@ def test_costs_file_equals_time_flags(capsys: Capture, tmp_path: Path) -> None:
         (["plan", "--schedule-file", "none.json", *TIMES], "cannot read the schedule file none.json"),
         (
             [*PLAN, *TIMES, "--memory-limit", "8"],
-            "a memory limit is written like 1p (as many microbatches as ranks) or 60GiB",
+            "a memory limit is written like 1p (the peak of 1F1B) or 60GiB",
         ),
         ([*PLAN, *TIMES, "--memory-limit", "0p"], "a memory limit is written like 1p"),
         ([*PLAN, *TIMES, "--memory-limit", "1GiB"], "needs activation memory in bytes; give --activation-memory"),

@@ -105,7 +105,7 @@ def test_the_unit_of_the_limit_is_told_from_the_peak_of_1f1b(verb: str, capsys: 
     uneven = {"forward_ms": 4, "backward_ms": 5, "wgrad_ms": 3, "activation": [2**30, 2**31], "wgrad": 2**30}
     file.write_text(json.dumps(uneven))
     command = f"{verb} --costs {file} --num-ranks 2 --num-microbatches 4 --memory-limit"
-    sentence = "1p is 2 microbatches, 4 GiB; 1F1B itself peaks at 1 microbatches, 2 GiB with these costs\n"
+    sentence = "1p is 1 microbatches, 2 GiB: the peak of 1F1B with these costs\n"
     for limit, given in (("1p", True), ("4GiB", False)):
         assert main([*command.split(), limit]) == 0
         assert (sentence in capsys.readouterr().out) == given

@@ -82,7 +82,7 @@ def _limit_text(row: Row, in_bytes: bool) -> str:
     costs, limit = row.plan.costs, row.plan.question.limit
     if in_bytes and limit is not None:
         return f"{math.floor(limit / _GIB * 100) / 100}GiB"
-    return f"{max(1.0, max(row.need.activations) / (costs.num_ranks * costs.microbatch)):.4g}p"
+    return f"{max(1.0, max(row.need.activations) / costs.peak_of_1f1b):.4g}p"
 
 
 def given_of(flags: Sequence[str], argv: Sequence[str]) -> list[str]:

@@ -117,8 +117,8 @@ def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> Non
     verb.add_argument(
         "--memory-limit",
         metavar="LIMIT",
-        help="activation-memory limit per rank, in units of p microbatches on the rank that keeps most of one (1p: "
-        f"1F1B's peak if all ranks keep as much), or as a size (60GiB); {limit}",
+        help="activation-memory limit per rank, in units of the peak of 1F1B with these costs (1p), or as a size "
+        f"(60GiB); {limit}",
     )
     verb.add_argument(
         "--placement",
@@ -174,7 +174,7 @@ def plan(options: argparse.Namespace) -> str:
 
 
 def counts_in_p(options: argparse.Namespace) -> bool:
-    """Whether the memory limit is in units of p microbatches, as it is by default."""
+    """Whether the memory limit is in units of 1F1B's peak, as it is by default."""
     return parse_memory_limit(options.memory_limit or DEFAULT_LIMIT)[1] == "p"
 
 

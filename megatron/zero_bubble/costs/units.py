@@ -113,5 +113,5 @@ def parse_memory_limit(text: str) -> tuple[float, str]:
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(p|KiB|MiB|GiB)", text)
     if match is None or not 0 < float(match[1]) < math.inf:
-        raise UserError(f"a memory limit is written like 1p (as many microbatches as ranks) or 60GiB; got {text!r}")
+        raise UserError(f"a memory limit is written like 1p (the peak of 1F1B) or 60GiB; got {text!r}")
     return float(match[1]), match[2]

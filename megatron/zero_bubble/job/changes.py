@@ -234,7 +234,7 @@ class Pipeline:
         limit, costs = self._limit(on), self.costs
         if costs.in_bytes:
             return f"{math.floor(limit / _GIB * 100) / 100}GiB"
-        return f"{limit / (costs.num_ranks * costs.microbatch):.4g}p"
+        return f"{limit / costs.peak_of_1f1b:.4g}p"
 
     def _slice_ends(self, plan: Answer) -> tuple[str, ...]:
         assert self.costs.sequence is not None, "slices are planned for known sequences"

@@ -88,7 +88,7 @@ def search_limits(costs: Figures, limit: float, vocabulary: bool = False) -> tup
     Args:
         vocabulary: return every second one, because each search also inserts the passes of the vocabulary.
     """
-    of_1f1b = costs.num_ranks * costs.microbatch
+    of_1f1b = costs.peak_of_1f1b
     larger = {1.5 * limit, 2.0 * limit, of_1f1b, 2.0 * of_1f1b}
     found = limit, *sorted(each for each in larger if each > limit * (1 + ROUNDING))
     return found[::2] if vocabulary else found

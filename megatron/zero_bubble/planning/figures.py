@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import mul
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
@@ -48,8 +49,8 @@ class Figures:
         stage_bytes: bytes of weights, gradients and optimizer per stage of a placement; None if unknown.
         tensor: the figures with tensor parallelism instead of replicas, given the number of GPUs that divide a layer,
             and the bytes per ms with which they send to each other; None if unknown.
-        unit: memory of a microbatch, M_B, in the unit of the costs, if it is not that of ``on``: with layouts, that of
-            the even split, so that all have the same limit.
+        base: the figures whose microbatches and 1F1B are the units of memory, if not these: with layouts, those of the
+            even split, so that all have the same limit.
         division: which layers are on which stage; None if unknown.
         halves: whether ``on`` divides stages that differ, for a placement with more stages than there are figures for.
     """
@@ -66,7 +67,7 @@ class Figures:
     least_slice_tokens: int | None = None
     layers: LayerCosts | None = None
     layout_weight_bytes: Callable[[tuple[int, ...]], Callable[[Placement], tuple[float, ...]]] | None = None
-    unit: float | None = None
+    base: Figures | None = None
     stage_bytes: Callable[[Placement], StageBytes] | None = None
     tensor: Callable[[int, float], TensorFigures] | None = None
     division: Division | None = None
@@ -102,8 +103,8 @@ class Figures:
                 "a layout by cost needs costs per layer; got those of whole ranks or stages; give --config, or a costs "
                 "file with layers and parts, or with layers_per_stage"
             )
-        own = replace(self, on=lambda placement: layers.on(self.layout(placement)), unit=None)
-        return replace(own, unit=own.microbatch)
+        own = replace(self, on=lambda placement: layers.on(self.layout(placement)), base=None)
+        return replace(own, base=own)
 
     def laid_out(self, placement: Placement, layout: tuple[int, ...]) -> Figures:
         """Return ``evenly()`` with a number of layers for every stage of ``placement``, only for this placement.
@@ -200,7 +201,18 @@ class Figures:
     @property
     def microbatch(self) -> float:
         """Activation of one microbatch on the fullest rank with one stage per rank: M_B, in the unit of memory."""
-        return self.unit or max(self.on(Placement.linear(self.num_ranks))[1].activation)
+        return max(self._activation)
+
+    @property
+    def peak_of_1f1b(self) -> float:
+        """The largest peak of a rank under 1F1B, ``1p``, in the unit of memory: rank i keeps p-i microbatches."""
+        kept = (min(self.num_microbatches, self.num_ranks - rank) for rank in range(self.num_ranks))
+        return max(map(mul, kept, self._activation))
+
+    @property
+    def _activation(self) -> tuple[float, ...]:
+        """Activations of a microbatch per rank with one stage per rank."""
+        return (self.base or self).on(Placement.linear(self.num_ranks))[1].activation
 
     @property
     def in_bytes(self) -> bool:
@@ -208,18 +220,18 @@ class Figures:
         return self.memory_given and self.microbatch >= 2**10
 
     def limit(self, text: str) -> float:
-        """Convert ``1p``, ``0.5p`` or ``60GiB`` to the unit of memory; p means the number of ranks times M_B.
+        """Convert ``1p``, ``0.5p`` or ``60GiB`` to the unit of memory; ``1p`` is the peak of 1F1B with these costs.
 
         Raises:
             UserError: for any other form, or for bytes when memory is not in bytes.
         """
         amount, unit = parse_memory_limit(text)
         if unit == "p":
-            return amount * self.num_ranks * self.microbatch
+            return amount * self.peak_of_1f1b
         if not self.in_bytes:
             raise UserError(
                 f"a memory limit of {text} needs activation memory in bytes; give --activation-memory, a costs file "
-                "with activation and wgrad, or --config, or a limit in microbatches, such as 1p"
+                "with activation and wgrad, or --config, or a limit in units of 1F1B's peak, such as 1p"
             )
         return amount * BYTES[unit]
 

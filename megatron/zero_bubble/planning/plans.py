@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron.zero_bubble.analysis.bounds import Bound, lower_bound, lower_bound_with_offload
-from megatron.zero_bubble.analysis.memory import message_peaks, most_kept, peaks_in_order
+from megatron.zero_bubble.analysis.memory import message_peaks, most_kept
 from megatron.zero_bubble.analysis.score import length_ms, within
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
@@ -141,13 +141,11 @@ def limit_verdict(timeline: Timeline, costs: Figures, memory_limit: float) -> tu
 
 
 def about_1p(costs: Figures) -> str | None:
-    """Say how much memory ``1p`` is, and the peak of 1F1B, if they differ by more than rounding."""
-    one = costs.limit("1p")
-    schedule = build("1f1b", num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
-    peak = max(peaks_in_order(schedule, costs.on(schedule.placement)[1]))
-    if abs(peak - one) <= _ALIKE * one:
+    """Say how much memory ``1p`` is, where it is not that of as many microbatches as ranks, up to rounding."""
+    peak, as_ranks = costs.peak_of_1f1b, costs.num_ranks * costs.microbatch
+    if abs(peak - as_ranks) <= _ALIKE * as_ranks:
         return None
-    return f"1p is {costs.show(one)}; 1F1B itself peaks at {costs.show(peak)} with these costs"
+    return f"1p is {costs.show(peak)}: the peak of 1F1B with these costs"
 
 
 def slower_than_1f1b(timeline: Timeline, costs: Figures, objective: Metric) -> str | None:

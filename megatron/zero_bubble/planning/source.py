@@ -223,7 +223,7 @@ def _planned_units(
         raise UserError(
             f"--zero-bubble-memory-limit {choice.memory_limit} for the units of zero-pp needs the activation memory of "
             "a microbatch in bytes; give the costs file of an earlier run with --zero-bubble-costs, or a limit in "
-            "microbatches, such as 1p"
+            "units of 1F1B's peak, such as 1p"
         )
     limit = math.inf if choice.memory_limit is None else figures.limit(choice.memory_limit)
     if choice.open_chunks is None:

@@ -100,7 +100,7 @@ def _divided(costs: Figures, algorithm: Algorithm, recompute_logits: bool) -> Fi
         costs,
         on=on,
         notes=(*costs.notes, note),
-        unit=costs.microbatch,
+        base=costs.base or costs,
         weight_bytes=_mean(costs.weight_bytes) if costs.weight_bytes and not uneven else None,
     )
 
