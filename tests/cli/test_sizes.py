@@ -153,6 +153,16 @@ def test_a_dry_run_has_the_same_limits(capsys: Capture) -> None:
         assert (code, expected in err) == (2, True), err
 
 
+def test_advice_has_the_same_limits(capsys: Capture) -> None:
+    job = words_of({flag: value for flag, value in JOB.items() if flag not in ("--mock-data", "--train-iters", "--lr")})
+    for nodes, expected in (
+        (HUGE[0], "--nodes x --gpus-per-node must be at most 1,000,000; got "),
+        ("0", "--nodes must"),
+    ):
+        code, err = answer(capsys, "advise", "--nodes", nodes, "--gpus-per-node", "4", "--", *job)
+        assert (code, expected in err) == (2, True), err
+
+
 def test_files_have_the_same_limits(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     plan = {"schedule": "mine", "num_microbatches": 1, "stage_to_rank": [0], "order": [["0F0", "0BW0"]]}

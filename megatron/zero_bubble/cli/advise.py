@@ -20,7 +20,7 @@ from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_vari
 from megatron.zero_bubble.cli.links import add_link_flags, given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
-from megatron.zero_bubble.cli.rank_groups import RankGroups
+from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import BYTES, parse_memory_limit, positive_figure
 from megatron.zero_bubble.errors import UserError
@@ -192,10 +192,7 @@ def job_words(options: argparse.Namespace) -> list[str]:
 
 
 def _sizes(options: argparse.Namespace) -> tuple[int, int]:
-    for flag, count in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
-        if count < 1:
-            raise UserError(f"{flag} must be 1 or more; got {count}")
-    return options.nodes * options.gpus_per_node, options.gpus_per_node
+    return checked_world_size(options.nodes, options.gpus_per_node), options.gpus_per_node
 
 
 def read_job(options: argparse.Namespace, argv: Sequence[str]) -> JobAsIs:

@@ -20,7 +20,7 @@ from megatron.zero_bubble.cli.job_schedule import job_schedule
 from megatron.zero_bubble.cli.links import add_link_flags, given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
-from megatron.zero_bubble.cli.rank_groups import RankGroups, show
+from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size, show
 from megatron.zero_bubble.cli.stock import against_stock
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import BYTES, parse_bytes, parse_memory_limit
@@ -53,8 +53,6 @@ _COLLECTIVES = "Gathers and reductions are not in the times, unless the costs fi
 _NODE = "@node@"
 _MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148}
 """Of each GPU that can be estimated for."""
-_MOST_PROCESSES = 1_000_000
-"""More processes than any cluster has."""
 _GIB = 2**30
 
 
@@ -102,14 +100,7 @@ def dry_run(options: argparse.Namespace) -> str:
     Raises:
         UserError: the error that the run would stop with, or a rank that needs more than ``--gpu-memory``.
     """
-    for flag, count in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
-        if count < 1:
-            raise UserError(f"{flag} must be 1 or more; got {count}")
-    if options.nodes * options.gpus_per_node > _MOST_PROCESSES:
-        raise UserError(
-            f"--nodes x --gpus-per-node must be at most {_MOST_PROCESSES:,}; got {options.nodes:,} x "
-            f"{options.gpus_per_node:,}; give smaller numbers"
-        )
+    checked_world_size(options.nodes, options.gpus_per_node)
     args, unread, replaced = _checked_job(options)
     layers = job_layers(args)
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)

@@ -14,8 +14,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, permutations
 
+from megatron.zero_bubble.errors import UserError
+
 _SHOWN = 60
 """Maximum number of characters for the list of groups in a line."""
+_MOST_PROCESSES = 1_000_000
+"""More processes than any cluster has."""
+
+
+def checked_world_size(num_nodes: int, node_size: int) -> int:
+    """Return the number of processes of a job, one per GPU.
+
+    Raises:
+        UserError: for numbers below 1, or more processes than any cluster has.
+    """
+    for flag, count in (("--nodes", num_nodes), ("--gpus-per-node", node_size)):
+        if count < 1:
+            raise UserError(f"{flag} must be 1 or more; got {count}")
+    if num_nodes * node_size > _MOST_PROCESSES:
+        raise UserError(
+            f"--nodes x --gpus-per-node must be at most {_MOST_PROCESSES:,}; got {num_nodes:,} x {node_size:,}; give "
+            "smaller numbers"
+        )
+    return num_nodes * node_size
 
 
 @dataclass(frozen=True)
