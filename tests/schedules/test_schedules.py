@@ -29,6 +29,7 @@ def test_picture_matches_docstring_and_golden_file(name: str) -> None:
     golden = ROOT / f"tests/golden/{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(picture)
+    assert golden.exists(), f"tests/golden/{name}.txt is missing; UPDATE_GOLDEN=1 pytest tests/schedules writes it"
     assert golden.read_text() == picture
     if name in LINEAR:
         assert picture in (LINEAR[name].__doc__ or "")
