@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -121,7 +122,7 @@ def _measured(name: str, job: Job, options: argparse.Namespace) -> dict[str, Any
                 number = options.iterations if "zb-auto" in variants[variant] or variant == AUTO else 2 * _LAST
                 return _run([*variants[variant], *more], options.num_ranks, number)
 
-        times = ranks.interleaved({each: lambda each=each: seconds(each) for each in variants}, options.rounds, 0)
+        times = ranks.interleaved({each: partial(seconds, each) for each in variants}, options.rounds, 0)
     ratios = {
         each: median(1 - own / stock for own, stock in zip(of, times[STOCK], strict=True)) for each, of in times.items()
     }
