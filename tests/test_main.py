@@ -81,12 +81,13 @@ def test_flags_are_exactly_the_listed_ones() -> None:
         ],
         "advise": [
             "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--link-bandwidth",
-            "--network-bandwidth", "--link-latency", "--network-latency",
+            "--network-bandwidth", "--link-latency", "--network-latency", "--memory-limit",
             "--host-bandwidth", "--write", "--row", "--may-change", "--quick", "--format",
         ],
         "playground": [
             "--help", "--port", "--no-browser", "--static", "--config", "--nodes", "--gpus-per-node", "--gpu",
-            "--gpu-memory", "--costs", "--link-bandwidth", "--network-bandwidth", "--num-ranks",
+            "--gpu-memory", "--costs", "--link-bandwidth", "--network-bandwidth", "--link-latency", "--network-latency",
+            "--num-ranks",
         ],
         "trace": ["--help", "--iteration", "--format", "--output"],
         "dry-run": [

@@ -126,7 +126,7 @@ def _turn(variant: Variant, schedule: Schedule, costs: PassCosts, file: str, lan
         pipeline = None if variant.stock else megatron.zero_bubble.apply(config)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(2)
         try:
-            # With few microbatches a schedule with pairs has none, and then megatron-core's overlap is refused.
+            # A schedule with pairs has none of few microbatches, and then megatron-core's overlap is refused.
             pairs = variant.stock or schedule.overlaps
             run = _iteration(pairs, schedule, costs, lanes, None if pipeline is None else pipeline.store)
             run()  # connects

@@ -68,7 +68,7 @@ class Question:
         pairs: whether the all-to-all of experts runs beneath computation: in pairs of a forward and a backward if the
             schedule has them, else beneath weight gradients.
         ends: whether a search ends at a lower bound; for a schedule to which nothing is added (``adds_nothing``).
-        effort: of a search for a schedule, relative to the default.
+        effort: of a search for a schedule, as a share of the default.
     """
 
     costs: Figures
