@@ -308,9 +308,12 @@ def schedules_run(rank: int, plan_takes: float, keep_faster: bool) -> tuple[list
 
 
 def test_a_plan_that_proves_slower_is_given_up_if_asked(ranks: RankPool) -> None:
-    for plan_takes, keep_faster, last in ((1.5, True, "zb-h1"), (1.5, False, "zb-h2"), (0.95, True, "zb-h2")):
+    for plan_takes, keep_faster, last in ((1.5, True, "1f1b"), (1.5, False, "zb-h2"), (0.95, True, "zb-h2")):
         results = ranks.run(2, schedules_run, plan_takes, keep_faster)
-        assert [names[0] for names, _ in results] == ["zb-h1"] * 2
+        first = "1f1b" if keep_faster else "zb-h1"
+        assert [names[0] for names, _ in results] == [first] * 2
         assert "zb-h2" in results[0][0] and [names[-1] for names, _ in results] == [last] * 2
-        assert any("back to zb-h1, because" in line for line in results[0][1]) is (last == "zb-h1")
+        said = " ".join(results[0][1])
+        assert ("back to 1f1b, because" in said) is (last == "1f1b")
+        assert ("to keep this plan: record costs" in said) is (last == "zb-h2")
         assert not results[1][1], "rank 0 logs"

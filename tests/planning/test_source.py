@@ -117,6 +117,20 @@ def test_first_schedule_can_split_the_last_backwards_only(
     assert swollen <= 20.0 * chunks + chunks
 
 
+@pytest.mark.parametrize(("placement", "stock"), [("linear", "1f1b"), ("loop", "interleaved-1f1b")])
+def test_first_schedule_can_be_megatrons_own(placement: Literal["linear", "loop"], stock: str) -> None:
+    schedule = ScheduleSource.automatic(placement, 4, stock=True).make(8)
+    validate(schedule)
+    check_runnable(schedule, 4, 8)
+    own = build(stock, num_ranks=4, num_microbatches=8)
+    fused = tuple(
+        tuple(p._replace(kind=Kind.BW) if p.kind is Kind.B else p for p in row if p.kind is not Kind.W)
+        for row in schedule.order
+    )
+    assert fused == own.order
+    assert {p.microbatch for p in schedule.passes() if p.kind is Kind.W} == {7}
+
+
 def test_unknown_name_and_missing_file_are_rejected_early(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown schedule 'zb-h3'"):
         ZeroBubbleConfig("zb-h3").sources()

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -48,6 +49,16 @@ def test_cpu_marks_measure_milliseconds() -> None:
     assert platform.reached(start)
     measured_ms = platform.elapsed_ms(start, platform.mark())
     assert 20.0 <= measured_ms <= (time.perf_counter() - before) * 1e3
+
+
+def test_spare_memory_is_shared_by_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform, total = select("cpu"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    alone = platform.spare_memory_bytes()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    shared = platform.spare_memory_bytes()
+    assert 0 < alone < 0.9 * total
+    assert 0.8 * alone < 4 * shared < 1.2 * alone, "the machine has other work"
 
 
 def test_cpu_peak_memory_counts_touched_memory() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.analysis.idle import Idle, idle_of
+from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.planning.advice import NUMBERS, Advice, Row, Today
 from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.uncertainty import SHARE
@@ -53,6 +54,7 @@ def content_of(found: Advice, batch: Batch, argv: Sequence[str]) -> dict[str, An
         "advice": [_row(row, argv, costs.in_bytes) for row in found.rows],
         "worth_it": best is not None,
         "worth": found.worth,
+        "is_estimated": found.is_estimated,
         "best": None if best is None else found.rows.index(best) + 1,
         "gain_range": found.gain_range,
         "dropped": [{"name": each.name, "reason": each.reason} for each in found.dropped],
@@ -114,7 +116,8 @@ def text_of(found: Advice, batch: Batch, argv: Sequence[str], capacity: float | 
         lines += ["", of_experts]
     if found.rows:
         lines += ["", *_table(found, argv)]
-    return "\n".join([*lines, "", *_remarks(found), _verdict(found)]) + "\n"
+    measure = [_how_to_measure(timeline.schedule)] if found.is_estimated else []
+    return "\n".join([*lines, "", *_remarks(found), _verdict(found), *measure]) + "\n"
 
 
 def _idle(today: Today) -> Idle:
@@ -151,6 +154,19 @@ def _remarks(found: Advice) -> Iterator[str]:
         yield f"Left out, because the time was up: {', '.join(found.left_out)}."
 
 
+def _memory_of(change: float) -> str:
+    return ", the same memory" if abs(change) < 0.05 * _GIB else f", {change / _GIB:+.1f} GiB"
+
+
+def _how_to_measure(schedule: Schedule) -> str:
+    """How to replace estimates, with a schedule on the stages of the job."""
+    name = "zb-h1" if schedule.num_stages == schedule.num_ranks else "zb-interleaved"
+    return (
+        f"These are estimates. To measure, run ten iterations with --zero-bubble-schedule {name} "
+        "--zero-bubble-record-costs costs.json added, then ask again with --costs costs.json."
+    )
+
+
 def _verdict(found: Advice) -> str:
     best, today = found.best, found.today
     name = today.timeline.schedule.name
@@ -162,7 +178,7 @@ def _verdict(found: Advice) -> str:
             f"{gains}; a change is worth it from {found.worth:.0%}."
         )
     bound = "" if best.gap is None else f" By a lower bound, no plan of this kind is more than {best.gap:.1%} shorter."
-    more = f", {(best.need.most - today.need.most) / _GIB:+.1f} GiB" if today.costs.in_bytes else ""
+    more = _memory_of(best.need.most - today.need.most) if today.costs.in_bytes else ""
     varied = ""
     if found.gain_range is not None:
         least, most = found.gain_range

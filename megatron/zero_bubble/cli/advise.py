@@ -97,7 +97,9 @@ def add_job_flags(verb: argparse.ArgumentParser) -> None:
     """Add the flags that say where a job runs, and what it costs there."""
     verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
     verb.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node (default: 8)")
-    verb.add_argument("--gpu", choices=tuple(DEVICES), default="h100", help="GPU to estimate for (default: h100)")
+    verb.add_argument(
+        "--gpu", type=str.lower, choices=tuple(DEVICES), default="h100", help="GPU to estimate for (default: h100)"
+    )
     verb.add_argument(
         "--gpu-memory",
         metavar="SIZE",

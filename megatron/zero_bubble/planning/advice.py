@@ -185,6 +185,11 @@ class Advice:
     left_out: tuple[str, ...] = ()
 
     @property
+    def is_estimated(self) -> bool:
+        """Whether the costs are estimates."""
+        return self.worth == WORTH_ESTIMATED
+
+    @property
     def best(self) -> Row | None:
         """The change to make: the simplest that is nearly as fast as the fastest; None if none is worth it."""
         fits = [row for row in self.rows if row.fits and row.gain >= self.worth]
