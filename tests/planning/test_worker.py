@@ -39,7 +39,7 @@ REQUEST = Request(costs_to_json(COSTS, MEMORY), 2, 6, "1p", "linear", "makespan"
     [
         ("1p", "linear", "makespan", WHOLE),
         ("2p", "linear", "span", WHOLE),
-        pytest.param("1p", "vee", "span", WHOLE, marks=pytest.mark.full),
+        pytest.param("1.2p", "vee", "span", WHOLE, marks=pytest.mark.full),
         pytest.param("3GiB", "vee", "makespan", WHOLE, marks=pytest.mark.full),
         ("0.8p", "linear", "makespan", Slices.even(4)),
         ("0.8p", "vee", "span", Slices((0.5, 0.25, 0.25))),

@@ -77,9 +77,9 @@ class ZeroBubbleConfig:
         keep_faster: ``zb-auto`` begins with Megatron's own schedule of its placement, if there is one, and goes back to
             what it began with if its plan proves slower.
         memory_limit: activation-memory limit per rank for ``zb-auto``, and for ``zero-pp`` without
-            ``unit_microbatches``, in the units of ``zero-bubble plan --memory-limit``; ``1p`` is the peak of 1F1B, and,
-            with ``vocabulary``, of the first schedule. ``auto`` is what is free on the fullest rank, as the first
-            iterations measure it, for ``zb-auto``. None is ``1p`` for ``zb-auto``, and else no limit.
+            ``unit_microbatches``, in the units of ``zero-bubble plan --memory-limit``; ``1p`` is the peak of 1F1B, or
+            of the schedule that the run begins with, if it is larger. ``auto`` is what is free on the fullest rank, as
+            the first iterations measure it, for ``zb-auto``. None is ``1p`` for ``zb-auto``, and else no limit.
         post_validation: step the optimizer before the global gradient norm is known; validate in the next iteration.
         rollback: how to undo a rejected optimizer step. ``exact`` keeps a copy of the overwritten state until the step
             is validated; ``inverse`` inverts the Adam update, which needs no memory and is correct only up to rounding.

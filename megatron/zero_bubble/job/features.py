@@ -31,9 +31,9 @@ OPTIONS = (
         "core",
         "LIMIT",
         f"activation-memory limit per rank for {ZB_AUTO}, and for the units of zero-pp that auto chooses, e.g. 1p "
-        "(1F1B's peak) or 60GiB, which zero-pp needs --zero-bubble-costs for; auto for {ZB_AUTO}: what is free on the "
-        "fullest rank after the first iterations",
-        f"{DEFAULT_LIMIT} for {ZB_AUTO}, with --zero-bubble-vocabulary-parallel the peak of the first schedule",
+        "(1F1B's peak, or that of the schedule that the run begins with, if it is larger) or 60GiB, which zero-pp "
+        f"needs --zero-bubble-costs for; auto for {ZB_AUTO}: what is free on the fullest rank when measured",
+        f"{DEFAULT_LIMIT} for {ZB_AUTO}",
     ),
     Option(
         "exact",

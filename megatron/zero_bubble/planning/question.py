@@ -124,25 +124,22 @@ def of_run(
 ) -> Question:
     """What a run of ``zb-auto`` asks.
 
-    With vocabulary parallelism, the answer is not worse than the schedule that the run begins with. Its peak is then
-    the default limit, because that of 1F1B leaves no room for the microbatches between the barriers.
+    The default limit is at least the peak of the schedule that the run begins with. With vocabulary parallelism, the
+    answer is not worse than that schedule.
 
     Args:
         costs: with ``vocabulary``, with the times of its passes.
         num_chunks: stages per rank of a placement that has a choice; None for its default.
     """
     cuts, limit = (slices,) if len(slices) > 1 else None, costs.limit(memory_limit)
-    on = ScheduleSource.automatic(placement, costs.num_ranks, num_chunks=num_chunks).placement
-    own = Question(costs, ZB_AUTO, limit, objective, placement=(on,), slices=cuts)
-    if vocabulary is None:
-        return own
     memory = costs.on(Placement.linear(costs.num_ranks))[1]
     grows = any(map(gt, memory.wgrad, memory.activation))
-    source = ScheduleSource.automatic(
-        placement, costs.num_ranks, vocabulary=vocabulary, fused=grows, num_chunks=num_chunks
-    )
-    first = replace(source.make(costs.num_microbatches), name=f"{ZB_AUTO} (vocabulary {vocabulary})")
-    if memory_limit == DEFAULT_LIMIT and own.limit is not None:
-        needed = peak_memory(timeline_of(first, *costs.on(first.placement)), costs)
-        own = replace(own, limit=max(own.limit, needed))
-    return replace(own, variants=(Variant(vocabulary, costs),), starts=(first,))
+    of_job = placement, costs.num_ranks, slices, vocabulary, grows, num_chunks
+    first = ScheduleSource.automatic(*of_job).make(costs.num_microbatches)
+    if memory_limit == DEFAULT_LIMIT:
+        limit = max(limit, peak_memory(timeline_of(first, *costs.on(first.placement)), costs))
+    own = Question(costs, ZB_AUTO, limit, objective, placement=(first.placement,), slices=cuts)
+    if vocabulary is None:
+        return own
+    named = replace(first, name=f"{ZB_AUTO} (vocabulary {vocabulary})")
+    return replace(own, variants=(Variant(vocabulary, costs),), starts=(named,))
