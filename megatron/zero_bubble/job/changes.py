@@ -42,8 +42,6 @@ _DECIDED = (
 """What a job may have asked for that changes its stages or its passes."""
 _MOST_STAGES = 4
 """Most stages per rank of a change, unless the job has more."""
-_LEAST_LOSS = 0.5
-"""The work of the output layer in layers from which dividing the vocabulary is tried."""
 _GIB = 2**30
 
 
@@ -168,7 +166,7 @@ class Pipeline:
     def _divided(self, searches: list[Change]) -> Iterator[Change]:
         """The vocabulary divided over all ranks."""
         layers = self.costs.layers
-        if layers is None or layers.loss.work_ms < _LEAST_LOSS * max(layers.work_ms):
+        if layers is None or not layers.loss.work_ms:
             return
         for change in searches:
             if name_of(change.placement) not in ("linear", "vee"):
