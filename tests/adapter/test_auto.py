@@ -108,7 +108,7 @@ def test_plans_on_loops_and_waves_change_no_bit(ranks: RankPool, name: str) -> N
     assert set(results[0][1]) == {"switched to the planned schedule: zb-auto, 1 slices"}
 
 
-@pytest.mark.parametrize("options", ["", pytest.param(ON_A_V, marks=pytest.mark.full)])
+@pytest.mark.parametrize("options", ["--zero-bubble-memory-limit 1.01p", pytest.param(ON_A_V, marks=pytest.mark.full)])
 def test_plans_with_fused_backwards_change_no_bit(ranks: RankPool, options: str) -> None:
     """With full recomputation, W needs many times what F has saved, so the plan fuses backwards."""
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
