@@ -37,7 +37,7 @@ _LAST = 8
 """Iterations at the end of a run of which the median counts, and that are recorded."""
 STOCK, AUTO = "stock", "auto"
 MODEL = (
-    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 4096 "
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 4096 "
     "--micro-batch-size 1 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 511 "
     "--make-vocab-size-divisible-by 4 --lr 1e-4 --untie-embeddings-and-output-weights --mock-data "
     "--zero-bubble-device cpu --log-interval 1"
@@ -68,7 +68,7 @@ JOBS = {
     "uneven": Job("--decoder-first-pipeline-num-layers 3", _CHAIN),
     "vocabulary": Job("--vocab-size 8191", _CHAIN | _by_name("zb-v")),
     "long": Job("--seq-length 1024 --global-batch-size 1", _by_name("seq-1f1b")),
-    "memory": Job("--global-batch-size 8", _by_name("v-half", "v-min"), "0.6p"),
+    "memory": Job("--global-batch-size 6", _by_name("v-half", "v-min"), "0.6p"),
     "interleaved": Job("--num-virtual-stages-per-pipeline-rank 2", _by_name("zb-interleaved")),
 }
 
@@ -111,7 +111,9 @@ def _measured(name: str, job: Job, options: argparse.Namespace) -> dict[str, Any
         if job.limit is not None:
             variants[AUTO] += ["--zero-bubble-memory-limit", job.limit]
         variants |= {named: [*argv, *flags.split()] for named, flags in job.named.items()}
-        variants |= {row["name"]: changed(argv, row["flags"], row["leave_out"]) for row in advice["advice"]}
+        best = None if advice["best"] is None else advice["advice"][advice["best"] - 1]
+        if best is not None:
+            variants[best["name"]] = changed(argv, best["flags"], best["leave_out"])
 
         def seconds(variant: str) -> float:
             with TemporaryDirectory(prefix="zb-auto-wall-") as saved:
@@ -119,7 +121,7 @@ def _measured(name: str, job: Job, options: argparse.Namespace) -> dict[str, Any
                 if variant == AUTO:
                     shutil.copy(costs, saved)
                     more = ["--save", saved]
-                number = options.iterations if "zb-auto" in variants[variant] or variant == AUTO else 2 * _LAST
+                number = options.iterations if "zb-auto" in variants[variant] or variant == AUTO else _LAST + 4
                 return _run([*variants[variant], *more], options.num_ranks, number)
 
         times = ranks.interleaved({each: partial(seconds, each) for each in variants}, options.rounds, 0)
@@ -127,11 +129,10 @@ def _measured(name: str, job: Job, options: argparse.Namespace) -> dict[str, Any
         each: median(1 - own / stock for own, stock in zip(of, times[STOCK], strict=True)) for each, of in times.items()
     }
     predicted = {row["name"]: row["gain"] for row in advice["advice"]}
-    best = None if advice["best"] is None else advice["advice"][advice["best"] - 1]["name"]
     return {
         "job_ms": advice["job"]["makespan_ms"],
         "stock_ms": median(times[STOCK]),
-        "advised": best,
+        "advised": None if best is None else best["name"],
         "predicted": predicted,
         "measured": ratios,
         "times_ms": times,

@@ -227,7 +227,7 @@ def single_features(pipeline: Pipeline) -> Iterator[Question]:
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed == 3 else pytest.mark.full) for seed in range(200)]
+    "seed", [pytest.param(seed, marks=() if seed == 20 else pytest.mark.full) for seed in range(200)]
 )
 def test_joint_search_is_never_worse_than_one_feature(seed: int) -> None:
     """No feature alone, as ``zero-bubble plan`` would plan it, is faster within the memory than the fastest row."""

@@ -11,6 +11,7 @@ import pytest
 from megatron.zero_bubble.cli import deciding
 from megatron.zero_bubble.cli.deciding import COSTS, DECISION, decided
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job.changes import Pipeline
 
 JOB = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
@@ -24,11 +25,18 @@ POSITIONS = ["--max-position-embeddings", "16384"]
 WORLD = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
 
 
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decide among schedules by name, which is faster."""
+    monkeypatch.setattr(Pipeline, "changes", Pipeline.named_changes)
+
+
 def test_other_schedules_pass_through() -> None:
     for own in ([], ["--zero-bubble-schedule", "zb-h1"]):
         assert decided([*JOB, *FEW, *own], {}) == ([*JOB, *FEW, *own], [])
 
 
+@pytest.mark.usefixtures("named")
 def test_few_microbatches_get_a_placement_to_search_on() -> None:
     flags, (line,) = decided([*JOB, *FEW, *AUTO, "--zero-bubble-exact"], WORLD)
     added = flags[len(JOB) + 3 :]
@@ -52,6 +60,7 @@ def test_experts_get_pairs() -> None:
     assert flags[-1] == "--zero-bubble-overlap-experts" and "zb-auto" not in flags
 
 
+@pytest.mark.full
 def test_a_large_vocabulary_is_divided_unless_bits_must_stay() -> None:
     large = [*JOB, *FEW, "--vocab-size", "256000"]
     flags, _ = decided([*large, *AUTO], WORLD)
@@ -94,6 +103,7 @@ def test_a_memory_limit_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [None, "0.5p"]
 
 
+@pytest.mark.usefixtures("named")
 def test_a_run_that_saves_records_its_costs(tmp_path: Path) -> None:
     job = [*JOB, *FEW, "--vocab-size", "1000", "--save", str(tmp_path)]
     flags, (_, line) = decided([*job, *AUTO], WORLD)
@@ -105,6 +115,7 @@ def test_a_run_that_saves_records_its_costs(tmp_path: Path) -> None:
     assert own.count("--zero-bubble-record-costs") == 1
 
 
+@pytest.mark.usefixtures("named")
 def test_a_decision_is_kept_next_to_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = [*JOB, *FEW, "--save", str(tmp_path / "saved")]
     other, _ = decided([*job, *AUTO], {**WORLD, "RANK": "1"})
@@ -123,6 +134,7 @@ def test_a_decision_is_kept_next_to_the_checkpoints(tmp_path: Path, monkeypatch:
         decided([*job, *AUTO], WORLD)
 
 
+@pytest.mark.usefixtures("named")
 def test_costs_of_the_last_run_decide(tmp_path: Path) -> None:
     """Passes of the last run, in which W takes no time, so that splitting backwards gains nothing."""
     costs = {"forward_ms": [1.0] * 2, "backward_ms": [2.0] * 2, "wgrad_ms": [0.0] * 2, "comm_ms": 5.0}
