@@ -194,6 +194,7 @@ def random_pipeline(seed: int) -> tuple[Pipeline, Today]:
 def test_pruned_search_finds_what_all_questions_find(seed: int) -> None:
     """No plan of any change is shorter than the fastest row, or takes less memory than that with the least."""
     pipeline, today = random_pipeline(seed)
+    pipeline = replace(pipeline, effort=0.03)  # as the run decides
     adviser = Adviser(today, "makespan", pipeline.limit, lambda *_: None, 0.01)
     rows = adviser.advise(pipeline.changes()).rows
     best, least = today.timeline.makespan_ms, today.need.most
