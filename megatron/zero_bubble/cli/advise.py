@@ -46,7 +46,7 @@ _MEMORY = {"a100": "80GiB", "h100": "80GiB", "h200": "141GiB", "b200": "180GiB"}
 """Memory of a GPU where none is given."""
 _RESERVED = 0.1
 """The share of a GPU's memory that is left for CUDA, NCCL and fragmentation."""
-_SECONDS = 20.0
+_SECONDS = 18.0
 """CPU time after which searches are left out."""
 _HOST_GB_PER_S = 20.0
 """Copies between a GPU and its host where no bandwidth is given: PCIe 4 or better, shared by no more than two GPUs."""
