@@ -48,6 +48,8 @@ _RESERVED = 0.1
 """The share of a GPU's memory that is left for CUDA, NCCL and fragmentation."""
 _SECONDS = 18.0
 """CPU time after which searches are left out."""
+_EFFORT = 0.1
+"""Effort of a search, so that there is time for more of them."""
 _HOST_GB_PER_S = 20.0
 """Copies between a GPU and its host where no bandwidth is given: PCIe 4 or better, shared by no more than two GPUs."""
 
@@ -90,7 +92,7 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
     add_job_words(verb)
-    verb.set_defaults(command=advise, seconds=_SECONDS, effort=1.0)
+    verb.set_defaults(command=advise, seconds=_SECONDS, effort=_EFFORT)
 
 
 def add_job_flags(verb: argparse.ArgumentParser) -> None:
