@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.zero_bubble.__main__ import parser
 from megatron.zero_bubble.adapter.planner import Planner
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
@@ -317,3 +319,21 @@ def test_a_plan_that_proves_slower_is_given_up_if_asked(ranks: RankPool) -> None
         assert ("back to 1f1b, because" in said) is (last == "1f1b")
         assert ("to keep this plan: record costs" in said) is (last == "zb-h2")
         assert not results[1][1], "rank 0 logs"
+
+
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({"placement": "wave", "num_chunks": 4, "memory_limit": "2GiB"}, {"placement": "wave", "memory_limit": "2GiB"}),
+        ({"vocabulary": 2, "post_validation": True}, {"vocabulary": "2", "objective": "span"}),
+        ({"slices": Slices.even(2)}, {"slice_cuts": "0.5,1.0", "objective": "makespan"}),
+    ],
+)
+def test_how_to_keep_a_plan_is_a_command_that_plan_accepts(options: dict[str, Any], flags: dict[str, str]) -> None:
+    from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
+
+    unused: Any = None
+    said = AutoSchedule(AutoOptions(**options), unused, unused)._how_to_keep((2, 4))
+    words = shlex.split(said.split("`")[1].partition(" >")[0])
+    parsed = vars(parser().parse_args(words[1:]))
+    assert {name: str(parsed[name]) for name in flags} == flags

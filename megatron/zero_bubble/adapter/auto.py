@@ -68,8 +68,8 @@ class AutoOptions:
         measured: iterations per measurement.
         check_every: iterations between measurements that check the pass times for drift.
         drift: relative change of the predicted iteration time above which a new plan is made.
-        keep_faster: whether to begin with fused backwards, as the job's own schedule has them, and to go back to that
-            if the plan proves slower.
+        keep_faster: whether to begin with Megatron's own schedule of the placement, if there is one, and to go back to
+            what the run began with if the plan proves slower.
     """
 
     memory_limit: str = "1p"
@@ -253,19 +253,19 @@ class AutoSchedule(Replanner):
 
     def _how_to_keep(self, size: tuple[int, int]) -> str:
         options = self._options
-        chunks = () if options.num_chunks is None else ("--num-chunks", options.num_chunks)
-        vocabulary = () if options.vocabulary is None else ("--vocabulary", options.vocabulary)
-        objective = "span" if options.post_validation else "makespan"
         command = (
-            "zero-bubble plan --costs FILE --schedule zb-auto --num-ranks",
-            size[0],
-            "--num-microbatches",
-            size[1],
+            f"zero-bubble plan --costs FILE --schedule zb-auto --num-ranks {size[0]} --num-microbatches {size[1]} "
+            f"--placement {options.placement} --memory-limit {self._limit} "
+            f"--objective {'span' if options.post_validation else 'makespan'}"
         )
-        more = ("--placement", options.placement, *chunks, *vocabulary, "--memory-limit", self._limit)
-        flags = " ".join(map(str, (*command, *more, "--objective", objective)))
+        if options.num_chunks is not None:
+            command += f" --num-chunks {options.num_chunks}"
+        if options.vocabulary is not None:
+            command += f" --vocabulary {options.vocabulary}"
+        if len(options.slices) > 1:
+            command += f" --slice-cuts {','.join(map(str, options.slices.ends))}"
         return (
-            f"record costs with --zero-bubble-record-costs FILE, plan with `{flags} --format json > plan.json`, and "
+            f"record costs with --zero-bubble-record-costs FILE, plan with `{command} --format json > plan.json`, and "
             "run the plan with --zero-bubble-schedule plan.json"
         )
 

@@ -88,7 +88,7 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--quick",
         action="store_true",
-        help="plan only schedules by name, without searches; --zero-bubble-schedule auto decides so when a run starts",
+        help="plan only schedules by name, without searches, in a second or two",
     )
     verb.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
     add_job_words(verb)
