@@ -120,6 +120,25 @@ def test_schedules_by_name_are_accepted(capsys: Capture) -> None:
     assert 0 < least < found["advice"][found["best"] - 1]["gain"] < most < 1
 
 
+@pytest.mark.parametrize(
+    ("layers", "measured"),
+    [
+        ("--num-layers 8", True),
+        ("--num-layers 4", False),
+        ("--num-layers 8 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3", False),
+    ],
+)
+def test_changes_have_layers_for_every_stage(capsys: Capture, tmp_path: Path, layers: str, measured: bool) -> None:
+    """Twelve stages need ten layers, and eight need six; what a job cannot have is not tried."""
+    flags = changed(SMALL, layers.split(), ())
+    file = tmp_path / "costs.json"
+    costs = {key: [1.0, 1.0, 1.0, 2.0] for key in ("forward_ms", "backward_ms", "wgrad_ms")}
+    file.write_text(json.dumps(costs | {"layers_per_stage": [2] * 4}))
+    found = advice(capsys, flags, "--gpus-per-node", "4", "--quick", *(["--costs", str(file)] if measured else []))
+    most = {"--num-layers 8": 2, "--num-layers 4": 1}.get(layers, 2)
+    assert found["advice"] and all(row["num_chunks"] <= most for row in found["advice"])
+
+
 def test_text_says_what_to_add_and_what_to_leave_out(capsys: Capture) -> None:
     flags = [*SMALL, "--num-virtual-stages-per-pipeline-rank", "2"]
     assert main(["advise", "--quick", "--gpus-per-node", "4", "--", *flags]) == 0
@@ -130,6 +149,20 @@ def test_text_says_what_to_add_and_what_to_leave_out(capsys: Capture) -> None:
     assert last.startswith("Add --zero-bubble-schedule") and "% of the time of the passes" in last
     assert "the best at\n1  " in out and "% of a lower bound on such plans\n" in out
     assert "if all F, B, W or transfers take 20% more or less)" in last
+
+
+def test_weights_are_sharded_for_memory(capsys: Capture) -> None:
+    """Wide layers on few tokens: weights take most of the memory."""
+    sizes = "--num-layers 32 --hidden-size 8192 --num-attention-heads 64 --seq-length 1024 --global-batch-size 64"
+    flags = changed(SMALL, [*sizes.split(), "--use-distributed-optimizer"], ())
+    own = ("--nodes", "4")
+    found = advice(capsys, flags, *own, "--network-bandwidth", "400")
+    (row,) = (row for row in found["advice"] if "--zero-bubble-shard-weights" in row["flags"])
+    assert "least memory" in row["best_at"] and row["bits"] == NUMBERS["rounded differently"]
+    assert row["memory_bytes"] < 0.95 * found["job"]["memory_bytes"] and row["gain"] > 0
+    slow = advice(capsys, flags, *own, "--link-bandwidth", "5")  # that of replicas, which share a node
+    assert all(each["gain"] < 0 for each in slow["advice"] if "--zero-bubble-shard-weights" in each["flags"])
+    check_rows(capsys, {"advice": [row]}, flags, *own)
 
 
 def test_no_memory_is_no_advice_to_take_more(capsys: Capture) -> None:

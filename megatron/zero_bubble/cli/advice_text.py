@@ -182,7 +182,8 @@ def _verdict(found: Advice) -> str:
     varied = ""
     if found.gain_range is not None:
         least, most = found.gain_range
-        varied = f" ({-least:+.1%} to {-most:+.1%} if all F, B, W or transfers take {SHARE:.0%} more or less)"
+        between = f"{-least:+.1%}" if f"{least:.1%}" == f"{most:.1%}" else f"{-least:+.1%} to {-most:+.1%}"
+        varied = f" ({between} if all F, B, W or transfers take {SHARE:.0%} more or less)"
     return (
         f"Add {shlex.join(best.flags)}: {-best.gain:+.1%} of the time of the passes{varied}{more}. Its numbers are "
         f"{NUMBERS[best.change.numbers]}.{bound}"

@@ -17,7 +17,7 @@ from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of
 from megatron.zero_bubble.cli.job_figures import job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_schedule import job_schedule
 from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_variants
-from megatron.zero_bubble.cli.links import add_link_flags, given_links, links_of, with_transfers
+from megatron.zero_bubble.cli.links import add_link_flags, bandwidth_to_replicas, given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size
@@ -129,6 +129,7 @@ class JobAsIs(NamedTuple):
         costs: those of changes, with a whole vocabulary.
         objective: the length that its optimizer step waits for.
         batch: its batch.
+        groups: its ranks.
     """
 
     read: MegatronJob
@@ -136,6 +137,12 @@ class JobAsIs(NamedTuple):
     costs: Figures
     objective: Metric
     batch: Batch
+    groups: RankGroups
+
+    @property
+    def replicas(self) -> int:
+        """The ranks that have the same weights, over which they can be sharded."""
+        return self.groups.sizes["data"] * self.groups.sizes["context"]
 
 
 def advise(options: argparse.Namespace) -> str:
@@ -153,7 +160,14 @@ def advise(options: argparse.Namespace) -> str:
     bandwidth = options.host_bandwidth * 1e6
     most = math.inf if options.memory_limit is None else costs.limit(options.memory_limit)
     pipeline = Pipeline(
-        own.today.timeline.schedule.placement, costs, limit, own.objective, bandwidth, most, options.effort
+        own.today.timeline.schedule.placement,
+        costs,
+        limit,
+        own.objective,
+        bandwidth,
+        most,
+        options.effort,
+        (own.replicas, bandwidth_to_replicas(own.groups, options.gpu, given_links(options))),
     )
     worth = WORTH if options.costs else WORTH_ESTIMATED
 
@@ -225,7 +239,7 @@ def read_job(options: argparse.Namespace, argv: Sequence[str]) -> JobAsIs:
     timeline = timeline_of(schedule, *own.on(args.placement))
     objective: Metric = "span" if has_schedule(args) and args.zero_bubble.post_validation else "makespan"
     batch = Batch(args.batch_sizes.final * args.seq_length, groups.num_ranks, args.data_parallel_size)
-    return JobAsIs(read, Today(timeline, own, need_of(timeline, own)), costs, objective, batch)
+    return JobAsIs(read, Today(timeline, own, need_of(timeline, own)), costs, objective, batch, groups)
 
 
 def _changes_of(variant: Variant, options: argparse.Namespace, argv: Sequence[str], limit: float) -> Iterator[Change]:

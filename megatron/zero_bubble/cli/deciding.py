@@ -29,7 +29,9 @@ from megatron.zero_bubble.search.placements import HAS_CHUNKS
 AUTO = "auto"
 COSTS, DECISION = "zero_bubble_costs.json", "zero_bubble_auto.json"
 """The files next to the checkpoints: what a run has measured, and what it decided."""
-_SCHEDULE, _PAIRS = "--zero-bubble-schedule", "--zero-bubble-overlap-experts"
+_SCHEDULE = "--zero-bubble-schedule"
+_ORDERED = ("--zero-bubble-overlap-experts", "--zero-bubble-shard-weights")
+"""Flags of pairs and of sharded units, which have an order of their own."""
 _RECORD = "--zero-bubble-record-costs"
 _DECIDED = (
     "schedule_file",
@@ -151,7 +153,7 @@ def _ways(row: Mapping[str, Any], limit: str | None) -> Iterator[list[str]]:
     searched = ["--zero-bubble-memory-limit", limit or AUTO_LIMIT, "--zero-bubble-keep-faster"]
     if ZB_AUTO in own:
         yield changed(own, searched, ("--zero-bubble-memory-limit",))
-    elif _SCHEDULE in own and _PAIRS not in own:  # pairs have their own order
+    elif _SCHEDULE in own and not {*_ORDERED} & {*own}:
         chunks = ["--zero-bubble-num-chunks", str(row["num_chunks"])] if row["placement"] in HAS_CHUNKS else []
         on = [_SCHEDULE, ZB_AUTO, "--zero-bubble-placement", row["placement"], *chunks]
         yield changed(own, [*on, *searched], ())

@@ -115,6 +115,13 @@ def with_transfers(
     return replace(costs.with_links(links), notes=(*costs.notes, *notes))
 
 
+def bandwidth_to_replicas(groups: RankGroups, gpu: str, given: tuple[Given, Given]) -> float:
+    """The bytes per ms that a rank sends to its data-parallel replicas, some of which may be on other nodes."""
+    node, network = given
+    crosses = any(len(groups.nodes(ranks)) > 1 for ranks in groups.groups("data"))
+    return 1e6 * ((network.gbs or NETWORK_GBS) if crosses else (node.gbs or DEVICES[gpu].link_gbs))
+
+
 def _shown(link: Given, latency_ms: float, gbs: float) -> str:
     return f"{link.latency(latency_ms):g} ms + bytes at {link.gbs or gbs:g} GB/s"
 

@@ -14,10 +14,12 @@ from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.shards import Replicas, with_collectives
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import variants
 from megatron.zero_bubble.schedules import SCHEDULES
 from megatron.zero_bubble.schedules.recipe import Recipe
+from megatron.zero_bubble.search.cut import least_layers
 from megatron.zero_bubble.search.placements import label_of, name_of, placements
 
 _SCHEDULE = "--zero-bubble-schedule"
@@ -66,6 +68,7 @@ class Pipeline:
     host_bandwidth: float
     most_activations: float = math.inf
     effort: float = 1.0
+    replicas: tuple[int, float] = (1, math.inf)
 
     def quick_changes(self, schedule: Schedule) -> Iterator[Change]:
         """Yield its own schedule, those by name, and searches without and with two stages per rank."""
@@ -93,6 +96,7 @@ class Pipeline:
         yield from self._divided(searches)
         yield from self._sliced(whole)
         if self.costs.in_bytes:
+            yield from self._sharded(whole)
             yield from map(self._offloaded, searches)
 
     @property
@@ -100,10 +104,16 @@ class Pipeline:
         return self.placement.num_stages // self.placement.num_ranks
 
     @property
-    def _counts(self) -> range:
+    def _counts(self) -> list[int]:
         """Numbers of stages per rank above 1 that the layers suffice for."""
         layers = self.costs.most_layers or _MOST_STAGES
-        return range(2, max(min(_MOST_STAGES, layers), self._own_stages) + 1)
+        counts = range(2, max(min(_MOST_STAGES, layers), self._own_stages) + 1)
+        return [count for count in counts if self._fill(Placement.interleaved(self.costs.num_ranks, count))]
+
+    def _fill(self, on: Placement) -> bool:
+        """Whether there are layers for every stage."""
+        division = self.costs.division
+        return on == self.placement or division is None or division.num_layers >= sum(least_layers(on))
 
     def _of_megatron(self, whole: Question) -> Iterator[Change]:
         """Megatron's own schedules, without this package."""
@@ -124,6 +134,8 @@ class Pipeline:
 
     def _of_name(self, recipe: Recipe, count: int | None, whole: Question) -> Iterator[Change]:
         on = recipe.placement(self.costs.num_ranks, recipe.num_chunks(count))
+        if not self._fill(on):
+            return
         asked = replace(whole, schedule=recipe.name, num_chunks=(count,), limit=self._limit(on))
         title = recipe.name if count is None else f"{recipe.name} x{count}"
         yield self._change(title, asked, (_SCHEDULE, recipe.name), on)
@@ -191,6 +203,21 @@ class Pipeline:
                 own = self._change(f"{recipe.name}, slices", asked, (_SCHEDULE, recipe.name), on)
                 yield replace(own, numbers=ROUNDED, reorders=False, of_plan=self._slice_ends)
 
+    def _sharded(self, whole: Question) -> Iterator[Change]:
+        """Weights and gradients divided over the replicas, in units of microbatches."""
+        count, bytes_per_ms = self.replicas
+        if count < 2 or self.costs.stage_bytes is None or whole.objective != "makespan":
+            return
+        costs = with_collectives(self.costs, count, None, None, bytes_per_ms)
+        for recipe in (each for each in SCHEDULES.values() if each.has_units):
+            for stages in self._counts:
+                on = recipe.placement(costs.num_ranks, stages)
+                over = Replicas(count, None, None, self.limit - self._messages(on), self.most_activations)
+                asked = replace(whole, costs=costs, schedule=recipe.name, num_chunks=(stages,), shards=over)
+                flags = (_SCHEDULE, recipe.name, "--zero-bubble-shard-weights")
+                own = self._change(f"{recipe.name} x{stages}, weights sharded", asked, flags, on)
+                yield replace(own, numbers=ROUNDED, reorders=False, of_plan=_sharding)
+
     def _offloaded(self, change: Change) -> Change:
         """A change with activations that move to host memory."""
         limit = change.question.limit
@@ -224,9 +251,12 @@ class Pipeline:
         if not costs.in_bytes:
             return min(self.limit, self.most_activations)
         weights = max(costs.weight_bytes(on)) if costs.weight_bytes else 0.0
-        messages = MESSAGES * (on.num_stages // on.num_ranks) * (costs.message_bytes or 0.0)
-        left = min(self.limit - weights - messages, self.most_activations)
+        left = min(self.limit - weights - self._messages(on), self.most_activations)
         return max(left, costs.microbatch)  # without room, the least plan is above it
+
+    def _messages(self, on: Placement) -> float:
+        """Bytes of messages that a rank has room for."""
+        return MESSAGES * (on.num_stages // on.num_ranks) * (self.costs.message_bytes or 0.0)
 
     def _limit_text(self, on: Placement) -> str:
         limit, costs = self._limit(on), self.costs
@@ -242,6 +272,13 @@ class Pipeline:
 def _layout(plan: Answer) -> tuple[str, ...]:
     assert plan.layouts is not None, "the layout was asked for"
     return (_LAYOUT, plan.layouts.best.text)
+
+
+def _sharding(plan: Answer) -> tuple[str, ...]:
+    assert plan.shards is not None, "weights are sharded"
+    own = plan.shards.sharding
+    sizes = str(own.unit_microbatches), str(own.open_chunks)
+    return "--zero-bubble-unit-microbatches", sizes[0], "--zero-bubble-whole-stages", sizes[1]
 
 
 def stage_flags(own: Placement, other: Placement) -> tuple[str, ...]:

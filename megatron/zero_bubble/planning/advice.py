@@ -121,6 +121,13 @@ def need_of(timeline: Timeline, costs: Figures) -> Need:
     return Need(rank_memory(timeline, costs), messages, weights)
 
 
+def _need(plan: Answer) -> Need:
+    own = need_of(plan.timeline, plan.costs)
+    if plan.shards is None:
+        return own
+    return Need(plan.shards.activations, own.messages, plan.shards.static or own.weights)
+
+
 @dataclass(frozen=True)
 class Row:
     """A planned change.
@@ -247,7 +254,8 @@ class Adviser:
             if isinstance(change, DroppedVariant):
                 self.dropped.append(change)
             elif change.searches:
-                waiting.append((self._least(change), number, change))
+                saves_weights = change.question.shards is not None  # of use also where it is slower
+                waiting.append((0.0 if saves_weights else self._least(change), number, change))
             else:
                 self._plan_in_time(change, started)
         for least, _, change in sorted(waiting, key=lambda each: each[:2]):
@@ -288,7 +296,7 @@ class Adviser:
             if (refused := self.accepts(change.flags, change.drops)) is not None:
                 raise UserError(refused)
             plan = answer(change.question)
-            need = need_of(plan.timeline, plan.costs)  # costs refuse a placement whose stages they lack
+            need = _need(plan)  # costs refuse a placement whose stages they lack
             flags = change.of_plan(plan)
             if flags and (refused := self.accepts((*change.flags, *flags), change.drops)) is not None:
                 raise UserError(refused)

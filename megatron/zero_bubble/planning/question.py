@@ -105,7 +105,7 @@ class Question:
     @property
     def searches(self) -> bool:
         """Whether the answer needs a search, which takes seconds."""
-        return self.by_cost or self.schedule == ZB_AUTO or self.adapts
+        return self.by_cost or self.schedule == ZB_AUTO or self.adapts or self.shards is not None
 
     @property
     def has_units(self) -> bool:
