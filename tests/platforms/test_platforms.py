@@ -14,6 +14,7 @@ import torch
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.platforms.cpu import host
 from megatron.zero_bubble.platforms.cuda import CudaPlatform
 from megatron.zero_bubble.training.distributed import check_backend
 from megatron.zero_bubble.training.process import Launch
@@ -59,6 +60,14 @@ def test_spare_memory_is_shared_by_the_ranks_of_a_node(monkeypatch: pytest.Monke
     shared = platform.spare_memory_bytes()
     assert 0 < alone < 0.9 * total
     assert 0.8 * alone < 4 * shared < 1.2 * alone, "the machine has other work"
+
+
+def test_spare_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_GROUP", tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name, text in {"max": "100000", "current": "95000", "stat": "inactive_file 1000"}.items():
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert select("cpu").spare_memory_bytes() == 6000 * 9 // 10 // 2
 
 
 def test_cpu_peak_memory_counts_touched_memory() -> None:

@@ -70,7 +70,7 @@ class Platform(Protocol):
         """Peak memory including what torch's allocator keeps unused on a GPU; the same as above on the CPU."""
 
     def spare_memory_bytes(self) -> int:
-        """What this process could allocate above its peak so far; a tenth of all memory is left for fragmentation."""
+        """What this process could allocate above its peak so far, less a tenth for fragmentation."""
 
     def side_stream(self) -> SideStream:
         """A stream on the current device for work that runs concurrently with the passes."""

@@ -23,7 +23,7 @@ class MappedMemory(HostMemory):
     """
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
-        available = min(_available_bytes(), default=None)
+        available = min(available_bytes(), default=None)
         if available is not None and num_bytes > available:
             raise _no_room(num_bytes, f"{available} bytes available")
         if not hasattr(os, "memfd_create"):
@@ -48,7 +48,7 @@ def _no_room(num_bytes: int, found: str) -> UserError:
     )
 
 
-def _available_bytes() -> Iterator[int]:
+def available_bytes() -> Iterator[int]:
     """The memory that the machine and the container say is available, as far as they do: beyond it, Linux kills
     processes instead of failing.
     """

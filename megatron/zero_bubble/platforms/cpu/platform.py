@@ -7,18 +7,15 @@ import os
 import platform
 import resource
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.platforms.cpu.host import MappedMemory
+from megatron.zero_bubble.platforms.cpu.host import MappedMemory, available_bytes
 from megatron.zero_bubble.platforms.cpu.install import install
 from megatron.zero_bubble.platforms.cpu.stand_ins import CPU
 from megatron.zero_bubble.platforms.pools import CommonPool
 from megatron.zero_bubble.platforms.streams import AlreadyThere, Inline, ThreadLane
-
-_MEMORY = Path("/proc/meminfo")
 
 
 class CpuPlatform:
@@ -70,11 +67,8 @@ class CpuPlatform:
         return self.peak_memory_bytes()
 
     def spare_memory_bytes(self) -> int:
-        if not _MEMORY.exists():  # not on Linux
-            return 0
-        of_kinds = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
-        total, available = (int(of_kinds[kind].split()[0]) * 1024 for kind in ("MemTotal", "MemAvailable"))
-        return max(0, (available - total // 10) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        available = min(available_bytes(), default=0)
+        return available * 9 // 10 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def side_stream(self) -> Inline:
         return Inline()
