@@ -210,10 +210,11 @@ def test_compare_shows_progress_on_a_terminal_only(
     assert main(["compare", *SIZES, *TIMES, "--max-chunks", "2", "--equal-passes"]) == 0
     shown = capsys.readouterr().err.split("\r\x1b[K")
     if terminal:
-        first = "planning interleaved-1f1b x2 (2 of 15); shortest so far: 1f1b, 63.0 ms"
-        assert shown[:3] == ["", "planning 1f1b (1 of 15)", first]
-        assert re.fullmatch(r"planning zb-auto vee \(15 of 15\); shortest so far: [a-z].*, [\d.]+ ms", shown[-4])
-        assert shown[-3:] == ["", "computing lower bounds", ""]
+        row = f"{'1f1b (linear)':38}        63.0 ms   36.5% idle       4 microbatches\nplanning 1f1b (1 of 15)"
+        second = "planning interleaved-1f1b x2 (2 of 15); shortest so far: 1f1b, 63.0 ms"
+        assert shown[:4] == ["", "planning 1f1b (1 of 15)", row, second]
+        assert re.fullmatch(r"planning zb-auto vee \(15 of 15\); shortest so far: [a-z].*, [\d.]+ ms", shown[-5])
+        assert shown[-4].startswith("zb-auto (vee)") and shown[-3:] == ["", "computing lower bounds", ""]
     else:
         assert shown == [""]
 

@@ -16,7 +16,7 @@ from megatron.zero_bubble.analysis.score import length_ms, within
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
 from megatron.zero_bubble.cli.choices import choices_of, choices_of_files, common_choices
-from megatron.zero_bubble.cli.compare_table import Row, Table, table_text
+from megatron.zero_bubble.cli.compare_table import Row, Table, short_text, table_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout
 from megatron.zero_bubble.cli.offload import add_offload, offloading, offloads
@@ -190,7 +190,7 @@ def _simulated(
     def so_far() -> str:
         return "" if best is None else f"; shortest so far: {best.row.schedule}, {shortest[1]:,.1f} ms"
 
-    with progress("planning", [(each.name, each) for each in candidates], so_far) as listed:
+    with progress("planning", [(each.name, each) for each in candidates], so_far) as (listed, show):
         for found in chain.from_iterable(map(_answered, listed)):
             if isinstance(found, DroppedVariant):
                 absent.append(found.reason)
@@ -198,6 +198,7 @@ def _simulated(
             candidate, made, timeline = found
             absent += [f"{candidate.name}: {dropped}" for dropped in made.dropped]
             rows.append(row := _row(timeline, made, candidate, limit, replicas))
+            show(short_text(row, objective))
             if row.within_limit:
                 ms = length_ms(row, objective)
                 own = Offer(timeline.schedule, made.costs, offloaded=made.offloaded, shards=made.shards)

@@ -104,6 +104,13 @@ class Table:
         return next((row for row in rows if (row.vocabulary if divided else row.layout) is not None), None)
 
 
+def short_text(row: Row, objective: Metric) -> str:
+    """Format a row alone, to show it before the table is complete."""
+    over = "" if row.within_limit else "   over the limit"
+    ms, name = length_ms(row, objective), f"{row.schedule} ({row.placement})"
+    return f"{name:38}{ms:12,.1f} ms{row.idle_rate_makespan:8.1%} idle{row.peak_microbatches:8.4g} microbatches{over}"
+
+
 def table_text(table: Table, costs: Figures, about_limit: str | None = None) -> str:
     """Format the table as text columns, followed by what they mean, and by the lower bounds.
 

@@ -30,6 +30,11 @@ class _Step:
         if self._shown:
             print(f"{_ERASE}{what}", end="", file=sys.stderr, flush=True)
 
+    def result(self, line: str) -> None:
+        """Show a line that stays, on a terminal; elsewhere the results follow at the end."""
+        if self._shown:
+            print(f"{_ERASE}{line}\n{self.what}", end="", file=sys.stderr, flush=True)
+
     @contextmanager
     def reported(self) -> Iterator[None]:
         """Context in which the steps are shown."""
@@ -53,9 +58,9 @@ class _Step:
 @contextmanager
 def progress(
     verb: str, steps: Sequence[tuple[str, T]], so_far: Callable[[], str] = lambda: ""
-) -> Iterator[Iterator[T]]:
+) -> Iterator[tuple[Iterator[T], Callable[[str], None]]]:
     """Iterate over named steps, and show ``verb``, the name and the number of the current one, and the text that
-    ``so_far`` returns.
+    ``so_far`` returns. The second function that it yields shows a result on a terminal as soon as it is known.
     """
     shown = _Step(verb)
 
@@ -65,7 +70,7 @@ def progress(
             yield step
 
     with shown.reported():
-        yield each()
+        yield each(), shown.result
 
 
 @contextmanager
