@@ -67,7 +67,9 @@ def picture() -> str:
     whole = build("zb-h1", **size)
     cuts = Slices.even(4), balanced(costs, 4)
     sliced = [build(_SPLIT, **size, num_slices=slices) for slices in cuts]
-    return render_svg(*(simulate(schedule, costs, PassMemory.uniform(placement)) for schedule in (whole, *sliced)))
+    memory = PassMemory.uniform(placement)
+    timelines = (simulate(schedule, costs, memory) for schedule in (whole, *sliced))
+    return render_svg(*timelines, titles=("whole sequences", "even slices", "balanced slices"))
 
 
 def _timeline(name: str, slices: Slices, attention: float = 0.0) -> Timeline:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, Timeline, build, simulate
+from megatron.zero_bubble.planning.offload import plan_offload
 from megatron.zero_bubble.render.svg import render_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -103,3 +105,30 @@ def test_memory_curves_are_drawn_below() -> None:
     assert [row[-1] for row in heights] == ends, "the curves must end at zero"
     assert [end - min(row) for end, row in zip(ends, heights, strict=True)] == [28, 28 * 1.5 / 2]
     assert max(max(row) for row in heights) <= float(root.get("height", "0"))
+
+
+@pytest.mark.parametrize("width", [420, 1200])
+def test_legend_is_beside_nothing_and_within_the_drawing(width: int) -> None:
+    """It is in as many lines as it needs, and says what paler passes and numbers with a point are."""
+    root = parse(render_svg(timeline("seq-zb-h1", 2, 3), timeline("zb-v", 2, 3), timeline("1f1b", 2, 3), width=width))
+    last = max(float(tick.get("y", "0")) for tick in root.iter(f"{SVG}text") if tick.get("class") == "tick")
+    entries = [each for each in root.iter(f"{SVG}text") if float(each.get("y", "0")) > last]
+    assert {"BW fused backward", "paler: later stages of the rank", "1.2: microbatch 1, slice 2"} <= {
+        each.text for each in entries
+    }
+    ends: dict[str, float] = {}
+    for each in entries:
+        y, x, text = each.get("y", ""), float(each.get("x", "0")), each.text or ""
+        assert x >= ends.get(y, 0.0) and x + 5.5 * len(text) <= width
+        ends[y] = x + 5.5 * len(text)
+    assert float(max(ends, key=float)) < float(root.get("height", "0"))
+    assert (len(ends) > 1) is (width < 1000)
+
+
+def test_lanes_are_named_in_the_legend() -> None:
+    schedule = build("pipe-offload", num_ranks=4, num_microbatches=8, num_chunks=2)
+    costs = replace(PassCosts.uniform(schedule.placement, 1, 1, 1), host_ms=(0.8,) * 8)
+    memory = PassMemory.uniform(schedule.placement)
+    moving = plan_offload(simulate(schedule, costs, memory), costs, memory)
+    texts = [each.text for each in parse(render_svg(moving.timeline)).iter(f"{SVG}text")]
+    assert "copy back, copy out" in texts

@@ -19,7 +19,7 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.costs.units import format_bytes
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.ir import Kind, Schedule
 from megatron.zero_bubble.render.text import headline
 
 _OF_STAGES = {Kind.F: "#4f81ee", Kind.B: "#ea9132", Kind.W: "#43ab82", Kind.BW: "#d95f43"}
@@ -45,9 +45,16 @@ _STYLE = (
     ".of{font-size:8px;text-anchor:end}"
     ".kept{fill:#a7bff5}.due{fill:none;stroke:#111827;stroke-dasharray:3 3}"
     ".rank{text-anchor:end}.tick{text-anchor:middle}.idle{fill:#eceef2}.grid{stroke:#cbd0d9;stroke-dasharray:2 3}"
+    ".paper{fill:#fff}"
     + "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in _OF_STAGES.items())
+    + "@media(prefers-color-scheme:dark){text{fill:#a8b0bd}.title{fill:#e6e9ee}.mb{fill:#fff}.paper{fill:#0f141b}"
+    ".idle{fill:#232a34}.grid{stroke:#39424f}.due{stroke:#e6e9ee}}"
 )
-_LEFT, _RIGHT, _HEADER, _FOOTER = 64, 16, 44, 56
+_LEFT, _RIGHT, _HEADER = 64, 16, 44
+_FOOTER, _ENTRY = 36, 20
+"""Height below the rows without the legend, and of a line of it, in pixels."""
+_LETTER = 6.6
+"""Width of a letter of the legend on average, in pixels."""
 _CURVE = 34
 """Height of a rank's memory curve, in pixels."""
 _LANE = 10
@@ -83,16 +90,16 @@ def render_svg(
         body, height = _kept_panel(timelines[0], timelines[-1], memory, scale, top)
         bodies.append(body)
         top += height
-    height = round(top + _FOOTER)
     kinds = {span.pass_.kind for timeline in timelines for row in timeline.spans for span in row}
-    lanes = any(timeline.timed_lanes for timeline in timelines)
+    legend, lines = _legend(_entries(timelines, kinds), width, top + 42)
+    height = round(top + _FOOTER + lines * _ENTRY)
     more = "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in _OF_VOCABULARY.items() if kind in kinds)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f'<style>{_STYLE}{more}</style><rect width="{width}" height="{height}" fill="#fff"/>\n'
+        f'<style>{_STYLE}{more}</style><rect class="paper" width="{width}" height="{height}"/>\n'
         + "".join(_axis(longest_ms, scale, top))
         + "".join(bodies)
-        + _legend([kind for kind in Kind if kind in kinds], lanes, width, top + 42)
+        + legend
         + "</svg>\n"
     )
 
@@ -211,13 +218,32 @@ def _axis(longest_ms: float, scale: float, bottom: float) -> Iterator[str]:
     yield "\n"
 
 
-def _legend(kinds: Sequence[Kind], lanes: bool, width: int, y: float) -> str:
-    parts = []
-    entries = [(kind.value, MEANING[kind]) for kind in kinds]
-    entries += [("lane", "other lanes")] if lanes else []
+def _entries(timelines: Sequence[Timeline], kinds: set[Kind]) -> list[tuple[str | None, str]]:
+    """What the colours and the numbers mean: the style of each colour, None for a remark."""
+    lanes = dict.fromkeys(lane for timeline in timelines for lane in timeline.timed_lanes)
+    schedules = [timeline.schedule for timeline in timelines]
+    entries: list[tuple[str | None, str]] = [(kind.value, MEANING[kind]) for kind in Kind if kind in kinds]
+    entries += [("lane", ", ".join(lanes))] if lanes else []
     entries += [("idle", "idle")]
-    for k, (style, text) in enumerate(entries):
-        x = _LEFT + min(156, (width - _LEFT - _RIGHT) // len(entries)) * k
-        parts.append(f'<rect class="{style}" x="{x}" y="{y - 10:g}" width="12" height="12" rx="2"/>')
-        parts.append(f'<text x="{x + 18}" y="{y:g}">{text}</text>')
-    return "".join(parts) + "\n"
+    entries += [(None, "paler: later stages of the rank")] if any(map(_has_chunks, schedules)) else []
+    entries += [(None, "1.2: microbatch 1, slice 2")] if any(each.num_slices > 1 for each in schedules) else []
+    return entries
+
+
+def _has_chunks(schedule: Schedule) -> bool:
+    return schedule.num_stages > schedule.num_ranks
+
+
+def _legend(entries: Sequence[tuple[str | None, str]], width: int, y: float) -> tuple[str, int]:
+    """Draw the legend in as many lines as it needs; return it and their number."""
+    parts, x, lines = [], _LEFT, 1
+    for style, text in entries:
+        mark = 0 if style is None else 18
+        wide = mark + round(_LETTER * len(text)) + 14
+        if x + wide > width and x > _LEFT:
+            x, y, lines = _LEFT, y + _ENTRY, lines + 1
+        if style is not None:
+            parts.append(f'<rect class="{style}" x="{x}" y="{y - 10:g}" width="12" height="12" rx="2"/>')
+        parts.append(f'<text x="{x + mark}" y="{y:g}">{escape(text)}</text>')
+        x += wide
+    return "".join(parts) + "\n", lines
