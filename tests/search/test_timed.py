@@ -27,9 +27,11 @@ def uneven(num_stages: int) -> tuple[PassCosts, PassMemory]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_known_schedule_is_timed_as_simulated(name: str) -> None:
+@pytest.mark.parametrize("message_ms", [0.0, 0.37])
+def test_every_known_schedule_is_timed_as_simulated(name: str, message_ms: float) -> None:
     schedule = build(name, num_ranks=4, num_microbatches=12)
-    figures = uneven(schedule.num_stages)
+    costs, memory = uneven(schedule.num_stages)
+    figures = replace(costs, message_ms=message_ms), memory
     for each in (schedule, schedule.forward_only()):
         assert timed(each, *figures) == simulate(each, *figures)
 
@@ -49,9 +51,10 @@ def test_searched_schedules_are_timed_as_simulated(data: st.DataObject) -> None:
     assert timed(schedule, *fitting) == simulate(schedule, *fitting)
 
 
-def test_the_compiled_loops_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["zb-v", "interleaved-1f1b"])
+def test_the_compiled_loops_are_used(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(module, "simulate", None)
-    schedule = build("zb-v", num_ranks=2, num_microbatches=4)
+    schedule = build(name, num_ranks=2, num_microbatches=4)
     assert timed(schedule, *uneven(4)).makespan_ms > 0
 
 

@@ -103,9 +103,11 @@ def _with_weights(
         return tuple(each * (own - expert) + of_experts * expert for own, expert in pairs)
 
     def weights(layout: tuple[int, ...] | None) -> Callable[[Placement], tuple[float, ...]]:
-        return lambda on: tuple(
-            sum(static(on, layout)[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks)
-        )
+        def of_ranks(on: Placement) -> tuple[float, ...]:
+            of_stages = static(on, layout)
+            return tuple(sum(of_stages[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks))
+
+        return of_ranks
 
     taken = f"take {each:.3g} bytes per parameter"
     if model.experts is not None and of_experts != each:

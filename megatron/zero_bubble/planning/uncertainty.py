@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron.zero_bubble.analysis.score import length_ms
 from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.plan.timelines import timeline_of
 
@@ -32,7 +32,7 @@ def gains(
 
 
 def _ms(schedule: Schedule, costs: PassCosts, objective: Metric) -> float:
-    return length_ms(timeline_of(schedule, costs), objective)
+    return length_ms(timeline_of(schedule, costs, PassMemory.uniform(schedule.placement)), objective)
 
 
 def _varied(costs: PassCosts) -> Iterator[PassCosts]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from megatron.zero_bubble.errors import UserError, nearest
 from megatron.zero_bubble.ir import Schedule, Slices
 from megatron.zero_bubble.ir.sizes import check_size
@@ -107,10 +109,14 @@ def build(
             raise UserError(f"{count} must be 1 or more; got {value}")
     chunks, slices = known.num_chunks(num_chunks), known.slices(num_slices)
     check_size(num_ranks, num_microbatches, chunks, len(slices))
+    return _built(known, num_ranks, num_microbatches, chunks, slices, unit_microbatches, bool(pairs))
+
+
+@lru_cache(maxsize=2)  # a plan and the checks of its job ask for the same schedule, which may be large
+def _built(
+    known: Recipe, num_ranks: int, num_microbatches: int, chunks: int, slices: Slices, unit: int | None, pairs: bool
+) -> Schedule:
+    units, paired = known.units(unit), known.pairs(pairs)
     if known.sliced:
-        known.units(unit_microbatches)
-        known.pairs(bool(pairs))
         return known.build(num_ranks, num_microbatches, chunks, slices)
-    return known.build(
-        num_ranks, num_microbatches, chunks, **known.units(unit_microbatches), **known.pairs(bool(pairs))
-    )
+    return known.build(num_ranks, num_microbatches, chunks, **units, **paired)

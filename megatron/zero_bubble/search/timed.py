@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import accumulate
+from operator import add
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.ir import Kind, Schedule
+from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.ir.schedule import chain_of
 from megatron.zero_bubble.search.loops import compiled
@@ -20,15 +22,19 @@ _CODE = {Kind.F: 0, Kind.B: 1, Kind.W: 2}
 @without_gc()
 def timed(schedule: Schedule, costs: PassCosts, memory: PassMemory) -> Timeline:
     """Return what ``simulate`` returns, to the last bit, about five times as fast if the search could have made the
-    schedule and is compiled.
+    schedule, with all backwards split or all fused, and is compiled.
 
     Args and errors are those of ``simulate``.
     """
-    make, rows = compiled(), _rows(schedule)
-    if make is None or rows is None or {costs.num_stages, memory.num_stages} != {schedule.num_stages}:
+    make, on = compiled(), schedule.placement
+    if make is None or {costs.num_stages, memory.num_stages} != {schedule.num_stages}:
         return simulate(schedule, costs, memory)
-    on = schedule.placement
-    problem = Problem.of(on, schedule.num_microbatches, costs, memory, (math.inf,) * on.num_ranks, "makespan")
+    is_fused = {p.kind for row in schedule.order for p in row} <= {Kind.F, Kind.BW}
+    rows = _rows(_split(schedule) if is_fused else schedule)
+    if rows is None:
+        return simulate(schedule, costs, memory)
+    own = _of_fused(costs, memory) if is_fused else (costs, memory)
+    problem = Problem.of(on, schedule.num_microbatches, *own, (math.inf,) * on.num_ranks, "makespan")
     loops = make(problem)
     starts = loops.starts(loops.pack(rows))
     if starts is None:
@@ -37,11 +43,30 @@ def timed(schedule: Schedule, costs: PassCosts, memory: PassMemory) -> Timeline:
     spans, peaks = [], []
     for rank, (passes, row, begun) in enumerate(zip(schedule.order, rows, starts, strict=True)):
         ends = [start + duration[code] for start, code in zip(begun, row, strict=True)]
-        spans.append(tuple(map(Span, passes, begun, ends)))
+        drawn = zip(begun, ends, strict=True)
+        if is_fused:
+            drawn = (span for span, code in zip(drawn, row, strict=True) if code % 3 != _CODE[Kind.W])
+        spans.append(tuple(Span(p, *span) for p, span in zip(passes, drawn, strict=True)))
         most = max(accumulate([delta[code] for code in row]), default=0.0)
         peaks.append(most / sum(memory.activation[stage] for stage in on.stages_of(rank)))
     messages = costs.messages_on(on) if costs.message_ms else ()
     return Timeline(schedule, tuple(spans), tuple(peaks), messages=messages)
+
+
+def _split(schedule: Schedule) -> Schedule:
+    """The schedule with a B and a W in place of each BW."""
+
+    def parts(p: Pass) -> tuple[Pass, ...]:
+        return (p,) if p.kind is Kind.F else (p._replace(kind=Kind.B), p._replace(kind=Kind.W))
+
+    return replace(schedule, order=tuple(tuple(part for p in row for part in parts(p)) for row in schedule.order))
+
+
+def _of_fused(costs: PassCosts, memory: PassMemory) -> tuple[PassCosts, PassMemory]:
+    """Figures with which a B takes as long as a BW and leaves nothing, and its W takes no time."""
+    nothing = (0.0,) * costs.num_stages
+    backward = tuple(map(add, costs.backward_ms, costs.wgrad_ms))
+    return replace(costs, backward_ms=backward, wgrad_ms=nothing), replace(memory, wgrad=nothing)
 
 
 def _rows(schedule: Schedule) -> Rows | None:
