@@ -1,7 +1,8 @@
 """What ``zero-bubble advise`` promises, and what ``--zero-bubble-schedule auto`` reaches, in runs on CPU ranks.
 
 Six small jobs of ``scripts/pretrain_gpt.py`` are run in whole: even stages, stages of different work, a large
-vocabulary, one long sequence per iteration, little memory, and a virtual pipeline. Per job:
+vocabulary, one long sequence and fewer microbatches than ranks, little memory, and a virtual pipeline. Every rank seems
+to have a device whose matrix products take the time of their operations (``emulated_device``). Per job:
 
 1. A run under a schedule that splits its backwards records costs, with which ``advise --costs`` predicts the gain of
    each change.
@@ -11,7 +12,7 @@ vocabulary, one long sequence per iteration, little memory, and a virtual pipeli
 The time of a run is the median of its last iterations, by when ``auto`` has planned. Gains are ratios within a round,
 and their median over rounds. They include the optimizer step, which predictions leave out.
 
-    bash scripts/bench.sh auto_wall [--jobs NAME ...] [--num-ranks 2] [--rounds 3] [--iterations 50]
+    bash scripts/bench.sh auto_wall [--jobs NAME ...] [--num-ranks 4] [--rounds 3] [--gflops 0.25]
 """
 
 from __future__ import annotations
@@ -30,17 +31,23 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from bench import ranks
+from bench.emulated_device import run
 from megatron.zero_bubble.cli.advise import changed
 from megatron.zero_bubble.cli.deciding import COSTS
 
-_LAST = 8
+_LAST = 5
 """Iterations at the end of a run of which the median counts, and that are recorded."""
+_FIRST = 2
+"""Iterations before these."""
+_PLANNING = 13
+"""Iterations before these of a run that plans: it measures, plans, and measures the plan."""
 STOCK, AUTO = "stock", "auto"
+SCRIPT = ranks.ROOT / "scripts" / "pretrain_gpt.py"
 MODEL = (
-    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 4096 "
-    "--micro-batch-size 1 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 511 "
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 4096 "
+    "--micro-batch-size 1 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 127 "
     "--make-vocab-size-divisible-by 4 --lr 1e-4 --untie-embeddings-and-output-weights --mock-data "
-    "--zero-bubble-device cpu --log-interval 1"
+    "--zero-bubble-device cpu --log-interval 1 --eval-iters 0"
 )
 
 
@@ -65,10 +72,10 @@ def _by_name(*names: str) -> dict[str, str]:
 _CHAIN = _by_name("zb-h1", "zb-h2")
 JOBS = {
     "even": Job("", _CHAIN | _by_name("zb-v")),
-    "uneven": Job("--decoder-first-pipeline-num-layers 3", _CHAIN),
-    "vocabulary": Job("--vocab-size 8191", _CHAIN | _by_name("zb-v")),
-    "long": Job("--seq-length 1024 --global-batch-size 1", _by_name("seq-1f1b")),
-    "memory": Job("--global-batch-size 6", _by_name("v-half", "v-min"), "0.6p"),
+    "uneven": Job("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3", _CHAIN),
+    "vocabulary": Job("--vocab-size 2047", _CHAIN | _by_name("zb-v")),
+    "long": Job("--seq-length 256 --global-batch-size 2", _by_name("seq-1f1b", "seq-zb-h1")),
+    "memory": Job("--global-batch-size 8", _by_name("v-half", "v-min"), "0.6p"),
     "interleaved": Job("--num-virtual-stages-per-pipeline-rank 2", _by_name("zb-interleaved")),
 }
 
@@ -76,36 +83,45 @@ JOBS = {
 def main() -> int:
     """Run the jobs, print a table, and write the figures."""
     options = _parse()
+    _import_early()
     results = {}
     before = os.getloadavg()[0]
     for name in options.jobs:
-        results[name] = _measured(name, JOBS[name], options)
+        results[name] = _measured(JOBS[name], options)
         _print(name, results[name])
-    load = before, os.getloadavg()[0]
-    content = {"machine": ranks.machine(), "load": load, "num_ranks": options.num_ranks, "jobs": results}
-    ranks.write(options.output, content)
+        settings = {"num_ranks": options.num_ranks, "gflops": options.gflops, "rounds": options.rounds}
+        load = before, os.getloadavg()[0]
+        ranks.write(options.output, {"machine": ranks.machine(), "load": load, **settings, "jobs": results})
     return 0
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--jobs", nargs="+", choices=tuple(JOBS), default=tuple(JOBS))
-    parser.add_argument("--num-ranks", type=int, default=2)
+    parser.add_argument("--num-ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=50)
+    parser.add_argument("--gflops", type=float, default=0.25, help="speed of the matrix products of a rank")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/auto_wall.json"))
     return parser.parse_args()
 
 
-def _measured(name: str, job: Job, options: argparse.Namespace) -> dict[str, Any]:
+def _import_early() -> None:
+    """Import what every run needs, so that its ranks have it when they start."""
+    import torch
+
+    import megatron.zero_bubble.training.pretrain  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def _measured(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """Record costs, ask for advice, and run the variants in rounds."""
     argv = changed(MODEL.split(), job.flags.split(), ())
     argv += ["--pipeline-model-parallel-size", str(options.num_ranks)]
     with TemporaryDirectory(prefix="zb-auto-wall-") as folder:
         costs = Path(folder) / COSTS
         splits = "zb-interleaved" if "--num-virtual-stages-per-pipeline-rank" in argv else "zb-h1"
-        recording = [*argv, "--zero-bubble-schedule", splits, "--zero-bubble-record-costs", str(costs)]
-        _run(recording, options.num_ranks, 2 * _LAST)
+        _run([*argv, "--zero-bubble-schedule", splits, "--zero-bubble-record-costs", str(costs)], options)
         advice = _advice(argv, costs, options.num_ranks, job.limit)
         variants = {STOCK: argv, AUTO: [*argv, "--zero-bubble-schedule", "auto"]}
         if job.limit is not None:
@@ -121,8 +137,7 @@ def _measured(name: str, job: Job, options: argparse.Namespace) -> dict[str, Any
                 if variant == AUTO:
                     shutil.copy(costs, saved)
                     more = ["--save", saved]
-                number = options.iterations if "zb-auto" in variants[variant] or variant == AUTO else _LAST + 4
-                return _run([*variants[variant], *more], options.num_ranks, number)
+                return _run([*variants[variant], *more], options)
 
         times = ranks.interleaved({each: partial(seconds, each) for each in variants}, options.rounds, 0)
     ratios = {
@@ -149,24 +164,15 @@ def _advice(argv: Sequence[str], costs: Path, num_ranks: int, limit: str | None)
     return found
 
 
-def _run(argv: Sequence[str], num_ranks: int, iterations: int) -> float:
-    """Run a job, and return the median time of its last iterations in ms.
-
-    Raises:
-        SystemExit: it fails.
-    """
+def _run(argv: Sequence[str], options: argparse.Namespace) -> float:
+    """Run a job, and return the median time of its last iterations in ms."""
+    plans = {AUTO, "zb-auto"} & set(argv)
+    iterations = (_PLANNING if plans else _FIRST) + _LAST
     with TemporaryDirectory(prefix="zb-auto-wall-") as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        command += [str(ranks.ROOT / "scripts" / "pretrain_gpt.py"), *argv, "--train-iters", str(iterations)]
-        command += ["--metrics-file", str(metrics)]
-        environment = ranks.environment() | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
-        if done.returncode:
-            print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-            raise SystemExit(done.returncode)
-        if "auto" in argv:
-            print("".join(f"    {line}\n" for line in done.stdout.splitlines() if "auto" in line), end="")
+        more = ["--train-iters", str(iterations), "--metrics-file", str(metrics)]
+        text = run(SCRIPT, [*argv, *more], options.num_ranks, options.gflops)
+        print("".join(f"    {line}\n" for line in text.splitlines() if plans and "auto: " in line), end="")
         lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
         times = [line["iteration_ms"] for line in lines if line["kind"] == "train"]
     return float(median(times[-_LAST:]))

@@ -43,9 +43,9 @@ def timed(schedule: Schedule, costs: PassCosts, memory: PassMemory) -> Timeline:
     spans, peaks = [], []
     for rank, (passes, row, begun) in enumerate(zip(schedule.order, rows, starts, strict=True)):
         ends = [start + duration[code] for start, code in zip(begun, row, strict=True)]
-        drawn = zip(begun, ends, strict=True)
+        drawn = list(zip(begun, ends, strict=True))
         if is_fused:
-            drawn = (span for span, code in zip(drawn, row, strict=True) if code % 3 != _CODE[Kind.W])
+            drawn = [span for span, code in zip(drawn, row, strict=True) if code % 3 != _CODE[Kind.W]]
         spans.append(tuple(Span(p, *span) for p, span in zip(passes, drawn, strict=True)))
         most = max(accumulate([delta[code] for code in row]), default=0.0)
         peaks.append(most / sum(memory.activation[stage] for stage in on.stages_of(rank)))
