@@ -74,7 +74,7 @@ JOBS = {
     "even": Job("", _CHAIN | _by_name("zb-v")),
     "uneven": Job("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3", _CHAIN),
     "vocabulary": Job("--vocab-size 2047", _CHAIN | _by_name("zb-v")),
-    "long": Job("--seq-length 256 --global-batch-size 2", _by_name("seq-1f1b", "seq-zb-h1")),
+    "long": Job("--seq-length 128 --global-batch-size 2", _by_name("seq-1f1b", "seq-zb-h1")),
     "memory": Job("--global-batch-size 8", _by_name("v-half", "v-min"), "0.6p"),
     "interleaved": Job("--num-virtual-stages-per-pipeline-rank 2", _by_name("zb-interleaved")),
 }

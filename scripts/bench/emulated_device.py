@@ -27,13 +27,17 @@ from torch.utils.flop_counter import flop_registry
 from megatron.zero_bubble.kernels import reference
 from megatron.zero_bubble.kernels.implementation import select
 
-_COUNTED = {
-    "mm": torch.ops.aten.mm.out,
-    "bmm": torch.ops.aten.bmm.out,
-    "addmm": torch.ops.aten.addmm.out,
-    "baddbmm": torch.ops.aten.baddbmm.out,
+_aten = torch.ops.aten
+_PRODUCTS = {
+    "mm": _aten.addmm.out,
+    "mm.out": _aten.addmm.out,
+    "addmm": _aten.addmm.out,
+    "addmm_": _aten.addmm.out,
+    "bmm": _aten.baddbmm.out,
+    "bmm.out": _aten.baddbmm.out,
+    "baddbmm": _aten.baddbmm.out,
 }
-"""The products that models consist of, with the variant of each that is used to compute it."""
+"""The products that models consist of, and what computes them, which is not replaced itself."""
 
 
 class EmulatedDevice:
@@ -47,23 +51,27 @@ class EmulatedDevice:
         self._per_second = gflops * 1e9
         self._products = Library("aten", "IMPL")
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # that an op is replaced
-            for name in _COUNTED:
+            for name in _PRODUCTS:
                 self._products.impl(name, self._slow(name), "CPU")
-            self._products.impl("addmm_", self._slow("addmm", in_place=True), "CPU")
             if "compiled" in select("cpu").words:  # of which no product would be seen
                 self._ours = Library("zero_bubble", "IMPL")
                 for op in (reference.wgrad_accumulate, reference.wgrad_accumulate_many):
                     self._ours.impl(op.__name__, op, "CPU")
 
-    def _slow(self, name: str, in_place: bool = False) -> Any:
-        compute, flops = _COUNTED[name], flop_registry[getattr(torch.ops.aten, name)]
+    def _slow(self, name: str) -> Any:
+        compute = _PRODUCTS[name]
+        flops = flop_registry[getattr(_aten, name.partition(".")[0].rstrip("_"))]
 
-        def product(*args: Any, **kwargs: Any) -> Tensor:
+        def product(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor:
             begun = time.perf_counter()
-            *_, x, y = args
-            out = args[0] if in_place else x.new_empty((*x.shape[:-1], y.shape[-1]))
-            compute(*args, **kwargs, out=out)
-            seconds = flops(*args, out_val=out) / self._per_second
+            *added, x, y = args
+            if out is None:
+                out = args[0] if name == "addmm_" else x.new_empty((*x.shape[:-1], y.shape[-1]))
+            if added:
+                compute(*args, **kwargs, out=out)
+            else:
+                compute(x.new_zeros((1,) * x.dim()), x, y, beta=0, out=out)
+            seconds = flops(*args, **kwargs, out_val=out) / self._per_second
             time.sleep(max(0.0, begun + seconds - time.perf_counter()))
             return out
 

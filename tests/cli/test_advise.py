@@ -139,6 +139,27 @@ def test_changes_have_layers_for_every_stage(capsys: Capture, tmp_path: Path, la
     assert found["advice"] and all(row["num_chunks"] <= most for row in found["advice"])
 
 
+def test_sequences_are_cut_by_measured_costs(capsys: Capture, tmp_path: Path) -> None:
+    """Two long microbatches on four ranks; slices may be as short as the run has measured."""
+    file = tmp_path / "costs.json"
+    costs: dict[str, Any] = {key: [1.0] * 4 for key in ("forward_ms", "backward_ms", "wgrad_ms")}
+    file.write_text(json.dumps(costs | {"sequence_length": 2048, "least_slice_tokens": 256}))
+    found = advice(
+        capsys,
+        [*SMALL, "--global-batch-size", "2"],
+        "--gpus-per-node",
+        "4",
+        "--costs",
+        str(file),
+        "--memory-limit",
+        "1p",
+    )
+    best = found["advice"][found["best"] - 1]
+    assert best["name"] == "seq-zb-h1, slices" and best["gain"] > 0.4
+    ends = best["flags"][best["flags"].index("--zero-bubble-slice-ends") + 1].split(",")
+    assert int(ends[0]) == 256 and int(ends[-1]) == 2048
+
+
 def test_text_says_what_to_add_and_what_to_leave_out(capsys: Capture) -> None:
     flags = [*SMALL, "--num-virtual-stages-per-pipeline-rank", "2"]
     assert main(["advise", "--quick", "--gpus-per-node", "4", "--", *flags]) == 0
@@ -178,6 +199,7 @@ def test_no_memory_is_no_advice_to_take_more(capsys: Capture) -> None:
         (["--may-change", "layers"], [], "--may-change takes micro-batch-size, recompute, pipeline; got 'layers'"),
         (["--may-change", "pipeline", "--costs", "none.json"], [], "none.json"),
         (["--gpu-memory", "1p"], [], "--gpu-memory needs a size in bytes, such as 80GiB; got 1p"),
+        (["--gpu-memory", "80"], [], "--gpu-memory needs a size in bytes, such as 80GiB; got 80; give a size"),
         (["--host-bandwidth", "0"], [], "--host-bandwidth"),
         (["--row", "9", "--write", "x.json"], [], "--row must be from 1 to"),
         ([], ["--num-layers", "15"], "--num-layers must be divisible by the number of pipeline stages, got 15"),
@@ -188,6 +210,12 @@ def test_errors_are_sentences(capsys: Capture, own: list[str], job: list[str], w
     assert main(["advise", "--quick", "--gpus-per-node", "4", *own, "--", *SMALL, *job]) == 2
     out, err = capsys.readouterr()
     assert out == "" and words in err and "Traceback" not in err
+
+
+def test_flags_of_a_job_are_needed(capsys: Capture) -> None:
+    for words in (["--nodes", "2"], ["--nodes", "2", "--"]):
+        assert main(["advise", *words]) == 2
+        assert "come last, after a separate --; got none" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.analysis.idle import idle_of
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of
-from megatron.zero_bubble.cli.job_figures import job_figures, with_vocabulary
+from megatron.zero_bubble.cli.job_figures import gpu_bytes, job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_schedule import job_schedule
 from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_variants
 from megatron.zero_bubble.cli.links import add_link_flags, bandwidth_to_replicas, given_links, links_of, with_transfers
@@ -22,7 +22,7 @@ from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size
 from megatron.zero_bubble.costs.estimate import DEVICES
-from megatron.zero_bubble.costs.units import BYTES, parse_memory_limit, positive_figure
+from megatron.zero_bubble.costs.units import positive_figure
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import job_layers
 from megatron.zero_bubble.job.changes import Pipeline
@@ -153,6 +153,8 @@ def advise(options: argparse.Namespace) -> str:
     """
     positive_figure("--host-bandwidth", options.host_bandwidth)
     argv = job_words(options)
+    if not argv:
+        raise UserError("advice is about the flags of a job, which come last, after a separate --; got none; give them")
     own = read_job(options, argv)
     costs = own.costs
     capacity = capacity_of(options, own.today)
@@ -262,10 +264,7 @@ def capacity_of(options: argparse.Namespace, today: Today) -> float | None:
     """What a plan may take: the memory of a GPU but for what is reserved, or as much as the job takes today."""
     if not today.costs.in_bytes or today.costs.weight_bytes is None:
         return None
-    amount, unit = parse_memory_limit(options.gpu_memory or _MEMORY[options.gpu])
-    if unit == "p":
-        raise UserError(f"--gpu-memory needs a size in bytes, such as 80GiB; got {options.gpu_memory}; give one")
-    return max((1 - _RESERVED) * amount * BYTES[unit], today.need.most)
+    return max((1 - _RESERVED) * gpu_bytes(options.gpu_memory or _MEMORY[options.gpu]), today.need.most)
 
 
 def _is_full(job: JobAsIs, worth: float) -> bool:

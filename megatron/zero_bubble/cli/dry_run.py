@@ -15,7 +15,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.cli.deciding import decided
-from megatron.zero_bubble.cli.job_figures import job_figures, with_vocabulary
+from megatron.zero_bubble.cli.job_figures import gpu_bytes, job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_schedule import job_schedule
 from megatron.zero_bubble.cli.links import add_link_flags, given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
@@ -23,7 +23,7 @@ from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size, show
 from megatron.zero_bubble.cli.stock import against_stock
 from megatron.zero_bubble.costs.estimate import DEVICES
-from megatron.zero_bubble.costs.units import BYTES, parse_bytes, parse_memory_limit
+from megatron.zero_bubble.costs.units import parse_bytes
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import job_layers, job_predictions
 from megatron.zero_bubble.ir import Placement, Plan, Schedule
@@ -251,9 +251,7 @@ def _memory(timeline: Timeline, costs: Figures, post_receives: PostReceives) -> 
 
 
 def _check_memory(text: str, memory: _Memory, costs: Figures) -> None:
-    amount, unit = parse_memory_limit(text)
-    if unit == "p":
-        raise UserError(f"--gpu-memory needs a size in bytes, such as 80GiB; got {text}; give a size in bytes")
+    capacity = gpu_bytes(text)
     if costs.weight_bytes is None:
         raise UserError(
             "--gpu-memory needs the size of the weights, which is not estimated for some hybrid layers; "
@@ -264,10 +262,9 @@ def _check_memory(text: str, memory: _Memory, costs: Figures) -> None:
             f"--gpu-memory needs activation memory in bytes, which the --costs file does not have; got {text}; give "
             "the --costs of a run that recorded its memory, or leave --costs out for an estimate"
         )
-    limit = amount * BYTES[unit]
     needs = [sum(parts) for parts in memory]
     fullest = max(range(len(needs)), key=needs.__getitem__)
-    if needs[fullest] > limit:
+    if needs[fullest] > capacity:
         kept, messages, weights = memory[fullest]
         raise UserError(
             f"every rank must fit --gpu-memory {text}; got {needs[fullest] / _GIB:.3g} GiB on pipeline rank {fullest} "

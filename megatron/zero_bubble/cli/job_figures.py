@@ -18,6 +18,8 @@ from megatron.zero_bubble.costs.predictions import (
     with_predictions,
 )
 from megatron.zero_bubble.costs.static import StageBytes
+from megatron.zero_bubble.costs.units import parse_bytes
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.formats.layout import job_predictions
 from megatron.zero_bubble.ir import Placement
@@ -72,6 +74,20 @@ def job_figures(
     if not estimated:
         return figures
     return _with_weights(figures, args, model, predictions, division)
+
+
+def gpu_bytes(text: str) -> int:
+    """Parse the value of ``--gpu-memory``.
+
+    Raises:
+        UserError: for anything but a size such as ``80GiB``.
+    """
+    try:
+        return parse_bytes(text)
+    except UserError:
+        raise UserError(
+            f"--gpu-memory needs a size in bytes, such as 80GiB; got {text}; give a size in bytes"
+        ) from None
 
 
 def with_vocabulary(figures: Figures, args: argparse.Namespace) -> Figures:
@@ -138,10 +154,13 @@ def _measured(sizes: tuple[int, int], file: str, placement: Placement, division:
         own, amounts = read.on_layout(other, division.on(other))
         return own, PassMemory.uniform(other) if amounts is None else amounts
 
+    sequence, least = read.tokens or (None, None)
     return Figures(
         *sizes,
         on,
         memory is not None,
+        sequence=sequence,
+        least_slice_tokens=least,
         notes=(f"Costs are from {file}.", *((f"A lower bound: {HALVED}",) if read.halves(placement) else ())),
         layers=layers,
         division=None if layers is None else division,

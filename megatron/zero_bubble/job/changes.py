@@ -192,8 +192,8 @@ class Pipeline:
 
     def _sliced(self, whole: Question) -> Iterator[Change]:
         """Sequences cut into slices."""
-        tokens = self.costs.sequence
-        if tokens is None or tokens < 2 * LEAST_TOKENS:
+        tokens, least = self.costs.sequence, self.costs.least_slice_tokens or LEAST_TOKENS
+        if tokens is None or tokens < 2 * least:
             return
         cuts = tuple(each for each in Cuts(None).candidates(self.costs) if len(each) > 1)
         for recipe in SCHEDULES.values():
