@@ -268,11 +268,12 @@ def test_batch_size_without_a_plan_does_not_block_the_next(ranks: RankPool) -> N
     )
 
 
-def schedules_run(rank: int, plan_takes: float, keep_faster: bool) -> tuple[list[str], list[str]]:
+def schedules_run(rank: int, plan_takes: float, keep_faster: bool, limit: str = "1p") -> tuple[list[str], list[str]]:
     """The name of the schedule of each of six iterations, and what is logged.
 
     Args:
         plan_takes: the measured time of a pass in the planned schedule, in those of the one before it.
+        limit: of memory.
     """
     from megatron.zero_bubble.adapter import auto, measured
 
@@ -300,7 +301,7 @@ def schedules_run(rank: int, plan_takes: float, keep_faster: bool) -> tuple[list
         patch.setattr(measured, "gather_trace", trace)
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
         memory: Any = SimpleNamespace(gather=lambda group: PassMemory((1.0, 1.0), (1.0, 1.0)))
-        options = auto.AutoOptions(warm_up=0, measured=1, keep_faster=keep_faster)
+        options = auto.AutoOptions(limit, warm_up=0, measured=1, keep_faster=keep_faster)
         schedule = auto.AutoSchedule(options, memory, said.append)
         observer = measured.Measured(passes, [schedule])
         for _ in range(6):
@@ -319,6 +320,12 @@ def test_a_plan_that_proves_slower_is_given_up_if_asked(ranks: RankPool) -> None
         assert ("back to 1f1b, because" in said) is (last == "1f1b")
         assert ("to keep this plan: record costs" in said) is (last == "zb-h2")
         assert not results[1][1], "rank 0 logs"
+
+
+def test_no_schedule_above_the_limit_is_gone_back_to(ranks: RankPool) -> None:
+    (names, said), _ = ranks.run(2, schedules_run, 1.5, True, "0.75p")
+    assert names[0] == "1f1b" and names[-1] == "zb-h2"
+    assert "19.5 ms, and 1f1b 14.0 ms (+39.3%), which is above the limit of 0.75p; its activations" in " ".join(said), said
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,21 @@ def test_tokens_of_sequences_and_slices_round_trip(tokens: SliceTokens | None) -
     assert ("least_slice_tokens" in text) == (tokens == SliceTokens(64, 16))
 
 
+def test_slices_take_what_does_not_depend_on_tokens() -> None:
+    """A fifth of a pass, and a quarter of the rest; also in files with lists, with layers, and for other stages."""
+    costs = PassCosts((10.0,) * 2, (20.0,) * 2, (5.0,) * 2, slice_overhead=0.2)
+    read = CostsFile.parse(costs_to_json(costs, layers_per_stage=(4, 4)))
+    derived = read.layer_costs()
+    assert derived is not None
+    for each in (costs, read.on(LINEAR)[0], derived.on((4, 4))[0], costs.fit(VEE).fit(LINEAR)):
+        assert each.slice_overhead == 0.2
+        of_kinds = [each.duration(Pass(0, kind, 0, 1), Slices.even(4)) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)]
+        assert of_kinds == pytest.approx([4.0, 8.0, 2.0, 10.0])
+        assert each.duration(Pass(0, Kind.BW, 0)) == 25.0, "a whole sequence takes it once"
+    with pytest.raises(UserError, match="slice_overhead is a share"):
+        CostsFile.parse(json.dumps({"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "slice_overhead": 2}))
+
+
 def test_shares_of_attention_are_kept_or_averaged_by_time() -> None:
     times = {"forward_ms": [1, 3, 2, 2], "backward_ms": 8, "wgrad_ms": 4}
     one = CostsFile.parse(json.dumps(times | {"attention": 0.25})).on(VEE)[0]

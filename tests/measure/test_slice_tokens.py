@@ -1,12 +1,24 @@
-"""Tests of the fewest tokens of a slice, with products whose times are set by the test."""
+"""Tests of what slices take, with products whose times are set by the test."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron.zero_bubble.measure.slice_tokens import gather_least_tokens, largest_linear, least_tokens
+from megatron.zero_bubble.measure.slice_tokens import (
+    fixed_share,
+    gather_least_tokens,
+    gather_overhead,
+    largest_linear,
+    least_tokens,
+    plain_layer,
+)
 from megatron.zero_bubble.platforms.cpu import CpuPlatform
 from tests.helpers.ranks import RankPool
 
@@ -98,3 +110,47 @@ def test_largest_linear_is_not_an_embedding() -> None:
     ]
     assert largest_linear(chunks) is large.weight
     assert largest_linear([torch.nn.Embedding(100, 8)]) is None
+
+
+def test_the_fixed_share_is_what_no_tokens_would_take() -> None:
+    tokens = [64, 32, 16, 8]
+    assert fixed_share(tokens, [16.0 + count for count in tokens]) == pytest.approx(0.2)
+    assert fixed_share(tokens, [float(count) for count in tokens]) == pytest.approx(0.0, abs=1e-12)
+    assert fixed_share(tokens, [count - 4.0 for count in tokens]) == 0.0, "longer sequences may be less efficient"
+    assert fixed_share([1], [3.0]) == 0.0
+
+
+def overhead_of(rank: int) -> tuple[float, float, bool, bool]:
+    """What is measured with layers, and with one on rank 0 only; whether the random and the training state are kept."""
+    group = dist.group.WORLD
+    assert group is not None
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    model_parallel_cuda_manual_seed(1)
+    try:
+        layer, clock, now = small_layer(), CpuPlatform(), [0.0]
+        before, original = torch.get_rng_state(), TransformerLayer.forward
+
+        def forward(self: TransformerLayer, hidden: torch.Tensor, **others: object) -> object:
+            now[0] += (16.0 if rank else 4.0) + len(hidden)
+            return original(self, hidden, **others)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TransformerLayer, "forward", forward)
+            patch.setattr(clock, "mark", lambda: now[0] / 1e3)
+            both = gather_overhead(clock, [layer], 64, 2, group)
+            one = gather_overhead(clock, [torch.nn.Linear(2, 3) if rank else layer], 64, 2, group)
+        kept = torch.equal(before, torch.get_rng_state())
+        return both, one, kept, all(module.training for module in layer.modules())
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def small_layer() -> TransformerLayer:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
+    return TransformerLayer(config, get_gpt_layer_local_spec().submodules)
+
+
+def test_the_overhead_of_a_pass_is_that_of_a_layer(ranks: RankPool) -> None:
+    (both, one, *kept), (other, *_) = ranks.run(2, overhead_of)
+    assert both == other == pytest.approx(16 / 80) and one == pytest.approx(4 / 68) and kept == [True, True]
+    assert plain_layer([torch.nn.Linear(2, 2)]) is None

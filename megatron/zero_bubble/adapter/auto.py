@@ -26,17 +26,19 @@ from megatron.zero_bubble.adapter.planner import Planner
 from megatron.zero_bubble.adapter.recent import Recent
 from megatron.zero_bubble.adapter.room import measured_limit
 from megatron.zero_bubble.analysis.memory import peaks_in_order
+from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.units import format_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import costs_to_json
+from megatron.zero_bubble.formats.costs import CostsFile, costs_to_json
 from megatron.zero_bubble.ir import WHOLE, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.post_validation import planned_gain
 from megatron.zero_bubble.measure.gather import median_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
+from megatron.zero_bubble.planning import figures
 from megatron.zero_bubble.planning.source import AUTO_LIMIT, DEFAULT_LIMIT, ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.groups import backend_of, ranks_of, torchs
@@ -238,7 +240,10 @@ class AutoSchedule(Replanner):
             return False
         gain = measured / before - 1
         times = f"{measured:.1f} ms, and {first.name} {before:.1f} ms ({gain:+.1%})"
-        if self._options.keep_faster and gain > _TOLERANCE:
+        is_slower = self._options.keep_faster and gain > _TOLERANCE
+        if is_slower and not self._fits(first, size):
+            times += f", which is above the limit of {self._limit}"
+        elif is_slower:
             self._log(
                 f"iteration {self.iteration + 1}: back to {first.name}, because the planned schedule takes {times}"
             )
@@ -250,6 +255,14 @@ class AutoSchedule(Replanner):
         )
         self._log(f"to keep this plan: {self._how_to_keep(size)}")
         return False
+
+    def _fits(self, schedule: Schedule, size: tuple[int, int]) -> bool:
+        """Whether the activations of a schedule are within the memory limit, which the first schedule may not be."""
+        assert self._costs is not None and self._memory_of is not None, "both are measured before the first plan"
+        if self._limit == DEFAULT_LIMIT:
+            return True  # it is at least the peak of the first schedule
+        own = figures.measured(CostsFile.parse(costs_to_json(self._costs, self._memory_of)), *size)
+        return within(max(peaks_in_order(schedule, self._memory_of)), own.limit(self._limit))
 
     def _how_to_keep(self, size: tuple[int, int]) -> str:
         options = self._options

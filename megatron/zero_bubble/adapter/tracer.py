@@ -24,7 +24,7 @@ from megatron.zero_bubble.measure.exchanges import with_exchanges
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.measure.layers import gather_layers
 from megatron.zero_bubble.measure.recorder import Marks, Recorder
-from megatron.zero_bubble.measure.slice_tokens import gather_least_tokens
+from megatron.zero_bubble.measure.slice_tokens import gather_least_tokens, gather_overhead
 from megatron.zero_bubble.render.html import render_html
 from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import draw_comparison
@@ -145,12 +145,15 @@ class Tracer(IterationObserver):
             placement = next(iter(traces.values())).timeline.schedule.placement
             layers = gather_layers(self._chunks, placement, group)
             layers = layers if stages_of_layers(layers) else ()
-        tokens = None
+        tokens, overhead = None, 0.0
         if pipeline is not None and traces and costs_file:
+            schedules = [trace.timeline.schedule for trace in traces.values()]
             # Vocabulary parallelism does not support slices.
-            divides = any(algorithm_of(trace.timeline.schedule) is not None for trace in traces.values())
+            divides = any(algorithm_of(schedule) is not None for schedule in schedules)
             sizes = self._recorder.platform, self._chunks, *pipeline.microbatch, group
             least = None if divides else gather_least_tokens(*sizes)
+            if all(schedule.num_slices == 1 for schedule in schedules):  # else the times of slices include it
+                overhead = gather_overhead(*sizes)
             tokens = SliceTokens(pipeline.microbatch[0], least)
         if not _first_of_all():
             return []
@@ -159,7 +162,7 @@ class Tracer(IterationObserver):
             return [f"no iteration was recorded, so nothing is written to {target}" for target in targets]
         whole = None if self._packing is None else self._packing.whole
         costs = median_costs([trace.timeline for trace in traces.values()], whole=whole)
-        costs = with_exchanges(costs, traces.values())
+        costs = replace(with_exchanges(costs, traces.values()), slice_overhead=overhead)
         recording = Recording(costs, traces, memory, whole and whole.tokens)
         said = []
         for target in targets:

@@ -74,7 +74,7 @@ class LayerCosts:
         input_memory: memory of a stage's input, which a stage keeps at least, in the unit of ``activation``; 0 if
             unknown.
         recomputed: as in ``PassMemory``.
-        comm_ms, links, message_ms: ms, as in ``PassCosts``.
+        comm_ms, links, message_ms, slice_overhead: as in ``PassCosts``.
         experts: the all-to-alls and experts of every layer, which its part includes; empty if no layer has any.
         contention: the factor of ``PassCosts``.
     """
@@ -89,6 +89,7 @@ class LayerCosts:
     message_ms: float = 0.0
     experts: tuple[StageParts, ...] = ()
     contention: float = 1.0
+    slice_overhead: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -128,7 +129,7 @@ class LayerCosts:
         forward, backward, wgrad = (self._summed(layout, name) for name in TIMES)
         host, gather, reduce = (self._summed(layout, name) for name in (KEY_HOST, *SHARDS))
         costs = PassCosts(forward, backward, wgrad, self.comm_ms, self.links, message_ms=self.message_ms)
-        costs = replace(costs, host_ms=host, gather_ms=gather, reduce_ms=reduce)
+        costs = replace(costs, host_ms=host, gather_ms=gather, reduce_ms=reduce, slice_overhead=self.slice_overhead)
         if self._has_attention:
             of_f = zip(self._products(layout, _SHARES[0], TIMES[0]), forward, strict=True)
             of_b = zip(self._products(layout, _SHARES[1], TIMES[1]), backward, strict=True)
@@ -231,7 +232,7 @@ def of_stages(
     layers = tuple(layer(stage) for stage, count in enumerate(layout) for _ in range(count))
     experts = tuple(own.divided(count) for own, count in zip(costs.experts, layout, strict=False) for _ in range(count))
     found = LayerCosts(layers, beyond(0), beyond(last), costs.comm_ms, costs.links, message_ms=costs.message_ms)
-    return replace(found, experts=experts, contention=costs.contention)
+    return replace(found, experts=experts, contention=costs.contention, slice_overhead=costs.slice_overhead)
 
 
 def _check_fits(end: str, name: str, amount: float, of_stage: float) -> None:

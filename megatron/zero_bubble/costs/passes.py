@@ -27,6 +27,7 @@ ATTENTION = ("forward_attention", "backward_attention")
 KEY_HOST = "host_ms"
 SHARDS = ("gather_ms", "reduce_ms")
 COMM, MESSAGE = "comm_ms", "message_ms"
+OVERHEAD = "slice_overhead"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class PassCosts:
     whose input comes from another rank takes this much longer before it computes, and one whose output goes to another
     rank takes this much longer before the transfer begins. ``duration`` does not include it; ``costs.messages`` does.
 
+    ``slice_overhead`` is the share of a pass that does not depend on its tokens, such as the time to queue its kernels
+    (default: 0): every slice of a sequence takes that, besides its tokens' part of the rest.
+
     Raises:
         UserError: for a negative or non-finite figure, a share above 1, or when the lists differ in length.
     """
@@ -75,6 +79,7 @@ class PassCosts:
     experts: tuple[StageParts, ...] = ()
     contention: float = 1.0
     overlaps: bool = False
+    slice_overhead: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ATTENTION:
@@ -88,6 +93,7 @@ class PassCosts:
         check_same_length(self, (*TIMES, *ATTENTION, KEY_HOST, *SHARDS))
         for name in (COMM, MESSAGE):
             object.__setattr__(self, name, checked_figure(name, getattr(self, name)))
+        object.__setattr__(self, OVERHEAD, checked_share(OVERHEAD, self.slice_overhead))
         links = {link: checked_figure(f"links{list(link)}", ms) for link, ms in self.links.items()}
         object.__setattr__(self, "links", links)
 
@@ -140,8 +146,8 @@ class PassCosts:
         host, gather, reduce = (recut(getattr(self, name), placement.num_stages) for name in (KEY_HOST, *SHARDS))
         lanes = host, gather, reduce, self.message_ms
         experts = recut_parts(self.experts, placement.num_stages) if self.experts else ()
-        of_experts = experts, self.contention, self.overlaps
-        return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary, *lanes, *of_experts)
+        others = experts, self.contention, self.overlaps, self.slice_overhead
+        return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary, *lanes, *others)
 
     def overlapping(self, overlaps: bool) -> PassCosts:
         """Return the costs of a plan in which the all-to-alls of experts do or do not run beneath computation."""
@@ -164,11 +170,13 @@ class PassCosts:
             whole, attention = self.wgrad_ms[p.stage], 0.0
         else:
             whole, attention = self.backward_ms[p.stage], self.backward_attention[p.stage]
-        part = slices.shares[p.slice]
+        tokens = part = slices.shares[p.slice]
         if attention:
             start, end = slices.bounds(p.slice)
             part = (1 - attention) * part + attention * (end * end - start * start)
-        return whole * part + (self.wgrad_ms[p.stage] * slices.shares[p.slice] if p.kind is BW else 0.0)
+        if self.slice_overhead and len(slices) > 1:
+            tokens, part = (self.slice_overhead + (1 - self.slice_overhead) * each for each in (tokens, part))
+        return whole * part + (self.wgrad_ms[p.stage] * tokens if p.kind is BW else 0.0)
 
     def pair(self, forward: Pass, backward: Pass, slices: Slices = WHOLE) -> float:
         """Milliseconds of a forward and a backward that run at the same time; without ``experts``, as long as one after

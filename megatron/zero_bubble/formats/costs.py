@@ -5,10 +5,11 @@ A costs file is JSON with the keys ``forward_ms``, ``backward_ms``, ``wgrad_ms``
 Each figure of a pass is either one number, for a rank's whole share of the model, or a list with one number per stage.
 A list for another number of chunks per rank is converted, as ``PassCosts.fit`` does. Only sequence slices need
 ``attention`` and ``backward_attention`` (the shares of F and B that attention takes), ``history`` (the memory of keys
-and values), ``sequence_length`` and ``least_slice_tokens`` (tokens of a sequence, and the fewest of a slice). Only
-vocabulary parallelism needs the keys of ``formats/vocabulary.py``, only offloading ``host_ms`` (the time to copy what F
-saves to host memory, or back), and only sharded units ``gather_ms`` and ``reduce_ms`` (the times to gather the weights,
-and to reduce the gradients). Models with experts have their all-to-alls in ``experts`` (``formats/experts.py``).
+and values), ``sequence_length`` and ``least_slice_tokens`` (tokens of a sequence, and the fewest of a slice), and
+``slice_overhead`` (the share of a pass that every slice takes, however short it is). Only vocabulary parallelism needs
+the keys of ``formats/vocabulary.py``, only offloading ``host_ms`` (the time to copy what F saves to host memory, or
+back), and only sharded units ``gather_ms`` and ``reduce_ms`` (the times to gather the weights, and to reduce the
+gradients). Models with experts have their all-to-alls in ``experts`` (``formats/experts.py``).
 
 Costs per layer, from which layouts are made, are in ``layers`` and ``parts`` (see ``formats/layers.py``) instead of
 figures of passes, or are derived from lists per stage with ``layers_per_stage``. With them, no layer is ever divided;
@@ -27,7 +28,7 @@ from typing import Any
 
 from megatron.zero_bubble.costs.layers import LayerCosts, Part, of_stages
 from megatron.zero_bubble.costs.memory import KEY_HISTORY, LOGITS, MEMORY, PassMemory
-from megatron.zero_bubble.costs.passes import ATTENTION, COMM, KEY_HOST, MESSAGE, SHARDS, TIMES, PassCosts
+from megatron.zero_bubble.costs.passes import ATTENTION, COMM, KEY_HOST, MESSAGE, OVERHEAD, SHARDS, TIMES, PassCosts
 from megatron.zero_bubble.costs.slice_tokens import LEAST_SLICE_TOKENS, SEQUENCE_LENGTH, TOKENS, SliceTokens
 from megatron.zero_bubble.costs.units import (
     checked_figure,
@@ -54,7 +55,7 @@ _LAYOUT = "layers_per_stage"
 _SHARES = {"attention": "forward_attention", "backward_attention": "backward_attention"}
 """The keys of shares, and the attributes of ``PassCosts`` that they give; ``ATTENTION`` has them in the same order."""
 _OF_STAGES = (*TIMES, *MEMORY, KEY_HISTORY, KEY_HOST, *SHARDS, *_SHARES, _LAYOUT, *ENDS, *KEYS, EXPERTS)
-_KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, COMM, "links", MESSAGE))
+_KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, COMM, "links", MESSAGE, OVERHEAD))
 _WHAT = "costs file"
 _ALIKE = 0.01
 """Relative difference of figures up to which stages count as alike."""
@@ -79,6 +80,8 @@ def costs_to_json(
     content["links"] = [[source, destination, ms] for (source, destination), ms in costs.links.items()]
     if costs.message_ms:
         content[MESSAGE] = costs.message_ms
+    if costs.slice_overhead:
+        content[OVERHEAD] = costs.slice_overhead
     if memory is not None:
         content |= {name: list(getattr(memory, name)) for name in MEMORY}
         if any(memory.history):
@@ -100,7 +103,7 @@ class CostsFile:
         times: figures of the passes, by key; also of copies to the host, if the file has them.
         memory: figures of memory, by key; None when the file has none.
         comm_ms: duration of a transfer between two ranks.
-        links, message_ms: as in ``PassCosts``.
+        links, message_ms, slice_overhead: as in ``PassCosts``.
         path: path of the file, for error messages.
         shares: shares of attention, by key; the same on every stage, or one per stage.
         tokens: tokens of a sequence, and the fewest of a slice; None if the file does not have them.
@@ -124,6 +127,7 @@ class CostsFile:
     vocabulary: VocabularyFigures | None = None
     message_ms: float = 0.0
     experts: ExpertFigures | None = None
+    slice_overhead: float = 0.0
 
     @property
     def embedding_is_known(self) -> bool:
@@ -189,6 +193,7 @@ class CostsFile:
             vocabulary=vocabulary_from(content),
             message_ms=message_ms,
             experts=experts_from(content),
+            slice_overhead=_overhead(content),
         )
 
     @classmethod
@@ -201,7 +206,8 @@ class CostsFile:
         refuse_huge(**{name: content.get(name) for name in (COMM, MESSAGE)})
         comm_ms, message_ms = (checked_figure(name, content.get(name, 0.0)) for name in (COMM, MESSAGE))
         links = _links(content.get("links", []))
-        layers = replace(layers_from(content, comm_ms, links), message_ms=message_ms)
+        layers = layers_from(content, comm_ms, links)
+        layers = replace(layers, message_ms=message_ms, slice_overhead=_overhead(content))
         return cls({}, None, comm_ms, links, tokens=_tokens(content), layers=layers)
 
     def check_links(self, num_ranks: int) -> None:
@@ -248,6 +254,7 @@ class CostsFile:
             )
             costs = PassCosts(f, b, w, self.comm_ms, self.links, message_ms=self.message_ms)
             costs = replace(costs, host_ms=host, gather_ms=gather, reduce_ms=reduce)
+            costs = replace(costs, slice_overhead=self.slice_overhead)
             forward, backward = (self._shares(key, of, placement) for key, of in zip(_SHARES, TIMES, strict=False))
             if forward or backward:
                 costs = costs.with_attention(forward or (0.0,) * len(f), backward)
@@ -318,6 +325,10 @@ def _figure(content: Mapping[str, Any], name: str) -> Figure:
 
 def _given(content: Mapping[str, Any], names: Iterable[str]) -> dict[str, Figure]:
     return {name: _figure(content, name) for name in names if name in content}
+
+
+def _overhead(content: Mapping[str, Any]) -> float:
+    return checked_share(OVERHEAD, content.get(OVERHEAD, 0.0))
 
 
 def _tokens(content: dict[str, Any]) -> SliceTokens | None:

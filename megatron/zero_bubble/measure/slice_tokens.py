@@ -1,26 +1,32 @@
-"""Measures how short a slice of a sequence may be before its matrix products use the device less well.
+"""Measures what slices of a sequence take besides their tokens' part of the whole.
 
-A product of few rows takes longer per row: it does not fill the device, and starting it takes a time of its own. The
-planner therefore gives no slice fewer tokens than measured here (``Cuts`` in ``planning/cuts.py``).
+A product of few rows takes longer per row, because it does not fill the device. The planner therefore gives no slice
+fewer tokens than measured here (``Cuts`` in ``planning/cuts.py``). And a pass has a time that does not depend on its
+tokens, such as that of queueing its kernels, which every slice takes (``PassCosts.slice_overhead``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from statistics import median
+from statistics import linear_regression, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.zero_bubble.platforms import Platform
 
 _SLACK = 0.1
 """By how much the time per token of a slice may exceed that of the whole sequence."""
 _REPETITIONS = 5
+_HALVINGS = 3
+"""How often the sequence is halved to measure what does not depend on its length."""
 
 
 def gather_least_tokens(
@@ -43,6 +49,78 @@ def gather_least_tokens(
     of_ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(of_ranks, own, group=group)
     return None if None in of_ranks else max(of_ranks)
+
+
+def gather_overhead(
+    platform: Platform, chunks: Iterable[torch.nn.Module], sequence: int, microbatch: int, group: dist.ProcessGroup
+) -> float:
+    """Measure a layer of every rank, and return the largest share of its forward that does not depend on the number of
+    tokens. A collective call of ``group``, and of every group over which that layer is divided.
+
+    It leaves weights and random states as they are. A rank without a ``plain_layer`` counts as 0.
+
+    Args:
+        chunks, sequence, microbatch: as for ``gather_least_tokens``.
+    """
+    layer, own = plain_layer(chunks), 0.0
+    if layer is not None:
+        with suppress(torch.OutOfMemoryError):  # the other ranks wait for this one
+            own = fixed_share(*_layer_times(platform, layer, sequence, microbatch))
+    of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_ranks, own, group=group)
+    return float(max(of_ranks))
+
+
+def plain_layer(chunks: Iterable[torch.nn.Module]) -> TransformerLayer | None:
+    """The first layer of attention and an MLP that runs by itself: without experts, FP8, CUDA graphs or context
+    parallelism. Its input is all that it needs.
+    """
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if (
+            type(module) is TransformerLayer
+            and type(module.mlp) is MLP
+            and type(module.self_attention) is SelfAttention
+        ):
+            config = module.config
+            needs_more = config.fp8 or config.context_parallel_size > 1 or hasattr(module, "cudagraph_manager")
+            return None if needs_more else module
+    return None
+
+
+def fixed_share(tokens: Sequence[int], times_ms: Sequence[float]) -> float:
+    """The share of the longest time that a line through all of them has at 0 tokens, by least squares; from 0 to 1."""
+    if len(tokens) < 2 or not (longest := max(times_ms)):
+        return 0.0
+    _, at_nothing = linear_regression(tokens, times_ms)
+    return min(1.0, max(0.0, at_nothing / longest))
+
+
+@torch.no_grad()
+def _layer_times(
+    platform: Platform, layer: TransformerLayer, sequence: int, microbatch: int
+) -> tuple[list[int], list[float]]:
+    """The median times in ms of forwards of half a sequence, a quarter and so on, besides the whole. All ranks that
+    divide the layer run equally many.
+    """
+    weight, config = layer.mlp.linear_fc1.weight, layer.config
+    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    tokens = [part for power in range(_HALVINGS + 1) if (part := sequence // 2**power) >= ranks]
+    training = {module: module.training for module in layer.modules()}
+    layer.eval()  # dropout would change the random states
+    times = []
+    try:
+        for count in tokens:
+            size = count // ranks, microbatch, config.hidden_size
+            inputs = torch.ones(size, dtype=weight.dtype, device=weight.device)
+            marks = []
+            for _ in range(1 + _REPETITIONS):
+                layer(inputs, attention_mask=None)
+                marks.append(platform.mark())
+            times.append(median(platform.elapsed_ms(*pair) for pair in pairwise(marks)))
+    finally:
+        for module, was_training in training.items():
+            module.training = was_training
+    return tokens, times
 
 
 def least_tokens(ms: Callable[[int], float], sequence: int) -> int:
