@@ -325,7 +325,8 @@ def test_a_plan_that_proves_slower_is_given_up_if_asked(ranks: RankPool) -> None
 def test_no_schedule_above_the_limit_is_gone_back_to(ranks: RankPool) -> None:
     (names, said), _ = ranks.run(2, schedules_run, 1.5, True, "0.75p")
     assert names[0] == "1f1b" and names[-1] == "zb-h2"
-    assert "19.5 ms, and 1f1b 14.0 ms (+39.3%), which is above the limit of 0.75p; its activations" in " ".join(said), said
+    kept = "19.5 ms, and 1f1b 14.0 ms (+39.3%), which is above the limit of 0.75p; its activations"
+    assert any(kept in line for line in said), said
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,9 @@ def test_bubble_and_memory_are_those_of_the_formulas(name: str, p: int, times: t
             "U": p,
         }
         bubble, peak = drawn.span_ms - m * sum(times), max(drawn.peak_activation)
-        told, kept = value(recipe.bubble, **symbols), value(recipe.memory, **symbols)
+        promised, kept = value(recipe.bubble, **symbols), value(recipe.memory, **symbols)
         if recipe.bubble.startswith("<"):
-            assert bubble < told
+            assert bubble < promised
         else:
-            assert bubble == pytest.approx(told, abs=sum(times) / 2 if recipe.bubble.startswith(ROUGH) else 1e-6)
+            assert bubble == pytest.approx(promised, abs=sum(times) / 2 if recipe.bubble.startswith(ROUGH) else 1e-6)
         assert peak == pytest.approx(kept, abs=0.5 if recipe.memory.startswith(ROUGH) else 1e-6)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -81,7 +82,7 @@ def plain_layer(chunks: Iterable[torch.nn.Module]) -> TransformerLayer | None:
             and type(module.mlp) is MLP
             and type(module.self_attention) is SelfAttention
         ):
-            config = module.config
+            config: TransformerConfig = module.config
             needs_more = config.fp8 or config.context_parallel_size > 1 or hasattr(module, "cudagraph_manager")
             return None if needs_more else module
     return None
