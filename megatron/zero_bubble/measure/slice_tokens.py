@@ -73,8 +73,8 @@ def gather_overhead(
 
 
 def plain_layer(chunks: Iterable[torch.nn.Module]) -> TransformerLayer | None:
-    """The first layer of attention and an MLP that runs by itself: without experts, FP8, CUDA graphs or context
-    parallelism. Its input is all that it needs.
+    """The first layer of attention and an MLP, if it runs by itself: without experts, FP8, CUDA graphs or context
+    parallelism, with all its weights, and without hooks, which may gather them. Its input is all that it needs.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if (
@@ -82,10 +82,15 @@ def plain_layer(chunks: Iterable[torch.nn.Module]) -> TransformerLayer | None:
             and type(module.mlp) is MLP
             and type(module.self_attention) is SelfAttention
         ):
-            config: TransformerConfig = module.config
-            needs_more = config.fp8 or config.context_parallel_size > 1 or hasattr(module, "cudagraph_manager")
-            return None if needs_more else module
+            return module if _runs_by_itself(module, module.config) else None
     return None
+
+
+def _runs_by_itself(layer: TransformerLayer, config: TransformerConfig) -> bool:
+    needs_more = config.fp8 or config.context_parallel_size > 1 or hasattr(layer, "cudagraph_manager")
+    has_hooks = any(each._forward_pre_hooks or each._forward_hooks for each in layer.modules())
+    is_whole = all(weight.untyped_storage().size() for weight in layer.parameters())
+    return is_whole and not needs_more and not has_hooks
 
 
 def fixed_share(tokens: Sequence[int], times_ms: Sequence[float]) -> float:
