@@ -196,7 +196,7 @@ def test_costs_file_equals_time_flags(capsys: Capture, tmp_path: Path) -> None:
         ([*PLAN, "--config", "none.yaml"], "cannot be read: none.yaml"),
         (["compare", "--num-ranks", "2", *TIMES], "--num-microbatches is required"),
         (["dry-run"], "a run needs --num-layers"),
-        (["dry-run", "--gpu-memory", "8", "--", *JOB], "a memory limit is written like 1p"),
+        (["dry-run", "--gpu-memory", "8", "--", *JOB], "--gpu-memory needs a size in bytes"),
     ],
 )
 def test_invalid_input_prints_one_sentence_and_exits_with_2(

@@ -74,7 +74,8 @@ class LayerCosts:
         input_memory: memory of a stage's input, which a stage keeps at least, in the unit of ``activation``; 0 if
             unknown.
         recomputed: as in ``PassMemory``.
-        comm_ms, links, message_ms, slice_overhead: as in ``PassCosts``.
+        comm_ms, links, message_ms: ms, as in ``PassCosts``.
+        slice_overhead: share, as in ``PassCosts``.
         experts: the all-to-alls and experts of every layer, which its part includes; empty if no layer has any.
         contention: the factor of ``PassCosts``.
     """

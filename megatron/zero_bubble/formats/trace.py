@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.lengths import Load, PackedCosts
 from megatron.zero_bubble.costs.memory import KEY_HISTORY, MEMORY
-from megatron.zero_bubble.costs.passes import ATTENTION, COMM, MESSAGE, TIMES
+from megatron.zero_bubble.costs.passes import ATTENTION, COMM, MESSAGE, OVERHEAD, TIMES
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
 from megatron.zero_bubble.formats.plan import KEY_VOCABULARY, flow_from
@@ -106,6 +106,7 @@ def trace_to_json(recording: Recording) -> str:
         **{key: getattr(costs, key) for key in ATTENTION if any(getattr(costs, key))},
         COMM: costs.comm_ms,
         **({MESSAGE: costs.message_ms} if costs.message_ms else {}),
+        **({OVERHEAD: costs.slice_overhead} if costs.slice_overhead else {}),
         **({key: getattr(memory, key) for key in MEMORY} if memory else {}),
         **({KEY_HISTORY: memory.history} if memory and any(memory.history) else {}),
         **vocabulary_content(costs, memory),
@@ -155,8 +156,11 @@ def trace_from_json(text: str) -> Recording:
     num_ranks = next(iter(traces.values())).timeline.schedule.num_ranks
     of_vocabulary = None if figures is None else figures.costs(num_ranks)
     comm_ms = read_key(content, COMM, "a number", _is_number)
-    message_ms = read_key(content, MESSAGE, "a number", _is_number) if MESSAGE in content else 0.0
+    message_ms, overhead = (
+        read_key(content, key, "a number", _is_number) if key in content else 0.0 for key in (MESSAGE, OVERHEAD)
+    )
     costs = PassCosts(f, b, w, comm_ms, {}, forward, backward, of_vocabulary, message_ms=message_ms)
+    costs = replace(costs, slice_overhead=overhead)
     memory = None
     if content.keys() & set(MEMORY):
         activation, wgrad = (_per_stage(content, key) for key in MEMORY)

@@ -89,6 +89,14 @@ USED: tuple[Used, ...] = (
     *_of("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
     *_of("megatron.core.transformer.enums", "AttnMaskType"),
     *_of("megatron.core.transformer.identity_op", "IdentityOp"),
+    *_of("megatron.core.transformer.attention", "SelfAttention"),
+    *_of("megatron.core.transformer.mlp", "MLP"),
+    *_of("megatron.core.transformer.transformer_layer", "TransformerLayer"),
+    *_of(
+        "megatron.core.transformer",
+        "context_parallel_size fp8 hidden_size tensor_model_parallel_size",
+        "TransformerConfig",
+    ),
     # vocabulary parallelism
     *_of(
         "megatron.core.models.gpt",
