@@ -78,7 +78,7 @@ JOBS = {
     "uneven": Job("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3", _CHAIN),
     "vocabulary": Job("--vocab-size 2047", _CHAIN | _by_name("zb-v")),
     "long": Job("--num-layers 4 --seq-length 128 --global-batch-size 2", _by_name("seq-1f1b", "seq-zb-h1"), speed=0.15),
-    "memory": Job("--global-batch-size 8", _by_name("v-half", "v-min"), "0.6p"),
+    "memory": Job("--global-batch-size 8", _by_name("v-half", "v-min"), "0.8p"),
     "interleaved": Job("--num-virtual-stages-per-pipeline-rank 2", _by_name("zb-interleaved")),
 }
 
