@@ -59,7 +59,7 @@ class Job(NamedTuple):
         named: flags of changes to try, by name, besides those of ``advise``.
         limit: memory limit of activations.
         speed: of its devices, relative to those of the other jobs. Where passes are cut into short slices, slower
-            devices keep what Python takes for each, which recorded costs of whole sequences do not show, small.
+            devices keep what Python takes for each small.
     """
 
     flags: str

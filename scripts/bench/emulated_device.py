@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -50,7 +51,8 @@ class EmulatedDevice:
     def __init__(self, gflops: float) -> None:
         self._per_second = gflops * 1e9
         self._products = Library("aten", "IMPL")
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that an op is replaced
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that an op is replaced
             for name in _PRODUCTS:
                 self._products.impl(name, self._slow(name), "CPU")
             if "compiled" in select("cpu").words:  # of which no product would be seen
@@ -81,7 +83,8 @@ class EmulatedDevice:
 def run(script: Path, argv: Sequence[str], num_ranks: int, gflops: float) -> str:
     """Run a training script on emulated devices, and return what its ranks print.
 
-    The ranks are forks of this process, so that what it has imported need not be imported again.
+    The ranks are forks of this process, so that what it has imported need not be imported again. If one fails, the
+    others are ended.
 
     Raises:
         RuntimeError: a rank fails; with what the ranks have printed.
@@ -97,8 +100,11 @@ def run(script: Path, argv: Sequence[str], num_ranks: int, gflops: float) -> str
             child = fork.Process(target=_as_rank, args=(script, argv, environment, gflops, output.fileno()))
             child.start()
             children.append(child)
-        for child in children:
-            child.join()
+        while running := [child for child in children if child.is_alive()]:
+            if any(child.exitcode for child in children):
+                for child in running:
+                    child.terminate()
+            wait([child.sentinel for child in running])
         output.seek(0)
         text = output.read()
     if any(child.exitcode for child in children):

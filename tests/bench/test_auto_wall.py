@@ -52,9 +52,10 @@ def test_products_take_the_time_of_their_operations(tmp_path: Path) -> None:
 
 def test_a_rank_that_fails_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("raise SystemExit(3)", encoding="utf-8")
+    waiting = "import os, time\nif os.environ['RANK'] == '1': raise SystemExit(3)\ntime.sleep(1000)"
+    script.write_text(waiting, encoding="utf-8")
     done = emulated(script)
-    assert done.returncode and "ranks ended with [3, 3]" in done.stderr
+    assert done.returncode and "ranks ended with [-15, 3]" in done.stderr
 
 
 @pytest.mark.full

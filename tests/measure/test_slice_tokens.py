@@ -157,18 +157,19 @@ def test_the_overhead_of_a_pass_is_that_of_a_layer(ranks: RankPool) -> None:
 
 
 def which_layers_run(rank: int) -> list[bool]:
-    """Whether a layer would be run: as it is, with a hook, and without the memory of a weight."""
+    """Whether a layer would be run: as it is, with a hook, without the memory of a weight, and divided."""
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     try:
-        layers = [small_layer() for _ in range(3)]
+        layers = [small_layer() for _ in range(4)]
         layers[1].mlp.linear_fc2.register_forward_pre_hook(lambda module, inputs: None)
         layers[2].self_attention.linear_qkv.weight.untyped_storage().resize_(0)
+        layers[3].config.tensor_model_parallel_size = 2
         return [plain_layer([layer]) is layer for layer in layers]
     finally:
         parallel_state.destroy_model_parallel()
 
 
-def test_layers_with_hooks_or_sharded_weights_are_not_run(ranks: RankPool) -> None:
-    """Hooks gather weights that the optimizer has divided; units keep only a shard of theirs."""
-    assert ranks.run(1, which_layers_run) == [[True, False, False]]
+def test_layers_with_hooks_or_divided_weights_are_not_run(ranks: RankPool) -> None:
+    """Hooks gather weights that the optimizer has divided; units keep only a shard of theirs, tensor ranks a part."""
+    assert ranks.run(1, which_layers_run) == [[True, False, False, False]]

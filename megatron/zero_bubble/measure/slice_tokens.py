@@ -56,7 +56,7 @@ def gather_overhead(
     platform: Platform, chunks: Iterable[torch.nn.Module], sequence: int, microbatch: int, group: dist.ProcessGroup
 ) -> float:
     """Measure a layer of every rank, and return the largest share of its forward that does not depend on the number of
-    tokens. A collective call of ``group``, and of every group over which that layer is divided.
+    tokens. A collective call of ``group``.
 
     It leaves weights and random states as they are. A rank without a ``plain_layer`` counts as 0.
 
@@ -73,8 +73,9 @@ def gather_overhead(
 
 
 def plain_layer(chunks: Iterable[torch.nn.Module]) -> TransformerLayer | None:
-    """The first layer of attention and an MLP, if it runs by itself: without experts, FP8, CUDA graphs or context
-    parallelism, with all its weights, and without hooks, which may gather them. Its input is all that it needs.
+    """The first layer of attention and an MLP, if it runs by itself: without experts, FP8, CUDA graphs, tensor or
+    context parallelism, with all its weights, and without hooks, which may gather them: no other rank takes part, so
+    that one without memory for it leaves none waiting. Its input is all that it needs.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if (
@@ -87,7 +88,8 @@ def plain_layer(chunks: Iterable[torch.nn.Module]) -> TransformerLayer | None:
 
 
 def _runs_by_itself(layer: TransformerLayer, config: TransformerConfig) -> bool:
-    needs_more = config.fp8 or config.context_parallel_size > 1 or hasattr(layer, "cudagraph_manager")
+    is_divided = max(config.context_parallel_size, config.tensor_model_parallel_size) > 1
+    needs_more = config.fp8 or is_divided or hasattr(layer, "cudagraph_manager")
     has_hooks = any(each._forward_pre_hooks or each._forward_hooks for each in layer.modules())
     is_whole = all(weight.untyped_storage().size() for weight in layer.parameters())
     return is_whole and not needs_more and not has_hooks
@@ -105,19 +107,15 @@ def fixed_share(tokens: Sequence[int], times_ms: Sequence[float]) -> float:
 def _layer_times(
     platform: Platform, layer: TransformerLayer, sequence: int, microbatch: int
 ) -> tuple[list[int], list[float]]:
-    """The median times in ms of forwards of half a sequence, a quarter and so on, besides the whole. All ranks that
-    divide the layer run equally many.
-    """
+    """The median times in ms of forwards of half a sequence, a quarter and so on, besides the whole."""
     weight, config = layer.mlp.linear_fc1.weight, layer.config
-    ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    tokens = [part for power in range(_HALVINGS + 1) if (part := sequence // 2**power) >= ranks]
+    tokens = [part for power in range(_HALVINGS + 1) if (part := sequence // 2**power)]
     training = {module: module.training for module in layer.modules()}
     layer.eval()  # dropout would change the random states
     times = []
     try:
         for count in tokens:
-            size = count // ranks, microbatch, config.hidden_size
-            inputs = torch.ones(size, dtype=weight.dtype, device=weight.device)
+            inputs = torch.ones(count, microbatch, config.hidden_size, dtype=weight.dtype, device=weight.device)
             marks = []
             for _ in range(1 + _REPETITIONS):
                 layer(inputs, attention_mask=None)
