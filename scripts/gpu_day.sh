@@ -10,6 +10,7 @@
 #   bash scripts/gpu_day.sh 6            offloading, slices, vocabulary and shards; the memory checker
 #   bash scripts/gpu_day.sh 7            measured bubbles and bandwidth over NCCL
 #   bash scripts/gpu_day.sh 8            different lengths, and experts with pairs, over NCCL
+#   bash scripts/gpu_day.sh 9            what advise promises and what auto reaches, over NCCL
 #   bash scripts/gpu_day.sh PART --cpu   the steps of a part that run without a GPU, at tiny sizes
 #   bash scripts/gpu_day.sh PART --steps TEXT ...    only the steps whose names contain one of the texts
 #   bash scripts/gpu_day.sh page FILE... store the results in docs/gpu_day.json and write docs/gpu.md

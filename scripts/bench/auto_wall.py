@@ -23,7 +23,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -39,8 +39,8 @@ _LAST = 5
 """Iterations at the end of a run of which the median counts, and that are recorded."""
 _FIRST = 2
 """Iterations before these."""
-_PLANNING = 13
-"""Iterations before these of a run that plans: it measures, plans, and measures the plan."""
+PLANNING = 13
+"""Iterations before these of a run that plans: it measures, plans, and measures the plan. Shorter ones need more."""
 STOCK, AUTO = "stock", "auto"
 SCRIPT = ranks.ROOT / "scripts" / "pretrain_gpt.py"
 MODEL = (
@@ -91,7 +91,7 @@ def main() -> int:
     before = os.getloadavg()[0]
     for name in options.jobs:
         results[name] = _measured(JOBS[name], options)
-        _print(name, results[name])
+        show(name, results[name])
         settings = {"num_ranks": options.num_ranks, "gflops": options.gflops, "rounds": options.rounds}
         load = before, os.getloadavg()[0]
         ranks.write(options.output, {"machine": ranks.machine(), "load": load, **settings, "jobs": results})
@@ -118,33 +118,57 @@ def _import_early() -> None:
 
 
 def _measured(job: Job, options: argparse.Namespace) -> dict[str, Any]:
-    """Record costs, ask for advice, and run the variants in rounds."""
     argv = changed(MODEL.split(), job.flags.split(), ())
-    argv += ["--pipeline-model-parallel-size", str(options.num_ranks)]
+    start = partial(run, SCRIPT, num_ranks=options.num_ranks, gflops=job.speed * options.gflops)
+    return compared(argv, job.named, job.limit, options.num_ranks, options.rounds, start)
+
+
+def compared(
+    argv: Sequence[str],
+    named: Mapping[str, str],
+    limit: str | None,
+    num_ranks: int,
+    rounds: int,
+    start: Callable[[Sequence[str]], str],
+    gpu: Sequence[str] = (),
+    planning: int = PLANNING,
+) -> dict[str, Any]:
+    """Record costs of a job, ask for advice, and run its variants in rounds.
+
+    Args:
+        argv: the flags of the job, without the size of its pipeline, the number of iterations and a schedule.
+        named: flags of changes to try, by name, besides those of ``advise``.
+        limit: memory limit of activations, if any.
+        start: runs ``SCRIPT`` with flags on the ranks, and returns what they print.
+        gpu: flags that describe the GPUs to ``advise``.
+        planning: iterations that a run needs to plan.
+    """
+    argv = [*argv, "--pipeline-model-parallel-size", str(num_ranks)]
     with TemporaryDirectory(prefix="zb-auto-wall-") as folder:
         costs = Path(folder) / COSTS
         splits = "zb-interleaved" if "--num-virtual-stages-per-pipeline-rank" in argv else "zb-h1"
-        gflops = job.speed * options.gflops
-        run_job = partial(_run, num_ranks=options.num_ranks, gflops=gflops)
-        run_job([*argv, "--zero-bubble-schedule", splits, "--zero-bubble-record-costs", str(costs)])
-        advice = _advice(argv, costs, options.num_ranks, job.limit)
+        _run([*argv, "--zero-bubble-schedule", splits, "--zero-bubble-record-costs", str(costs)], _FIRST, start)
+        recorded = json.loads(costs.read_text(encoding="utf-8"))
+        given = ["--gpus-per-node", str(num_ranks), *gpu, *(["--memory-limit", limit] if limit else [])]
+        advice = _advice(argv, costs, given)
         variants = {STOCK: argv, AUTO: [*argv, "--zero-bubble-schedule", "auto"]}
-        if job.limit is not None:
-            variants[AUTO] += ["--zero-bubble-memory-limit", job.limit]
-        variants |= {named: [*argv, *flags.split()] for named, flags in job.named.items()}
+        if limit is not None:
+            variants[AUTO] += ["--zero-bubble-memory-limit", limit]
+        variants |= {name: [*argv, *flags.split()] for name, flags in named.items()}
         best = None if advice["best"] is None else advice["advice"][advice["best"] - 1]
         if best is not None:
             variants[best["name"]] = changed(argv, best["flags"], best["leave_out"])
 
         def seconds(variant: str) -> float:
-            with TemporaryDirectory(prefix="zb-auto-wall-") as saved:
+            with TemporaryDirectory(prefix="zb-auto-wall-") as last:
                 more = []
                 if variant == AUTO:
-                    shutil.copy(costs, saved)
-                    more = ["--save", saved]
-                return run_job([*variants[variant], *more])
+                    shutil.copy(costs, last)
+                    more = ["--load", last]  # which has no checkpoint, so that training starts anew
+                plans = {AUTO, "zb-auto"} & set(variants[variant])
+                return _run([*variants[variant], *more], planning if plans else _FIRST, start)
 
-        times = ranks.interleaved({each: partial(seconds, each) for each in variants}, options.rounds, 0)
+        times = ranks.interleaved({each: partial(seconds, each) for each in variants}, rounds, 0)
     ratios = {
         each: median(1 - own / stock for own, stock in zip(of, times[STOCK], strict=True)) for each, of in times.items()
     }
@@ -157,33 +181,31 @@ def _measured(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         "measured": ratios,
         "times_ms": times,
         "dropped": advice["dropped"],
+        "costs": recorded,
     }
 
 
-def _advice(argv: Sequence[str], costs: Path, num_ranks: int, limit: str | None) -> dict[str, Any]:
+def _advice(argv: Sequence[str], costs: Path, given: Sequence[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "megatron.zero_bubble", "advise", "--costs", str(costs), "--format", "json"]
-    command += ["--gpus-per-node", str(num_ranks), *(["--memory-limit", limit] if limit else [])]
-    command += ["--", *changed(argv, (), ("--zero-bubble-device",))]
+    command += [*given, "--", *changed(argv, (), ("--zero-bubble-device",))]
     done = subprocess.run(command, env=ranks.environment(), check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def _run(argv: Sequence[str], num_ranks: int, gflops: float) -> float:
-    """Run a job, and return the median time of its last iterations in ms."""
-    plans = {AUTO, "zb-auto"} & set(argv)
-    iterations = (_PLANNING if plans else _FIRST) + _LAST
+def _run(argv: Sequence[str], first: int, start: Callable[[Sequence[str]], str]) -> float:
+    """Run a job, and return the median time in ms of its last iterations, after some first ones."""
     with TemporaryDirectory(prefix="zb-auto-wall-") as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        more = ["--train-iters", str(iterations), "--metrics-file", str(metrics)]
-        text = run(SCRIPT, [*argv, *more], num_ranks, gflops)
-        print("".join(f"    {line}\n" for line in text.splitlines() if plans and "auto: " in line), end="")
+        text = start([*argv, "--train-iters", str(first + _LAST), "--metrics-file", str(metrics)])
+        print("".join(f"    {line}\n" for line in text.splitlines() if "auto: " in line), end="")
         lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
         times = [line["iteration_ms"] for line in lines if line["kind"] == "train"]
     return float(median(times[-_LAST:]))
 
 
-def _print(name: str, found: Mapping[str, Any]) -> None:
+def show(name: str, found: Mapping[str, Any]) -> None:
+    """Print the gains of a job."""
     print(f"\n{name}: stock {found['stock_ms']:.1f} ms, of which {found['job_ms']:.1f} ms of passes by recorded costs")
     for variant, gain in sorted(found["measured"].items(), key=lambda each: -each[1]):
         predicted = found["predicted"].get(variant)

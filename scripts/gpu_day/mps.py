@@ -54,6 +54,19 @@ def shared_gpu(ranks_per_gpu: int) -> Iterator[bool]:
             _quit()
 
 
+@contextlib.contextmanager
+def of_ranks(ranks_per_gpu: int) -> Iterator[dict[str, str]]:
+    """Run the service while this process starts ranks. Gives the variables that they need; none without a service."""
+    with tempfile.TemporaryDirectory(prefix="zero-bubble-mps-") as folder:
+        is_used = ranks_per_gpu > 1 and started(Path(folder), can_use_cuda)
+        variables = {**_variables(Path(folder)), SHARE: str(100 // ranks_per_gpu)} if is_used else {}
+        try:
+            yield variables
+        finally:
+            if is_used:
+                _quit(variables)
+
+
 def started(folder: Path, works: Callable[[dict[str, str]], bool]) -> bool:
     """Start the service; end it again if ``works`` with its variables does not."""
     if shutil.which(CONTROL) is None:

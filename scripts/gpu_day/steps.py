@@ -57,6 +57,7 @@ ALLOCATOR = "reserved / allocated: zb-h2 {zb_h2:.2f}, v-min {v_min:.2f}"
 MODEL = "--hidden-size 4096 --num-layers 8 --seq-length 2048 --micro-batch-size 2"
 ON_RANKS = "--hidden-size 4096 --num-layers 8 --seq-length 1024 --micro-batch-size 2"
 """Four ranks with it fit into the memory of one GPU of 80 GB, also with the activations of ZB-H2."""
+FEW_MICROBATCHES = "--hidden-size 4096 --num-layers 8 --seq-length 2048 --num-microbatches 2"
 SMALL = "--hidden-size 1024 --num-layers 8 --seq-length 1024 --micro-batch-size 1"
 """Passes for which the host is the limit."""
 FRAGMENTS = "--iterations 50 --hidden-size 2048 --num-layers 8 --seq-length 1024"
@@ -74,6 +75,19 @@ def _tests(name: str, selection: str, limit_s: int, on_cpu: str | None, **more: 
 def _over_nccl(name: str, selection: str, limit_s: int, on_cpu: str | None = None, **more: str) -> Step:
     variables = {**EXACT, "ZB_TEST_BACKEND": "nccl", **more}
     return Step(name, "pytests", selection, limit_s, TESTS, on_cpu, num_gpus=2, environment=variables)
+
+
+def _decide(name: str, sizes: str, on_cpu: str | None) -> Step:
+    return Step(
+        name,
+        "decide",
+        f"{sizes} --num-ranks 4 --rounds 1",
+        220,
+        "{advised}: predicted {predicted_gain:+.1%}, measured {measured_gain:+.1%}; auto {auto_gain:+.1%}; MPS: {mps}",
+        on_cpu and f"{on_cpu} --num-ranks 2 --rounds 1",
+        num_gpus=4,
+        environment={"ZB_TEST_BACKEND": "nccl", QUEUES: "8"},
+    )
 
 
 PARTS = {
@@ -257,7 +271,7 @@ PARTS = {
                 "--megabytes 0.1 --size 64 --ctas 1 2 --rounds 2",
                 num_ranks=2,
                 num_gpus=2,
-                environment={QUEUES: "32"},
+                environment={QUEUES: "8"},
             ),
         ),
     ),
@@ -270,5 +284,20 @@ PARTS = {
             ),
         ),
     ),
+    "9": Part(
+        "advice and auto, over NCCL",
+        (
+            _decide(
+                "advice",
+                f"{ON_RANKS} --num-microbatches 8 --named zb-v --planning 30",
+                "--hidden-size 64 --num-layers 4 --seq-length 32 --num-microbatches 4",
+            ),
+            _decide(
+                "advice, few microbatches",
+                f"{FEW_MICROBATCHES} --named seq-zb-h1 --planning 80",
+                None,
+            ),
+        ),
+    ),
 }
-"""The parts by name. Part 4 needs TransformerEngine; parts 5, 7 and 8 several GPUs or an NCCL that shares one."""
+"""The parts by name. Part 4 needs TransformerEngine; parts 5 and 7 to 9 several GPUs or an NCCL that shares one."""

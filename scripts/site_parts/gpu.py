@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gpu_day import steps as day
@@ -265,6 +266,25 @@ def _offload(figures: Figures) -> str:
     return f"{words}\n\n{table(head, rows)}"
 
 
+def _decide(figures: Figures) -> str:
+    predicted, stock = figures["predicted"], figures["times_ms"]["stock"]
+    rows = [
+        (
+            name,
+            f"{median(times):.1f}",
+            f"{predicted[name]:+.1%}" if name in predicted else "-",
+            f"{figures['measured'][name]:+.1%}" if times is not stock else "-",
+        )
+        for name, times in figures["times_ms"].items()
+    ]
+    words = (
+        "Iterations in whole, with the optimizer. The predictions, by `advise --costs`, are of the passes of a run "
+        f"under `zb-h1`, which take {figures['job_ms']:.1f} ms under the job's own schedule; `slice_overhead` of that run: "
+        f"{figures['slice_overhead']:.2f}. Advised: {figures['advised']}."
+    )
+    return f"{words}\n\n{table(('run', 'iteration ms', 'predicted gain', 'measured gain'), rows)}"
+
+
 _DETAILS: dict[tuple[str, str], Callable[[Figures], str]] = {
     ("2", "weight gradients"): _products,
     ("1", "host calls next to a spinning kernel"): _waits,
@@ -279,6 +299,8 @@ _DETAILS: dict[tuple[str, str], Callable[[Figures], str]] = {
     ("6", "copies to host memory"): _offload,
     ("7", "measured bubbles"): _bubbles,
     ("7", "bandwidth by CTAs"): _bandwidth,
+    ("9", "advice"): _decide,
+    ("9", "advice, few microbatches"): _decide,
 }
 """What the page shows of a step in addition to its line, by part and step."""
 
