@@ -4,9 +4,9 @@
 #   bash scripts/gpu_day.sh pack         collect what a machine without a network needs, in build/gpu_day/piece-*
 #   bash scripts/gpu_day.sh 1            correct: the machine, installation, waiting host calls, kernels, two ranks on one GPU
 #   bash scripts/gpu_day.sh 2            fast: passes, predicted bubbles, spinning receives, weight gradients, memory
-#   bash scripts/gpu_day.sh 3            whole runs: four ranks share one GPU over gloo
+#   bash scripts/gpu_day.sh 3            whole runs: fused weight gradients, data parallelism, checkpoints
 #   bash scripts/gpu_day.sh 4            TransformerEngine, if it was packed
-#   bash scripts/gpu_day.sh 5            NCCL, on two or more GPUs
+#   bash scripts/gpu_day.sh 5            against stock
 #   bash scripts/gpu_day.sh 6            offloading, slices, vocabulary and shards; the memory checker
 #   bash scripts/gpu_day.sh 7            measured bubbles and bandwidth over NCCL
 #   bash scripts/gpu_day.sh 8            different lengths, and experts with pairs, over NCCL

@@ -52,12 +52,10 @@ def main() -> int:
     output = options.output.resolve()
     corpus = options.data.resolve() / "stdlib"
     _call([sys.executable, str(ROOT / "scripts/prepare_data.py"), "--standard-library", "--output-prefix", str(corpus)])
-    baseline = Run("1F1B (stock Megatron)", (), output / "stock")
-    if sharing := _shared_gpu():  # stock megatron-core cannot move GPU tensors over gloo; our own 1F1B can
-        baseline = Run("1F1B (this package)", ("--zero-bubble-schedule", "1f1b", EXACT), output / "1f1b")
+    device = _device()
     costs = output / options.schedule / "costs.json"
     runs = (
-        baseline,
+        Run("1F1B (stock Megatron)", (), output / "stock"),
         Run(
             f"{options.schedule} (this package)",
             ("--zero-bubble-schedule", options.schedule, EXACT, "--zero-bubble-record-costs", str(costs)),
@@ -66,7 +64,7 @@ def main() -> int:
     )
     for number, run in enumerate(runs, start=1):
         print(f"\n[{number}/{len(runs)}] {run.title}", flush=True)
-        _train(run, options.config, corpus, options.iterations, sharing)
+        _train(run, options.config, corpus, options.iterations, device)
     print(f"\n{_table(runs)}\n\n{_gain(*runs)}\n{_verdict(runs, options.schedule)}\n")
     print("Timelines, planned above measured:")
     for run in runs:
@@ -122,23 +120,25 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-def _train(run: Run, config: Path, corpus: Path, iterations: int, sharing: list[str]) -> None:
+def _train(run: Run, config: Path, corpus: Path, iterations: int, device: list[str]) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     (run.folder / "metrics.jsonl").unlink(missing_ok=True)
     data = [part for split in ("train", "valid", "test") for part in (f"--{split}-data-path", f"{corpus}_{split}")]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
     outputs = ["--metrics-file", str(run.folder / "metrics.jsonl"), "--zero-bubble-trace", str(run.folder)]
-    flags = ["--config", str(config), *data, "--train-iters", str(iterations), *outputs, *sharing, *run.flags]
+    flags = ["--config", str(config), *data, "--train-iters", str(iterations), *outputs, *device, *run.flags]
     _call([*launcher, str(ROOT / "scripts/pretrain_gpt.py"), *flags])
 
 
-def _shared_gpu() -> list[str]:
-    """Flags for ranks that share GPUs, if there are fewer GPUs than ranks; NCCL does not support that."""
+def _device() -> list[str]:
+    """Flags for CPU ranks, if there are fewer GPUs than ranks: NCCL does not let ranks share a GPU."""
     from megatron.zero_bubble.platforms import select
 
     platform = select("auto")
-    shared = platform.name == "cuda" and platform.device_count() < NUM_RANKS
-    return ["--distributed-backend", "gloo"] if shared else []
+    if platform.name != "cuda" or platform.device_count() >= NUM_RANKS:
+        return []
+    print(f"Training on CPU ranks, because NCCL needs {NUM_RANKS} GPUs; found {platform.device_count()}.")
+    return ["--zero-bubble-device", "cpu"]
 
 
 def _call(command: list[str]) -> None:

@@ -164,7 +164,7 @@ def compared(
                 more = []
                 if variant == AUTO:
                     shutil.copy(costs, last)
-                    more = ["--load", last]  # which has no checkpoint, so that training starts anew
+                    more = ["--load", last]  # which has no checkpoint, so that training starts from scratch
                 plans = {AUTO, "zb-auto"} & set(variants[variant])
                 return _run([*variants[variant], *more], planning if plans else _FIRST, start)
 

@@ -51,7 +51,7 @@ def main() -> int:
 
 def _measured(schedule: str, options: argparse.Namespace) -> list[Timeline]:
     """Timelines of iterations after the first ones, which load kernels, compile, and connect ranks."""
-    job = gpt.Gpt(options, schedule, gpt.backend_of_ranks(options.device))
+    job = gpt.Gpt(options, schedule)
     recorder = Recorder(job.platform)
     pipeline = gpt.under(ZeroBubbleConfig(schedule=schedule), [recorder])
     timelines = []

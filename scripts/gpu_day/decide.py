@@ -56,8 +56,7 @@ def _job(options: argparse.Namespace) -> list[str]:
         f"--micro-batch-size {options.micro_batch_size} --lr 1e-4 --bf16 --mock-data --tokenizer-type NullTokenizer "
         f"--global-batch-size {options.micro_batch_size * options.num_microbatches} --log-interval 1 --eval-iters 0 "
         f"--vocab-size {gpt.VOCABULARY - 1} --make-vocab-size-divisible-by 8 --untie-embeddings-and-output-weights "
-        f"--attention-dropout 0 --hidden-dropout 0 --transformer-impl local --zero-bubble-device {options.device} "
-        f"--distributed-backend {gpt.backend_of_ranks(options.device)}"
+        f"--attention-dropout 0 --hidden-dropout 0 --transformer-impl local --zero-bubble-device {options.device}"
     )
     return flags.split()
 

@@ -1,9 +1,8 @@
 """What torch reserves over what tensors take, after many iterations of schedules with much or little memory.
 
 With ``--limit``, the iterations run once more while torch may reserve only that multiple of the peak: then it flushes
-its cache, which waits for the GPU. The ranks of a pipeline share one GPU over gloo, so of their times only the ratio
-means something. Memory is that of every rank's own process; on the CPU it is the process's peak, where reserved equals
-allocated.
+its cache, which waits for the GPU. Ranks may share one GPU, so of their times only the ratio means something. Memory is
+that of every rank's own process; on the CPU it is the process's peak, where reserved equals allocated.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,10 +40,9 @@ class Gpt:
     Args:
         options: the arguments of ``add_sizes``, and ``device``.
         schedule: decides the placement of the stages; by default, there is one stage per rank.
-        backend: of the process groups; by default gloo, over which several ranks can share one GPU.
     """
 
-    def __init__(self, options: argparse.Namespace, schedule: str | None = None, backend: str | None = None) -> None:
+    def __init__(self, options: argparse.Namespace, schedule: str | None = None) -> None:
         self._options = options
         launch = Launch.from_environment()
         length, samples = options.seq_length, options.micro_batch_size * options.num_microbatches
@@ -61,12 +59,12 @@ class Gpt:
         self.platform = select(options.device)
         self._device = self.platform.setup(launch.local_rank)
         with quiet():
-            self._build(launch, backend or ("gloo" if launch.world_size > 1 else self.platform.backend))
+            self._build(launch)
 
-    def _build(self, launch: Launch, backend: str) -> None:
+    def _build(self, launch: Launch) -> None:
         if not dist.is_initialized():
-            distributed.check_backend(backend, self.platform, launch)
-            distributed.initialize(self._args, launch, backend)
+            distributed.check_backend(self.platform.backend, self.platform, launch)
+            distributed.initialize(self._args, launch, self.platform.backend)
         self._take_turn()
         config = model.build_config(self._args, self._device)
         if self._args.zero_bubble_schedule:
@@ -133,11 +131,6 @@ class Gpt:
 def under(config: ZeroBubbleConfig, observers: Sequence[IterationObserver] = ()) -> Pipeline:
     """Enable the schedule of ``config`` until ``revert``, and return what runs it."""
     return apply(config, observers, say=lambda _: None)
-
-
-def backend_of_ranks(device: str) -> str:
-    """The backend of steps that measure transfers: on GPUs that of ``ZB_TEST_BACKEND``, else gloo."""
-    return os.environ.get("ZB_TEST_BACKEND", "gloo") if device == "cuda" else "gloo"
 
 
 def leave() -> None:

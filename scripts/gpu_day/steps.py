@@ -73,7 +73,7 @@ def _tests(name: str, selection: str, limit_s: int, on_cpu: str | None, **more: 
 
 
 def _over_nccl(name: str, selection: str, limit_s: int, on_cpu: str | None = None, **more: str) -> Step:
-    variables = {**EXACT, "ZB_TEST_BACKEND": "nccl", **more}
+    variables = {**EXACT, QUEUES: "32", **more}
     return Step(name, "pytests", selection, limit_s, TESTS, on_cpu, num_gpus=2, environment=variables)
 
 
@@ -82,11 +82,11 @@ def _decide(name: str, sizes: str, on_cpu: str | None) -> Step:
         name,
         "decide",
         f"{sizes} --num-ranks 4 --rounds 1",
-        220,
+        260,
         "{advised}: predicted {predicted_gain:+.1%}, measured {measured_gain:+.1%}; auto {auto_gain:+.1%}; MPS: {mps}",
         on_cpu and f"{on_cpu} --num-ranks 2 --rounds 1",
         num_gpus=4,
-        environment={"ZB_TEST_BACKEND": "nccl", QUEUES: "8"},
+        environment={QUEUES: "8"},
     )
 
 
@@ -113,9 +113,8 @@ PARTS = {
                 None,
                 environment={"CUDA_MODULE_LOADING": "EAGER"},
             ),
-            _over_nccl("vocabulary over NCCL", f"{WHOLE} -k 'features and vocabulary'", 75, **{QUEUES: "32"}),
+            _over_nccl("vocabulary over NCCL", f"{WHOLE} -k 'features and vocabulary'", 75),
             _tests("kernels and platform", "-m gpu tests/kernels tests/platforms", 80, "tests/kernels/test_wgrad.py"),
-            _tests("two ranks share the GPU", "tests/gpu/test_training_on_gpus.py -k gloo", 180, None),
         ),
     ),
     "2": Part(
@@ -155,6 +154,7 @@ PARTS = {
                 ALLOCATOR,
                 "--iterations 2 --hidden-size 32 --num-layers 4 --seq-length 16 --limit 1.15",
                 num_ranks=4,
+                num_gpus=4,
             ),
             Step(
                 "memory, little more than the peak",
@@ -164,6 +164,7 @@ PARTS = {
                 "{flushes} flushes, iteration {slowdown:+.1%}, within 1.15 x the allocated peak",
                 None,
                 num_ranks=4,
+                num_gpus=4,
             ),
             Step(
                 "memory, expandable segments",
@@ -173,18 +174,17 @@ PARTS = {
                 ALLOCATOR,
                 None,
                 num_ranks=4,
+                num_gpus=4,
                 environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
             ),
         ),
     ),
     "3": Part(
-        "whole runs on one GPU",
+        "whole runs",
         (
-            _tests("schedules, exact", f"{WHOLE} -k same_bits", 200, f"{WHOLE} -k 'same_bits and bf16 and linear'"),
-            _tests("schedules, fused", f"{WHOLE} -k fused", 60, None),
-            _tests("data parallel 2", f"{WHOLE} -k data_parallel", 50, None),
-            _tests("post-validation", f"{WHOLE} -k post_validation", 100, f"{WHOLE} -k 'post_validation and fp16'"),
-            _tests("checkpoints, traces, evaluation", f"{WHOLE} -k written", 80, f"{WHOLE} -k costs_are_written"),
+            _over_nccl("schedules, fused", f"{WHOLE} -k fused", 75),
+            _over_nccl("data parallel 2", f"{WHOLE} -k data_parallel", 70),
+            _over_nccl("checkpoints, traces, evaluation", f"{WHOLE} -k written", 120, f"{WHOLE} -k costs_are_written"),
             _tests("one rank over NCCL", f"{WHOLE} -k one_rank", 45, f"{WHOLE} -k one_rank"),
         ),
     ),
@@ -192,7 +192,7 @@ PARTS = {
         "TransformerEngine",
         (
             Step("install", "engine_install", "", 240, "TransformerEngine {version}", None),
-            _tests("parity", "tests/gpu/test_transformer_engine.py -k gloo", 220, None),
+            _over_nccl("parity", "tests/gpu/test_transformer_engine.py", 220),
             Step(
                 "weight gradients",
                 "products",
@@ -205,24 +205,30 @@ PARTS = {
         ),
     ),
     "5": Part(
-        "NCCL",
+        "against stock",
         (
             _over_nccl(
                 "against stock, 1 queue",
                 f"{WHOLE} -k same_bits",
                 110,
-                None,
+                f"{WHOLE} -k 'same_bits and bf16 and linear'",
                 **{QUEUES: "1"},
             ),
             _over_nccl("against stock, 8 queues", f"{WHOLE} -k 'same_bits and bf16'", 60, **{QUEUES: "8"}),
-            _over_nccl("against stock, 32 queues", f"{WHOLE} -k 'same_bits and bf16'", 60, **{QUEUES: "32"}),
+            _over_nccl("against stock, 32 queues", f"{WHOLE} -k 'same_bits and bf16'", 60),
             _over_nccl(
                 "against stock, eager communicators",
                 f"{WHOLE} -k 'same_bits and bf16'",
                 70,
-                **{QUEUES: "32", "ZB_TEST_EAGER": "1"},
+                ZB_TEST_EAGER="1",
             ),
-            _over_nccl("post-validation", f"{WHOLE} -k post_validation", 90, **{QUEUES: "1"}),
+            _over_nccl(
+                "post-validation",
+                f"{WHOLE} -k post_validation",
+                90,
+                f"{WHOLE} -k 'post_validation and fp16'",
+                **{QUEUES: "1"},
+            ),
             _over_nccl("killed rank", f"{WHOLE} -k killed", 70, f"{WHOLE} -k killed", **{QUEUES: "1"}),
             _over_nccl("jobs of torchrun", "tests/gpu/test_training_on_gpus.py -k nccl", 80, **{QUEUES: "1"}),
         ),
@@ -240,8 +246,9 @@ PARTS = {
                 f"{TINY} --num-microbatches 6 --mib 4",
                 environment=EXACT,
             ),
-            _tests("against runs without", f"{WHOLE} -k features", 130, f"{WHOLE} -k 'features and all'"),
-            _over_nccl("against runs without, over NCCL", f"{WHOLE} -k features", 130, **{QUEUES: "32"}),
+            _over_nccl(
+                "against runs without, over NCCL", f"{WHOLE} -k features", 130, f"{WHOLE} -k 'features and all'"
+            ),
             Step("memory checker", "memory_check", "", 150, "{products} products, {errors} errors", ""),
         ),
     ),
@@ -259,7 +266,7 @@ PARTS = {
                 "--hidden-size 32 --num-layers 4 --seq-length 16 --num-microbatches 4 --rounds 2",
                 num_ranks=4,
                 num_gpus=4,
-                environment={"ZB_TEST_BACKEND": "nccl", QUEUES: "8"},
+                environment={QUEUES: "8"},
             ),
             Step(
                 "bandwidth by CTAs",
@@ -278,10 +285,8 @@ PARTS = {
     "8": Part(
         "microbatches of different lengths and pairs, over NCCL",
         (
-            _over_nccl("pairs", f"{WHOLE} -k pairs", 120, f"{WHOLE} -k 'pairs and 4'", **{QUEUES: "32"}),
-            _over_nccl(
-                "lengths", f"{WHOLE} -k lengths", 120, f"{WHOLE} -k 'lengths and dense and h1'", **{QUEUES: "32"}
-            ),
+            _over_nccl("pairs", f"{WHOLE} -k pairs", 120, f"{WHOLE} -k 'pairs and 4'"),
+            _over_nccl("lengths", f"{WHOLE} -k lengths", 120, f"{WHOLE} -k 'lengths and dense and h1'"),
         ),
     ),
     "9": Part(
@@ -294,10 +299,10 @@ PARTS = {
             ),
             _decide(
                 "advice, few microbatches",
-                f"{FEW_MICROBATCHES} --named seq-zb-h1 --planning 80",
+                f"{FEW_MICROBATCHES} --named seq-zb-h1 --planning 40",
                 None,
             ),
         ),
     ),
 }
-"""The parts by name. Part 4 needs TransformerEngine; parts 5 and 7 to 9 several GPUs or an NCCL that shares one."""
+"""The parts by name. Part 4 needs TransformerEngine; many steps need several GPUs, or an NCCL that shares one."""

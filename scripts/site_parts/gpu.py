@@ -279,8 +279,8 @@ def _decide(figures: Figures) -> str:
     ]
     words = (
         "Iterations in whole, with the optimizer. The predictions, by `advise --costs`, are of the passes of a run "
-        f"under `zb-h1`, which take {figures['job_ms']:.1f} ms under the job's own schedule; `slice_overhead` of that run: "
-        f"{figures['slice_overhead']:.2f}. Advised: {figures['advised']}."
+        f"under `zb-h1`, which take {figures['job_ms']:.1f} ms under the job's own schedule; `slice_overhead` of that "
+        f"run: {figures['slice_overhead']:.2f}. Advised: {figures['advised']}."
     )
     return f"{words}\n\n{table(('run', 'iteration ms', 'predicted gain', 'measured gain'), rows)}"
 

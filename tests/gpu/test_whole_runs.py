@@ -1,12 +1,9 @@
-"""Whole runs on GPUs: four ranks share one GPU over gloo, or have one GPU each over NCCL.
+"""Whole runs over NCCL, compared with stock megatron-core. Every rank needs a GPU, unless NCCL lets ranks share one.
 
 ``scripts/gpu_day.sh`` runs these tests. It chooses by variables:
 
 - ``ZB_TEST_DEVICE=cpu`` runs them on CPU ranks, to see that the tests themselves work;
-- ``ZB_TEST_BACKEND=nccl`` gives every rank a GPU of its own, unless NCCL lets ranks share one;
 - ``ZB_TEST_EAGER=1`` binds NCCL's default group to the GPU, so that torch creates communicators eagerly.
-
-Over NCCL the reference is stock megatron-core. It cannot send a GPU's tensors over gloo, so there it is our 1F1B.
 """
 
 from __future__ import annotations
@@ -38,14 +35,11 @@ from tests.training.test_faults import BACKWARD, LIMIT_S
 
 DEVICE = os.environ.get("ZB_TEST_DEVICE", "cuda")
 ON_CPU = DEVICE == "cpu"
-OVER_NCCL = DEVICE == "cuda" and os.environ.get("ZB_TEST_BACKEND") == "nccl"
-GROUP = Group("nccl", os.environ.get("ZB_TEST_EAGER") == "1") if OVER_NCCL else Group()
+GROUP = Group() if ON_CPU else Group("nccl", os.environ.get("ZB_TEST_EAGER") == "1")
 RUN_S = 150 if ON_CPU else 45
 """Limit of the slowest rank: a hang shows the stacks of all ranks, so that it costs little of a lent machine's time."""
-NUM_RANKS = min(4, torch.cuda.device_count()) if OVER_NCCL and not nccl_shares_gpus() else 4
-REFERENCE = None if OVER_NCCL or ON_CPU else "1f1b"
+NUM_RANKS = 4 if ON_CPU or nccl_shares_gpus() else min(4, torch.cuda.device_count())
 ON = f"--zero-bubble-device {DEVICE}"
-BACKEND = f"--distributed-backend {GROUP.backend}"
 
 PRECISIONS = {"fp32": "", "bf16": "--bf16", "fp16": FP16}
 PLACEMENTS = {"linear": ("1f1b", "zb-h1", "zb-h2"), "vee": ("zb-v", "v-half", "v-min")}
@@ -53,7 +47,7 @@ TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 """Of losses and norms with fused weight gradients, from docs/exactness.md."""
 
 pytestmark = [pytest.mark.timeout(200), *([] if ON_CPU else [pytest.mark.gpu])]
-if OVER_NCCL and NUM_RANKS < 2:
+if NUM_RANKS < 2:
     pytestmark.append(pytest.mark.skip(reason="NCCL needs one GPU per rank"))
 
 Record = Callable[[str, object], None]
@@ -92,7 +86,7 @@ def test_schedules_have_the_same_bits(pool: RankPool, record_property: Record, p
     """All schedules and zb-auto, which begins as 1F1B or ZB-V; five steps with evaluations."""
     layout = Layout(NUM_RANKS, num_layers=2 * NUM_RANKS)
     options = f"{PRECISIONS[precision]} --clip-grad {0 if placement == 'vee' else 1} {ON}"
-    schedules = [REFERENCE, *PLACEMENTS[placement]]
+    schedules = [None, *PLACEMENTS[placement]]
     results = pool.run(NUM_RANKS, train, layout.flags(5, options), schedules, timeout=RUN_S)
     record_property("reference", figures(results[-1][0]))
     record_property("equal", {name: same(results, i) for i, name in enumerate(schedules) if i})
@@ -107,7 +101,7 @@ def test_zb_auto_has_the_same_bits(pool: RankPool, record_property: Record, vee:
     """Fourteen steps: it measures, plans, and switches schedules."""
     layout = Layout(2, num_layers=4)
     options = f"--bf16 --train-iters 14 {'--zero-bubble-placement vee' if vee else ''} {ON}"
-    schedules = [REFERENCE, "zb-auto"]
+    schedules = [None, "zb-auto"]
     results = pool.run(2, train, layout.flags(5, options), schedules, timeout=RUN_S)
     record_property("equal", {"zb-auto": same(results, 1)})
     if vee:
@@ -136,11 +130,9 @@ def test_fused_gradients_are_near(pool: RankPool, record_property: Record, preci
 def test_data_parallel_ranks_agree(pool: RankPool, record_property: Record, distributed: bool) -> None:
     if NUM_RANKS < 4:
         pytest.skip("needs four ranks")
-    if distributed and DEVICE == "cuda" and not OVER_NCCL:
-        pytest.skip("gloo has no reduce-scatter for tensors on a GPU")
     more = "--use-distributed-optimizer --overlap-param-gather" if distributed else ""
     options = f"--bf16 --overlap-grad-reduce {BUCKETS} {more} {ON}"
-    schedules = [REFERENCE, "zb-h1", "zb-h2"]
+    schedules = [None, "zb-h1", "zb-h2"]
     results = pool.run(4, train, Layout(2, data=2).flags(3, options), schedules, timeout=RUN_S)
     record_property("equal", {name: same(results, i) for i, name in enumerate(schedules) if i})
     assert_same_bits(results, schedules)
@@ -169,8 +161,8 @@ FEATURES = {
 def test_features_agree_with_runs_without(pool: RankPool, record_property: Record, name: str) -> None:
     """What only moves activations changes no bit; the other features add in another order."""
     layout, options, schedules = FEATURES[name]
-    if name == "shards" and (NUM_RANKS < 4 or (DEVICE == "cuda" and not OVER_NCCL)):
-        pytest.skip("needs four ranks, and over gloo there is no reduce-scatter for tensors on a GPU")
+    if name == "shards" and NUM_RANKS < 4:
+        pytest.skip("needs four ranks")
     results = pool.run(layout.num_ranks, train, layout.flags(5, f"{options} {ON}"), schedules, timeout=RUN_S)
     worst = 0.0
     for outcomes in results:
@@ -183,10 +175,6 @@ def test_features_agree_with_runs_without(pool: RankPool, record_property: Recor
     assert worst <= TOLERANCES["fp32"]
 
 
-NEEDS_STOCK = pytest.mark.skipif(REFERENCE is not None, reason="the reference is stock, which needs NCCL or CPU ranks")
-
-
-@NEEDS_STOCK
 @pytest.mark.parametrize("kind", varied.KINDS)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_lengths_have_the_bits_of_stock(pool: RankPool, record_property: Record, schedule: str, kind: str) -> None:
@@ -198,7 +186,6 @@ def test_lengths_have_the_bits_of_stock(pool: RankPool, record_property: Record,
     assert not any(differences.values()), differences
 
 
-@NEEDS_STOCK
 @pytest.mark.parametrize("num_layers", [4, 8])
 def test_pairs_have_the_bits_of_stock(pool: RankPool, record_property: Record, tmp_path: Path, num_layers: int) -> None:
     """Experts, with pairs of a forward and a backward: two pipeline ranks, experts over two ranks."""
@@ -248,7 +235,7 @@ def test_post_validation_undoes_steps_by_inversion(pool: RankPool, record_proper
         assert figures(inverse)["grad_norms"] == pytest.approx(figures(exact)["grad_norms"], rel=1e-3)
 
 
-JOB = f"--mock-data --num-layers 8 --attention-dropout 0 --hidden-dropout 0 {ON} {BACKEND}"
+JOB = f"--mock-data --num-layers 8 --attention-dropout 0 --hidden-dropout 0 {ON}"
 
 
 def test_checkpoint_is_written_under_zb_v_and_read_under_1f1b(
@@ -290,7 +277,7 @@ def reduce_alone(_rank: int) -> tuple[list[float], list[int]]:
 
 def test_one_rank_sets_up_its_groups() -> None:
     """NCCL with one GPU: set-up of groups and a reduction work, although nothing can be sent."""
-    alone = RankPool(install_cpu_platform if ON_CPU else nothing, Group("gloo" if ON_CPU else "nccl"), forked=ON_CPU)
+    alone = RankPool(install_cpu_platform if ON_CPU else nothing, Group() if ON_CPU else Group("nccl"), forked=ON_CPU)
     try:
         assert alone.run(1, reduce_alone) == [([1.5, 2.5], [0])]
     finally:
@@ -299,7 +286,7 @@ def test_one_rank_sets_up_its_groups() -> None:
 
 def test_killed_rank_ends_the_others(tmp_path: Path, record_property: Record) -> None:
     layout = Layout(2)
-    flags = f"{BASE_FLAGS} {layout.flags(8)} --zero-bubble-schedule zb-h1 {ON} {BACKEND} --log-interval 1".split()
+    flags = f"{BASE_FLAGS} {layout.flags(8)} --zero-bubble-schedule zb-h1 {ON} --log-interval 1".split()
     ended = run_training(2, flags, tmp_path, Death(1, BACKWARD, call=20), forked=ON_CPU)
     record_property("ended_s", ended[0].ended_s)
     assert ended[1].exit_code == -signal.SIGKILL

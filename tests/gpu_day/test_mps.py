@@ -37,6 +37,16 @@ def test_ranks_share_the_gpu_until_the_end(calls: Path, monkeypatch: pytest.Monk
     assert calls.read_text() == "start\nquit\n"
 
 
+@pytest.mark.parametrize(("works", "ranks", "ran"), [(True, 4, True), (False, 4, True), (True, 1, False)])
+def test_ranks_of_this_process_get_the_variables(
+    calls: Path, monkeypatch: pytest.MonkeyPatch, works: bool, ranks: int, ran: bool
+) -> None:
+    monkeypatch.setattr(mps, "can_use_cuda", lambda _: works)
+    with mps.of_ranks(ranks) as variables:
+        assert variables.get(mps.SHARE) == ("25" if works and ran else None)
+    assert calls.exists() == ran and (not ran or calls.read_text() == "start\nquit\n")
+
+
 def test_service_that_does_not_work_is_ended(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mps, "can_use_cuda", lambda _: False)
     with mps.shared_gpu(4) as is_used:

@@ -61,7 +61,7 @@ def test_results_show_failures_and_what_is_missing() -> None:
     statuses = {"passes": OK, "memory": "timed out after 80 s", "several": "needs 2 or more GPUs, found 1"}
     parts = {"2": part("2", statuses, PASSES)}
     assert gpu.status(parts).startswith("1 of 2 steps that ran on a GPU succeeded. Not yet run: part 1 (correct), ")
-    assert "part 5 (NCCL)" in gpu.status(parts)
+    assert "part 5 (against stock)" in gpu.status(parts)
     assert gpu.words(parts).startswith("**On NVIDIA X**, 1 of 2 steps of part 2 succeeded")
     assert "Not yet run over NCCL" in gpu.words(parts)
     assert "Not yet run over NCCL" in gpu.words({"5": part("5", {"killed rank": OK})}), "ranks shared one GPU"

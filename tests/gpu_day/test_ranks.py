@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_day import bubbles, gpt, nccl_bandwidth
+from gpu_day import bubbles, nccl_bandwidth
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.costs import PassCosts
@@ -42,16 +42,6 @@ def test_passes_without_time_fail_the_step() -> None:
     stopped = replace(ran, spans=tuple(tuple(Span(p, start, start) for p, start, _ in row) for row in ran.spans))
     with pytest.raises(RuntimeError, match="1f1b needs a time for F and B of every stage"):
         bubbles.compared("1f1b", [stopped])
-
-
-@pytest.mark.parametrize(
-    ("device", "variable", "backend"), [("cpu", "nccl", "gloo"), ("cuda", "nccl", "nccl"), ("cuda", None, "gloo")]
-)
-def test_backend_of_ranks(device: str, variable: str | None, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ZB_TEST_BACKEND", raising=False)
-    if variable:
-        monkeypatch.setenv("ZB_TEST_BACKEND", variable)
-    assert gpt.backend_of_ranks(device) == backend
 
 
 def test_fewest_ctas_that_are_fast_enough() -> None:

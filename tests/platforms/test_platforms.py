@@ -170,3 +170,11 @@ def test_gpus_are_shared_over_a_new_nccl(
     platform = SimpleNamespace(name="cuda", device_count=lambda: 1)
     with nullcontext() if shares else pytest.raises(UserError, match="got 2 processes and 1 GPUs"):
         check_backend("nccl", platform, launch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_gloo_is_for_cpu_ranks(name: str) -> None:
+    launch = Launch(rank=0, local_rank=0, world_size=2, local_world_size=2, under_torchrun=True)
+    platform = SimpleNamespace(name=name, device_count=lambda: 2)
+    with nullcontext() if name == "cpu" else pytest.raises(UserError, match="cannot sum gradients on GPUs"):
+        check_backend("gloo", platform, launch)  # type: ignore[arg-type]

@@ -24,18 +24,24 @@ def check_backend(backend: str, platform: Platform, launch: Launch) -> None:
     """Check that ``backend`` can send this platform's tensors between the processes of this machine.
 
     Raises:
-        UserError: NCCL without one GPU per process of this machine, unless it lets processes share GPUs.
+        UserError: NCCL without one GPU per process of this machine, unless it lets processes share GPUs; gloo, which
+            cannot sum the gradients of GPUs.
     """
     if not is_nccl(backend):
+        if platform.name == "cuda":
+            raise UserError(
+                f"the backend {backend} cannot sum gradients on GPUs; leave out --distributed-backend, or train on CPU "
+                "ranks with --zero-bubble-device cpu"
+            )
         return
     if platform.name != "cuda":
         refuse_nccl_on_cpu()
     if launch.local_world_size > platform.device_count() and not nccl_shares_gpus():
         raise UserError(
             "nccl needs one GPU per process on every machine, got "
-            f"{launch.local_world_size} processes and {platform.device_count()} GPUs; start fewer processes, or let "
-            "them share GPUs: with --distributed-backend gloo, or with NCCL 2.30 or newer and "
-            "NCCL_MULTI_RANK_GPU_ENABLE=1"
+            f"{launch.local_world_size} processes and {platform.device_count()} GPUs; start fewer processes, let "
+            "them share GPUs with NCCL 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1, or train on CPU ranks with "
+            "--zero-bubble-device cpu"
         )
 
 
