@@ -28,6 +28,7 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
 from tests.helpers.slices import LONG
 
+GIB = float(2**30)
 STEPS = 14  # two warm-up, four measured, the switch, and four measured with the plan
 SCHEDULES = [None, "zb-auto"]
 
@@ -183,7 +184,7 @@ def slices_measured_and_planned(rank: int, slices: Slices) -> list[Slices]:
         patch.setattr(measured, "gather_trace", trace)
         patch.setattr(auto, "Planner", lambda request: found.append(request.slices))
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
-        memory: Any = SimpleNamespace(gather=lambda group: PassMemory((1.0, 1.0), (1.0, 1.0)))
+        memory: Any = SimpleNamespace(gather=lambda group: PassMemory((GIB, GIB), (GIB, GIB)))
         options = auto.AutoOptions(warm_up=0, measured=1, slices=slices)
         schedule = auto.AutoSchedule(options, memory, lambda line: None)
         assert torch.distributed.group.WORLD is not None
@@ -249,7 +250,7 @@ def sizes_planned_for(
         patch.setattr(auto, "Planner", Planner)
         patch.setattr(measured, "gather_trace", trace)
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
-        memory: Any = SimpleNamespace(gather=lambda group: PassMemory((1.0, 1.0), (1.0, 1.0)))
+        memory: Any = SimpleNamespace(gather=lambda group: PassMemory((GIB, GIB), (GIB, GIB)))
         own: dict[str, Any] = {"warm_up": 0, "measured": 1, **(options or {})}
         schedule = auto.AutoSchedule(auto.AutoOptions(**own), memory, lambda line: None)
         observer = measured.Measured(passes, [schedule])
@@ -300,7 +301,7 @@ def schedules_run(rank: int, plan_takes: float, keep_faster: bool, limit: str = 
         patch.setattr(auto, "Planner", Planner)
         patch.setattr(measured, "gather_trace", trace)
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
-        memory: Any = SimpleNamespace(gather=lambda group: PassMemory((1.0, 1.0), (1.0, 1.0)))
+        memory: Any = SimpleNamespace(gather=lambda group: PassMemory((GIB, GIB), (GIB, GIB)))
         options = auto.AutoOptions(limit, warm_up=0, measured=1, keep_faster=keep_faster)
         schedule = auto.AutoSchedule(options, memory, said.append)
         observer = measured.Measured(passes, [schedule])
@@ -323,10 +324,15 @@ def test_a_plan_that_proves_slower_is_given_up_if_asked(ranks: RankPool) -> None
 
 
 def test_no_schedule_above_the_limit_is_gone_back_to(ranks: RankPool) -> None:
-    (names, said), _ = ranks.run(2, schedules_run, 1.5, True, "0.75p")
+    (names, said), _ = ranks.run(2, schedules_run, 1.5, True, "1.5GiB")
     assert names[0] == "1f1b" and names[-1] == "zb-h2"
-    kept = "19.5 ms, and 1f1b 14.0 ms (+39.3%), which is above the limit of 0.75p; its activations"
+    kept = "19.5 ms, and 1f1b 14.0 ms (+39.3%), which is above the limit of 1.5GiB; its activations"
     assert any(kept in line for line in said), said
+
+
+def test_a_limit_below_that_of_1f1b_holds_from_the_first_iteration_on(ranks: RankPool) -> None:
+    (names, _), _ = ranks.run(2, schedules_run, 0.95, True, "0.5p")
+    assert names[0] == "zb-auto" and names[-1] == "zb-h2"
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,23 @@ def test_first_schedule_can_be_megatrons_own(placement: Literal["linear", "loop"
     assert {p.microbatch for p in schedule.passes() if p.kind is Kind.W} == {7}
 
 
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize(("placement", "slices"), [("linear", None), ("vee", None), ("loop", None), ("linear", 4)])
+def test_first_schedule_is_within_the_limit(
+    placement: Literal["linear", "vee", "loop"], slices: int | None, stock: bool
+) -> None:
+    cuts = None if slices is None else Slices.even(slices)
+    free, small, bytes_ = (
+        ScheduleSource.automatic(placement, 4, cuts, stock=stock, limit=limit).make(8)
+        for limit in ("2p", "0.4p", "3GiB")
+    )
+    usual = ScheduleSource.automatic(placement, 4, cuts, stock=stock).make(8)
+    assert free == bytes_ == usual
+    validate(small)
+    memory = PassMemory.uniform(small.placement)
+    assert max(peaks_in_order(small, memory)) <= 0.4 * 4 < max(peaks_in_order(usual, memory))
+
+
 def test_unknown_name_and_missing_file_are_rejected_early(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown schedule 'zb-h3'"):
         ZeroBubbleConfig("zb-h3").sources()

@@ -122,7 +122,8 @@ class AutoSchedule(Replanner):
         if (first := self._first.get(key)) is None:
             options = self._options
             of_job = options.placement, num_ranks, options.slices, options.vocabulary
-            source = ScheduleSource.automatic(*of_job, self._recomputes, options.num_chunks, options.keep_faster)
+            more = self._recomputes, options.num_chunks, options.keep_faster, self._limit
+            source = ScheduleSource.automatic(*of_job, *more)
             first = self._first[key] = source.make(num_microbatches)
         return first
 

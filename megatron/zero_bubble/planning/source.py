@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron.zero_bubble import schedules
+from megatron.zero_bubble.analysis.memory import peaks_in_order
+from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.units import parse_memory_limit
@@ -137,12 +139,15 @@ class ScheduleSource:
         fused: bool = False,
         num_chunks: int | None = None,
         stock: bool = False,
+        limit: str = DEFAULT_LIMIT,
     ) -> ScheduleSource:
         """The placement of ``zb-auto``, and the schedules that run while it measures, before the planned ones.
 
         With ``fused``, these split only the backward of the last microbatch, from which W can be measured: for jobs in
         which W needs much memory, such as those with full recomputation. With ``stock``, they are Megatron's own, of
-        which only that backward is split, wherever it has one: to compare the plan with it.
+        which only that backward is split, wherever it has one: to compare the plan with it. Without vocabulary
+        parallelism, a schedule above a ``limit`` in units of 1F1B's peak is replaced by what a short search finds
+        within it, for equal passes; a limit in bytes says nothing before memory has been measured.
 
         Raises:
             UserError: a number of stages per rank that the placement cannot have.
@@ -152,7 +157,8 @@ class ScheduleSource:
         chunks = on.num_stages // num_ranks if placement in _CHUNKS else None
         if stock and is_whole and vocabulary is None and placement in STOCK_SCHEDULE:
             own = cls.by_name(STOCK_SCHEDULE[placement], num_ranks, chunks)
-            return cls(ZB_AUTO, on, functools.cache(lambda count: split_last(own.make(count))))
+            split = functools.partial(_within, limit, WHOLE, lambda count: split_last(own.make(count)))
+            return cls(ZB_AUTO, on, functools.cache(split))
         if is_whole and placement in FIRST_SCHEDULE:
             first = cls.by_name(FIRST_SCHEDULE[placement], num_ranks, chunks, vocabulary=vocabulary)
         elif not is_whole and placement == "linear":
@@ -163,8 +169,12 @@ class ScheduleSource:
                 first = cls(ZB_AUTO, on, functools.cache(search))
             else:
                 first = cls(ZB_AUTO, on, functools.cache(lambda count: _with_vocabulary(search(count), vocabulary)))
-        make = functools.cache(lambda count: fused_but_last(first.make(count))) if fused else first.make
-        return cls(ZB_AUTO, first.placement, make, vocabulary)
+        make = first.make
+        if vocabulary is None:
+            make = functools.cache(functools.partial(_within, limit, slices or WHOLE, first.make))
+        if fused:
+            return cls(ZB_AUTO, on, functools.cache(lambda count: fused_but_last(make(count))), vocabulary)
+        return cls(ZB_AUTO, on, make, vocabulary)
 
 
 def fused_but_last(schedule: Schedule) -> Schedule:
@@ -251,16 +261,29 @@ def even_costs(placement: Placement) -> PassCosts:
     return replace(costs, vocabulary=VocabularyCosts.uniform(placement.num_ranks, 0.25, 0.25))
 
 
-def _searched(on: Placement, slices: Slices, num_microbatches: int) -> Schedule:
+def _searched(on: Placement, slices: Slices, num_microbatches: int, limit: float = math.inf) -> Schedule:
     """Search for a schedule for equal passes, within the peak of 1F1B; of slices, within that of ``seq-zb-h1`` and one
-    more slice.
+    more slice; in any case within a limit in microbatches of a rank.
     """
     costs, memory, ranks = PassCosts.uniform(on, 1.0, 1.0, 1.0), PassMemory.uniform(on), on.num_ranks
     if len(slices) > 1:
-        limit = 1 + ranks * max(slices.shares)
+        limit = min(limit, 1 + ranks * max(slices.shares))
         return sliced_auto(costs, memory, [on], num_microbatches, limit, slices, "makespan")
-    limits = ranks, num_microbatches, float(ranks)
+    limits = ranks, num_microbatches, min(limit, float(ranks))
     return zb_auto(costs, memory, *limits, placement=(on,), objective="makespan", effort=_LITTLE)
+
+
+def _within(limit: str, slices: Slices, make: Callable[[int], Schedule], num_microbatches: int) -> Schedule:
+    """What ``make`` returns, unless its peak is above the limit, by equal microbatches."""
+    schedule = make(num_microbatches)
+    if limit in (DEFAULT_LIMIT, AUTO_LIMIT) or parse_memory_limit(limit)[1] != "p":
+        return schedule
+    on = schedule.placement
+    even = Figures(on.num_ranks, num_microbatches, lambda on: (even_costs(on), PassMemory.uniform(on)))
+    most = even.limit(limit)
+    if within(max(peaks_in_order(schedule, PassMemory.uniform(on))), most):
+        return schedule
+    return _searched(on, slices, num_microbatches, most)
 
 
 SourceOnRanks = Callable[[int], ScheduleSource]
