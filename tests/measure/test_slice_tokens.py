@@ -117,6 +117,12 @@ def test_the_fixed_share_is_what_no_tokens_would_take() -> None:
     assert fixed_share(tokens, [16.0 + count for count in tokens]) == pytest.approx(0.2)
     assert fixed_share(tokens, [float(count) for count in tokens]) == pytest.approx(0.0, abs=1e-12)
     assert fixed_share(tokens, [count - 4.0 for count in tokens]) == 0.0, "longer sequences may be less efficient"
+    attention = [4.0 + count + count**2 / 64 for count in tokens]
+    assert fixed_share(tokens, attention) == pytest.approx(4 / 132), "attention takes the square"
+    saturated = [max(16.0, float(count)) for count in tokens]
+    assert fixed_share(tokens, saturated) == pytest.approx(0.25, rel=0.2)
+    sublinear = [float(count) ** 0.5 for count in tokens]
+    assert 0.1 < fixed_share(tokens, sublinear) < 0.5
     assert fixed_share([1], [3.0]) == 0.0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from statistics import linear_regression, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from numpy.polynomial.polynomial import polyfit
 
 from megatron.zero_bubble.platforms import Platform
 
@@ -96,11 +97,19 @@ def _runs_by_itself(layer: TransformerLayer, config: TransformerConfig) -> bool:
 
 
 def fixed_share(tokens: Sequence[int], times_ms: Sequence[float]) -> float:
-    """The share of the longest time that a line through all of them has at 0 tokens, by least squares; from 0 to 1."""
-    if len(tokens) < 2 or not (longest := max(times_ms)):
+    """The share of the longest time that is left at 0 tokens, from 0 to 1.
+
+    By the parabola that has the least relative errors, because attention takes time in proportion to the square of the
+    tokens; by a line where there are too few times, or where they do not grow faster than the tokens.
+    """
+    if len(tokens) < 2 or not all(times_ms):
         return 0.0
-    _, at_nothing = linear_regression(tokens, times_ms)
-    return min(1.0, max(0.0, at_nothing / longest))
+    weights = [1 / ms for ms in times_ms]
+    for degree in (2, 1) if len(tokens) > 3 else (1,):
+        at_nothing, *_, highest = polyfit(tokens, times_ms, degree, w=weights)
+        if degree == 1 or highest > 0:
+            break
+    return min(1.0, max(0.0, float(at_nothing) / max(times_ms)))
 
 
 @torch.no_grad()
