@@ -56,21 +56,23 @@ def gather_least_tokens(
 def gather_overhead(
     platform: Platform, chunks: Iterable[torch.nn.Module], sequence: int, microbatch: int, group: dist.ProcessGroup
 ) -> float:
-    """Measure a layer of every rank, and return the largest share of its forward that does not depend on the number of
-    tokens. A collective call of ``group``.
+    """Measure a layer of every rank, and return the share of its forward that does not depend on the number of tokens:
+    the median of the ranks that have a ``plain_layer``, and the memory for it; 0 if none has. A collective call of
+    ``group``.
 
-    It leaves weights and random states as they are. A rank without a ``plain_layer`` counts as 0.
+    It leaves weights and random states as they are.
 
     Args:
         chunks, sequence, microbatch: as for ``gather_least_tokens``.
     """
-    layer, own = plain_layer(chunks), 0.0
+    layer, own = plain_layer(chunks), None
     if layer is not None:
         with suppress(torch.OutOfMemoryError):  # the other ranks wait for this one
             own = fixed_share(*_layer_times(platform, layer, sequence, microbatch))
     of_ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(of_ranks, own, group=group)
-    return float(max(of_ranks))
+    measured = [share for share in of_ranks if share is not None]
+    return float(median(measured)) if measured else 0.0
 
 
 def plain_layer(chunks: Iterable[torch.nn.Module]) -> TransformerLayer | None:
