@@ -2,7 +2,7 @@
 # Checks and measurements on GPUs, in parts of at most nine minutes. Results go to runs/gpu_day/gpu_day.json.
 #
 #   bash scripts/gpu_day.sh pack         collect what a machine without a network needs, in build/gpu_day/piece-*
-#   bash scripts/gpu_day.sh 1            correct: the machine, installation, waiting host calls, kernels, two ranks on one GPU
+#   bash scripts/gpu_day.sh 1            correct: the machine, installation, waiting host calls, kernels
 #   bash scripts/gpu_day.sh 2            fast: passes, predicted bubbles, spinning receives, weight gradients, memory
 #   bash scripts/gpu_day.sh 3            whole runs: fused weight gradients, data parallelism, checkpoints
 #   bash scripts/gpu_day.sh 4            TransformerEngine, if it was packed

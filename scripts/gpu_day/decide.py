@@ -37,7 +37,7 @@ def main() -> int:
     if options.device == "cpu":
         torch.set_num_threads(1)
         run = partial(emulated_device.run, auto_wall.SCRIPT, num_ranks=options.num_ranks, gflops=GFLOPS)
-        step.write(options.output, figures(compared(run), False))
+        step.write(options.output, figures(compared(run, planning=options.planning), False))
         return 0
     per_gpu = -(-options.num_ranks // torch.cuda.device_count())
     memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30 / per_gpu

@@ -57,6 +57,9 @@ def shared_gpu(ranks_per_gpu: int) -> Iterator[bool]:
 @contextlib.contextmanager
 def of_ranks(ranks_per_gpu: int) -> Iterator[dict[str, str]]:
     """Run the service while this process starts ranks. Gives the variables that they need; none without a service."""
+    if ranks_per_gpu > 1 and os.environ.get(PIPES):  # somebody else has started it, and ends it
+        yield {SHARE: os.environ.get(SHARE) or str(100 // ranks_per_gpu)}
+        return
     with tempfile.TemporaryDirectory(prefix="zero-bubble-mps-") as folder:
         is_used = ranks_per_gpu > 1 and started(Path(folder), can_use_cuda)
         variables = {**_variables(Path(folder)), SHARE: str(100 // ranks_per_gpu)} if is_used else {}

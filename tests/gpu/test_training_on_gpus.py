@@ -85,7 +85,7 @@ def test_four_gpus_over_nccl_equal_stock(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.gpu
 @needs_gpus(2)
 @pytest.mark.parametrize("schedule", ["zb-h1", "interleaved-1f1b"])
-def test_evaluations_equal_stock(tmp_path: Path, schedule: str) -> None:
+def test_evaluations_over_nccl_equal_stock(tmp_path: Path, schedule: str) -> None:
     chunks = ("--num-virtual-stages-per-pipeline-rank", "2") if schedule == "interleaved-1f1b" else ()
     flags = (*chunks, "--eval-iters", "2", "--eval-interval", "2")
     reference = train(tmp_path, *flags)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -200,7 +199,7 @@ def test_limits_of_the_steps_fit_into_the_part(name: str) -> None:
     assert len(set(files)) == len(files)
 
 
-def test_environment_of_a_step_wins(folder: Path) -> None:
-    assert "ZB_TEST_EAGER" not in os.environ
+def test_environment_of_a_step_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZB_TEST_EAGER", "0")
     (eager,) = (one for one in PARTS["5"].steps if "ZB_TEST_EAGER" in one.environment)
     assert run._variables(eager, False)["ZB_TEST_EAGER"] == "1"

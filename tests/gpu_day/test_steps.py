@@ -78,7 +78,7 @@ def test_selections_select_tests() -> None:
 
 
 def test_all_whole_runs_are_in_a_part() -> None:
-    """Every test of whole runs is selected by part 3 or part 5."""
+    """Every test of whole runs is selected by a step."""
     text = (ROOT / "tests/gpu/test_whole_runs.py").read_text()
     names = re.findall(r"^def (test_\w+)", text, re.MULTILINE)
     used = [keywords(shlex.split(step.arguments))[0] for step in TESTING.values() if "whole_runs" in step.arguments]

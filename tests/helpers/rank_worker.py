@@ -27,7 +27,7 @@ SEED = 1234
 
 @dataclass(frozen=True)
 class Group:
-    """The default process group of a run: over gloo, or over NCCL with one GPU per rank.
+    """The default process group of a run: over gloo, or over NCCL.
 
     ``eager`` binds NCCL's group to the rank's GPU, so that torch creates communicators before they are used.
     """

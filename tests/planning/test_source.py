@@ -146,6 +146,10 @@ def test_first_schedule_is_within_the_limit(
     validate(small)
     memory = PassMemory.uniform(small.placement)
     assert max(peaks_in_order(small, memory)) <= 0.4 * 4 < max(peaks_in_order(usual, memory))
+    assert ScheduleSource.automatic(placement, 4, cuts, stock=stock, limit="0.01p").make(8) == usual
+    fused = ScheduleSource.automatic(placement, 4, cuts, fused=True, stock=stock, limit="0.4p").make(8)
+    validate(fused)
+    assert {work.microbatch for work in fused.passes() if work.kind in (Kind.B, Kind.W)} == {7}
 
 
 def test_unknown_name_and_missing_file_are_rejected_early(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ class AutoOptions:
         measured: iterations per measurement.
         check_every: iterations between measurements that check the pass times for drift.
         drift: relative change of the predicted iteration time above which a new plan is made.
-        keep_faster: whether to begin with Megatron's own schedule of the placement, if there is one, and to go back to
-            what the run began with if the plan proves slower.
+        keep_faster: whether to begin with Megatron's own schedule of the placement, if there is one within the memory
+            limit, and to go back to what the run began with if the plan proves slower.
     """
 
     memory_limit: str = "1p"

@@ -151,8 +151,8 @@ OPTIONS = (
         "keep-faster",
         "advanced",
         SWITCH,
-        f"{ZB_AUTO} begins with Megatron's own schedule of its placement, if there is one, and goes back to what it "
-        "began with if its plan proves slower",
+        f"{ZB_AUTO} begins with Megatron's own schedule of its placement, if there is one within the memory limit, and "
+        "goes back to what it began with if its plan proves slower",
     ),
     Option(
         "placement",

@@ -147,7 +147,7 @@ class ScheduleSource:
         which W needs much memory, such as those with full recomputation. With ``stock``, they are Megatron's own, of
         which only that backward is split, wherever it has one: to compare the plan with it. Without vocabulary
         parallelism, a schedule above a ``limit`` in units of 1F1B's peak is replaced by what a short search finds
-        within it, for equal passes; a limit in bytes says nothing before memory has been measured.
+        within it, if anything, for equal passes; a limit in bytes says nothing before memory has been measured.
 
         Raises:
             UserError: a number of stages per rank that the placement cannot have.
@@ -157,9 +157,8 @@ class ScheduleSource:
         chunks = on.num_stages // num_ranks if placement in _CHUNKS else None
         if stock and is_whole and vocabulary is None and placement in STOCK_SCHEDULE:
             own = cls.by_name(STOCK_SCHEDULE[placement], num_ranks, chunks)
-            split = functools.partial(_within, limit, WHOLE, lambda count: split_last(own.make(count)))
-            return cls(ZB_AUTO, on, functools.cache(split))
-        if is_whole and placement in FIRST_SCHEDULE:
+            first = cls(ZB_AUTO, on, functools.cache(lambda count: split_last(own.make(count))))
+        elif is_whole and placement in FIRST_SCHEDULE:
             first = cls.by_name(FIRST_SCHEDULE[placement], num_ranks, chunks, vocabulary=vocabulary)
         elif not is_whole and placement == "linear":
             first = cls.by_name("seq-zb-h1", num_ranks, slices=slices)
@@ -274,7 +273,7 @@ def _searched(on: Placement, slices: Slices, num_microbatches: int, limit: float
 
 
 def _within(limit: str, slices: Slices, make: Callable[[int], Schedule], num_microbatches: int) -> Schedule:
-    """What ``make`` returns, unless its peak is above the limit, by equal microbatches."""
+    """What ``make`` returns, unless its peak is above the limit, by equal microbatches, and a search finds another."""
     schedule = make(num_microbatches)
     if limit in (DEFAULT_LIMIT, AUTO_LIMIT) or parse_memory_limit(limit)[1] != "p":
         return schedule
@@ -283,7 +282,10 @@ def _within(limit: str, slices: Slices, make: Callable[[int], Schedule], num_mic
     most = even.limit(limit)
     if within(max(peaks_in_order(schedule, PassMemory.uniform(on))), most):
         return schedule
-    return _searched(on, slices, num_microbatches, most)
+    try:
+        return _searched(on, slices, num_microbatches, most)
+    except UserError:  # not even one microbatch fits
+        return schedule
 
 
 SourceOnRanks = Callable[[int], ScheduleSource]

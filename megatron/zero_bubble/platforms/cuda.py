@@ -1,4 +1,4 @@
-"""The CUDA platform: one GPU per rank over NCCL, or several ranks on one GPU, over gloo or a new NCCL."""
+"""The CUDA platform: one GPU per rank over NCCL, or several ranks on one GPU with a new NCCL."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class Transport:
         _wait(work, self._watchdog, lambda reason: not_sent(message, reason))
 
     def _stages(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is staged in host memory: gloo, used when ranks share a GPU, sends only host memory."""
+        """Whether ``tensor`` is staged in host memory: gloo, which first iterations use, sends only that."""
         return self._is_gloo and not tensor.is_cpu
 
     def close(self) -> None:

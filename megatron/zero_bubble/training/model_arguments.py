@@ -88,7 +88,7 @@ def add_parallel(parser: argparse.ArgumentParser) -> None:
     )
     group.add(
         "--distributed-backend",
-        "backend for communication (default: nccl on GPUs, gloo on CPUs)",
+        "backend for communication: nccl on GPUs, gloo on CPUs, which is also the default",
         choices=("nccl", "gloo"),
     )
     group.real(
