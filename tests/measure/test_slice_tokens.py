@@ -120,7 +120,7 @@ def test_the_fixed_share_is_what_no_tokens_would_take() -> None:
     attention = [4.0 + count + count**2 / 64 for count in tokens]
     assert fixed_share(tokens, attention) == pytest.approx(4 / 132), "attention takes the square"
     saturated = [max(16.0, float(count)) for count in tokens]
-    assert fixed_share(tokens, saturated) == pytest.approx(0.25, rel=0.2)
+    assert 0.2 < fixed_share(tokens, saturated) <= 0.25, "short slices do not fill the device"
     sublinear = [float(count) ** 0.5 for count in tokens]
     assert 0.1 < fixed_share(tokens, sublinear) < 0.5
     assert fixed_share([1], [3.0]) == 0.0

@@ -225,7 +225,7 @@ def _planned_units(
         UserError: when no size is within the memory limit.
     """
     if choice.costs is None:
-        figures = Figures(num_ranks, num_microbatches, lambda on: (even_costs(on), PassMemory.uniform(on)))
+        figures = _even_figures(num_ranks, num_microbatches)
     else:
         figures = measured(choice.costs, num_ranks, num_microbatches)
     if choice.memory_limit is not None and parse_memory_limit(choice.memory_limit)[1] != "p" and not figures.in_bytes:
@@ -260,6 +260,10 @@ def even_costs(placement: Placement) -> PassCosts:
     return replace(costs, vocabulary=VocabularyCosts.uniform(placement.num_ranks, 0.25, 0.25))
 
 
+def _even_figures(num_ranks: int, num_microbatches: int) -> Figures:
+    return Figures(num_ranks, num_microbatches, lambda on: (even_costs(on), PassMemory.uniform(on)))
+
+
 def _searched(on: Placement, slices: Slices, num_microbatches: int, limit: float = math.inf) -> Schedule:
     """Search for a schedule for equal passes, within the peak of 1F1B; of slices, within that of ``seq-zb-h1`` and one
     more slice; in any case within a limit in microbatches of a rank.
@@ -278,8 +282,7 @@ def _within(limit: str, slices: Slices, make: Callable[[int], Schedule], num_mic
     if limit in (DEFAULT_LIMIT, AUTO_LIMIT) or parse_memory_limit(limit)[1] != "p":
         return schedule
     on = schedule.placement
-    even = Figures(on.num_ranks, num_microbatches, lambda on: (even_costs(on), PassMemory.uniform(on)))
-    most = even.limit(limit)
+    most = _even_figures(on.num_ranks, num_microbatches).limit(limit)
     if within(max(peaks_in_order(schedule, PassMemory.uniform(on))), most):
         return schedule
     try:
