@@ -16,7 +16,19 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from site_parts import architecture, flags, gpu, offload, plan_keys, refusals, schedules, slices, stored, vocabulary
+from site_parts import (
+    architecture,
+    facts,
+    flags,
+    gpu,
+    offload,
+    plan_keys,
+    refusals,
+    schedules,
+    slices,
+    stored,
+    vocabulary,
+)
 
 ROOT = Path(__file__).parent.parent
 PARTS: dict[str, Callable[[], str]] = {
@@ -26,6 +38,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **offload.PARTS,
     **flags.PARTS,
     **plan_keys.PARTS,
+    **facts.PARTS,
     **refusals.PARTS,
     **stored.PARTS,
     **architecture.PARTS,

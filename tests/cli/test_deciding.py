@@ -10,6 +10,7 @@ import pytest
 
 from megatron.zero_bubble.cli import deciding
 from megatron.zero_bubble.cli.deciding import COSTS, DECISION, decided
+from megatron.zero_bubble.cli.machine import Gpu
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.changes import Pipeline
 
@@ -129,9 +130,142 @@ def test_a_decision_is_kept_next_to_the_checkpoints(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(deciding, "_advice", refused)
     again, (line, *_) = decided([*job, *AUTO], {**WORLD, "RANK": "1"})
     assert again == first and str(tmp_path / "saved" / DECISION) in line
-    (tmp_path / "saved" / DECISION).write_text("{}")
-    with pytest.raises(UserError, match="is not a decision of --zero-bubble-schedule auto"):
-        decided([*job, *AUTO], WORLD)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({}, "must have the key flags"),
+        ({"flags": "--zero-bubble-schedule zb-v", "leave_out": []}, "flags must be a list of strings"),
+        ({"flags": ["--lr", "9"], "leave_out": []}, "only flags that auto decides; got --lr"),
+        ({"flags": [], "leave_out": ["--save", "--bf16"]}, "only flags that auto decides; got --save"),
+        ({"flags": ["zb-v"], "leave_out": []}, "only flags that auto decides; got zb-v"),
+        ({"flags": [], "leave_out": [], "facts": 3}, "facts must be an object of facts"),
+    ],
+)
+def test_a_file_without_a_decision_is_refused(tmp_path: Path, content: dict[str, Any], words: str) -> None:
+    (tmp_path / DECISION).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"auto {tmp_path / DECISION}: .*{words}.*remove the file to decide again"):
+        decided([*JOB, *FEW, "--save", str(tmp_path), *AUTO], WORLD)
+
+
+class Asked:
+    """Stands in for ``zero-bubble advise``, and counts how often it is asked."""
+
+    def __init__(self, flags: list[str]) -> None:
+        self.flags, self.times = flags, 0
+
+    def __call__(self, options: Any) -> str:
+        self.times += 1
+        row = {"name": "row", "flags": self.flags, "leave_out": [], "gain": 0.2, "bits": "", "placement": "vee"}
+        job = {"idle": {}, "schedule": "1f1b"}
+        return json.dumps({"job": job, "advice": [row], "best": 1, "worth": 0.01, "worth_it": True})
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    found = Asked([*AUTO[:1], "zb-v"])
+    monkeypatch.setattr(deciding, "advise", found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("more", "world", "words"),
+    [
+        (["--num-layers", "16"], 2, "layers: 8 there, 16 here"),
+        (["--hidden-size", "512"], 2, "hidden size: 1024 there, 512 here"),
+        (["--ffn-hidden-size", "512"], 2, "hidden size of an MLP: 4096 there, 512 here"),
+        (["--swiglu"], 2, "gated MLPs: no there, yes here"),
+        (["--num-attention-heads", "8"], 2, "attention heads: 16 there, 8 here"),
+        (["--group-query-attention", "--num-query-groups", "2"], 2, "groups of queries: 16 there, 2 here"),
+        (["--kv-channels", "32"], 2, "size of a head: 64 there, 32 here"),
+        (["--vocab-size", "1000"], 2, "vocabulary: 32128 there, 1024 here"),
+        (["--num-experts", "4"], 2, "experts: unknown there, 4 here"),
+        (["--seq-length", "1024"], 2, "sequence length: 2048 there, 1024 here"),
+        (["--micro-batch-size", "2"], 2, "sequences of a microbatch: 1 there, 2 here"),
+        (["--recompute-activations"], 2, "recomputation: none there, selective, core_attn here"),
+        (["--attention-backend", "unfused"], 2, "attention kernel: flash there, unfused here"),
+        (["--fp8-format", "hybrid"], 2, "precision: bf16 there, bf16 fp8 here"),
+        (["--tensor-model-parallel-size", "2"], 4, "tensor-parallel ranks: 1 there, 2 here"),
+        (["--context-parallel-size", "2"], 4, "context-parallel ranks: 1 there, 2 here"),
+        (["--pipeline-model-parallel-size", "4"], 4, "pipeline ranks: 2 there, 4 here"),
+        ([], 4, "data-parallel replicas: 1 there, 2 here"),
+        (["--num-virtual-stages-per-pipeline-rank", "2"], 2, "stages per rank: 1 there, 2 here"),
+        (["--decoder-first-pipeline-num-layers", "3"], 2, "layers per stage: 4 x2 there, 3, 5 here"),
+        (["--global-batch-size", "64"], 2, "global batch: 4 there, 64 here"),
+        (["--use-distributed-optimizer"], 2, "optimizer: adam there, adam, distributed here"),
+        (["--zero-bubble-exact"], 2, "exact sums: no there, yes here"),
+        ([LIMIT, "0.5p"], 2, "memory limit: auto there, 0.5p here"),
+        (["--zero-bubble-nccl-ctas", "4"], 2, "other flags of this package:  there, nccl_ctas 4 here"),
+    ],
+)
+def test_another_job_decides_again(tmp_path: Path, asked: Asked, more: list[str], world: int, words: str) -> None:
+    job = [*JOB, *FEW, "--save", str(tmp_path), "--load", str(tmp_path)]
+    decided([*job, *AUTO], WORLD)
+    decided([*job, *AUTO], WORLD)
+    assert asked.times == 1, "the same job keeps its decision"
+    other = {**WORLD, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    _, (line, *_) = decided([*job, *more, *AUTO], other)
+    assert asked.times == 2
+    assert line.startswith(f"auto: {tmp_path / DECISION} decided for another job (") and words in line
+    decided([*job, *more, *AUTO], other)
+    assert asked.times == 2, "the new decision is kept"
+
+
+def test_another_gpu_decides_again(tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = [*JOB, *FEW, "--save", str(tmp_path), "--zero-bubble-device", "auto", *AUTO]
+    for gpu, times in ((Gpu("h100", "79.6GiB"), 1), (Gpu("h100", "79.6GiB"), 1), (Gpu("h200", "140.4GiB"), 2)):
+        monkeypatch.setattr(deciding, "gpu_here", lambda own=gpu: own)
+        _, lines = decided(job, WORLD)
+        assert asked.times == times
+    assert "(GPU: h100 there, h200 here; memory of a GPU: 79.6GiB there, 140.4GiB here)" in lines[0]
+
+
+def test_new_costs_decide_again(tmp_path: Path, asked: Asked) -> None:
+    job = [*JOB, *FEW, "--save", str(tmp_path), *AUTO]
+    decided(job, WORLD)
+    for times, forward in ((2, 1.0), (3, 2.0)):
+        times_of = {"forward_ms": forward, "backward_ms": 1.0, "wgrad_ms": 1.0}
+        (tmp_path / COSTS).write_text(json.dumps(times_of))
+        _, lines = decided(job, WORLD)
+        assert asked.times == times and "(costs: " in lines[1]
+        assert lines[0] == f"auto: {tmp_path / COSTS} does not say of which job it is, and is taken as of this one"
+
+
+def test_a_decision_that_the_job_refuses_is_made_again(tmp_path: Path, asked: Asked) -> None:
+    job = [*JOB, *FEW, "--save", str(tmp_path)]
+    decided([*job, *AUTO], WORLD)
+    content = json.loads((tmp_path / DECISION).read_text())
+    (tmp_path / DECISION).write_text(json.dumps({**content, "flags": ["--zero-bubble-schedule", "nonsense"]}))
+    flags, (line, *_) = decided([*job, *AUTO], WORLD)
+    assert "decided for what this job refuses, so this is decided again: " in line and "nonsense" not in flags
+
+
+def test_decisions_of_older_versions_are_made_again(tmp_path: Path, asked: Asked) -> None:
+    (tmp_path / DECISION).write_text(json.dumps({"flags": ["--zero-bubble-schedule", "zb-h2"], "leave_out": []}))
+    flags, (line, *_) = decided([*JOB, *FEW, "--save", str(tmp_path), *AUTO], WORLD)
+    assert "does not say for which job it decided, so this is decided again" in line and "zb-h2" not in flags
+
+
+def test_nothing_is_written_to_the_folder_of_load(tmp_path: Path, asked: Asked) -> None:
+    """The decision of the job that is loaded holds if the job is the same; it is then kept in ``--save``."""
+    loaded, saved = tmp_path / "loaded", tmp_path / "saved"
+    loaded.mkdir()
+    decided([*JOB, *FEW, "--load", str(loaded), *AUTO], WORLD)
+    assert not list(loaded.iterdir())
+    decided([*JOB, *FEW, "--save", str(loaded), *AUTO], WORLD)
+    times = asked.times
+    _, lines = decided([*JOB, *FEW, "--load", str(loaded), "--save", str(saved), *AUTO], WORLD)
+    assert asked.times == times and f"as {loaded / DECISION} says" in lines[0]
+    assert (saved / DECISION).read_text() == (loaded / DECISION).read_text()
+    decided([*JOB, "--global-batch-size", "8", "--load", str(loaded), "--save", str(tmp_path / "other"), *AUTO], WORLD)
+    assert asked.times == times + 1
+
+
+def test_a_folder_that_is_not_writable_is_a_remark(tmp_path: Path, asked: Asked) -> None:
+    (tmp_path / "file").write_text("")
+    flags, lines = decided([*JOB, *FEW, "--save", str(tmp_path / "file" / "saved"), *AUTO], WORLD)
+    assert "zb-auto" in flags and "cannot be written" in lines[0] and "decides again" in lines[0]
 
 
 @pytest.mark.usefixtures("named")
@@ -140,10 +274,29 @@ def test_costs_of_the_last_run_decide(tmp_path: Path) -> None:
     costs = {"forward_ms": [1.0] * 2, "backward_ms": [2.0] * 2, "wgrad_ms": [0.0] * 2, "comm_ms": 5.0}
     (tmp_path / COSTS).write_text(json.dumps(costs))
     with_costs, _ = decided([*JOB, *FEW, "--load", str(tmp_path), *AUTO], WORLD)
-    (tmp_path / DECISION).unlink()
     (tmp_path / COSTS).unlink()
     without, _ = decided([*JOB, *FEW, "--load", str(tmp_path), *AUTO], WORLD)
     assert with_costs != without
+
+
+@pytest.mark.parametrize(
+    ("costs", "words"),
+    [
+        ({"forward_ms": [1, 1, 1], "facts": {"hidden_size": 1024}}, "one figure for each of the 2 stages; got 3"),
+        ({"forward_ms": 1, "facts": {"hidden_size": 64}}, "of another job: hidden size: 64 there, 1024 here"),
+        ({"forward_ms": 1, "wgrad_ms": "x"}, "wgrad_ms must be"),
+    ],
+)
+def test_costs_of_other_jobs_are_not_used(
+    tmp_path: Path, costs: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pipeline, "changes", Pipeline.named_changes)
+    estimated, _ = decided([*JOB, *FEW, *AUTO], WORLD)
+    same = dict.fromkeys(("backward_ms", "wgrad_ms"), costs["forward_ms"])
+    (tmp_path / COSTS).write_text(json.dumps({**same, **costs}))
+    flags, lines = decided([*JOB, *FEW, "--load", str(tmp_path), *AUTO], WORLD)
+    assert f"{tmp_path / COSTS} is not used" in lines[0] and words in lines[0]
+    assert [word for word in flags if word not in ("--load", str(tmp_path))] == estimated
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def test_costs_per_layer_are_for_the_jobs_layout(capsys: Capture, tmp_path: Path
     expected = simulate(build("zb-h1", num_ranks=4, num_microbatches=16), costs).makespan_ms
     assert f", {expected:,.1f} ms" in run(capsys, [*FOUR, "--costs", str(file)], job)
     file.write_text(json.dumps(content | {"layers": ["layer*9"]}))
-    assert "the layers per stage must add up to 9; got 3, 2, 2, 1" in refusal(
+    assert "is of 9 layers, and the job has 8; record the costs of this job" in refusal(
         capsys, [*FOUR, "--costs", str(file)], job
     )
 

@@ -66,6 +66,7 @@ def test_dry_run_reads_the_schedule_file_once(
         (f"compare {SIZES} --costs FILE --equal-passes", COSTS_FILE),
         (f"dry-run {LAYOUT} --costs FILE {JOB} --zero-bubble-schedule zb-h1", COSTS_FILE),
         (f"plan --schedule-file FILE {TIMES} --memory-limit 1p", SCHEDULE_FILE),
+        (f"advise --quick --gpus-per-node 2 --costs FILE {JOB} --num-layers 16 --mtp-num-layers 1", COSTS_FILE),
         ("trace FILE", TRACE_FILE),
     ],
 )

@@ -18,6 +18,7 @@ from megatron.zero_bubble.costs import PassMemory, SliceTokens
 from megatron.zero_bubble.costs.layers import stages_of_layers
 from megatron.zero_bubble.costs.lengths import Load, Whole
 from megatron.zero_bubble.formats.costs import costs_to_json
+from megatron.zero_bubble.formats.facts import Facts
 from megatron.zero_bubble.formats.trace import Recording, trace_to_json
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.measure.exchanges import with_exchanges
@@ -63,6 +64,7 @@ class Tracer(IterationObserver):
         end: maps the number of a run's first iteration to the number of its last.
         iterations: iterations to record; None selects the last ``LAST_ITERATIONS``.
         packing: what the job knows of microbatches of different lengths; None if all are alike.
+        facts: returns those of the job, given its GPU, for the costs file.
 
     Attributes:
         iteration: number of the current or, between iterations, the previous iteration.
@@ -76,6 +78,7 @@ class Tracer(IterationObserver):
         end: Callable[[int], int],
         iterations: Sequence[range] | None = None,
         packing: Packing | None = None,
+        facts: Callable[[str], Facts] = lambda _: {},
     ) -> None:
         self._recorder = recorder
         self._name, self._number, self._end_after = name, number, end
@@ -83,7 +86,7 @@ class Tracer(IterationObserver):
         self._end: int | None = None
         self._recording = False
         self._recorded: dict[int, Marks] = {}
-        self._packing = packing
+        self._packing, self._facts = packing, facts
         self._loads: dict[int, tuple[Load, ...]] = {}
         self._measured_tokens: int | None = None
         self._chunks: Sequence[torch.nn.Module] = ()
@@ -171,7 +174,8 @@ class Tracer(IterationObserver):
                     _write(recording, target)
                 else:
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_text(costs_to_json(costs, memory, tokens, layers), encoding="utf-8")
+                    facts = self._facts(self._recorder.platform.device_name())
+                    target.write_text(costs_to_json(costs, memory, tokens, layers, facts), encoding="utf-8")
             except OSError as error:
                 said.append(f"cannot write the recorded iterations to {target}: {error.strerror}; they are lost")
             else:

@@ -2,8 +2,10 @@
 
 Placement, stages per rank, layers per stage, slices and the division of the vocabulary cannot change during a run. They
 are decided by ``zero-bubble advise`` from the flags of the job: by the costs that its last run has left next to its
-checkpoints, else by estimates. Every rank gets the same answer, because it depends only on the flags and on files that
-all ranks read. The order of passes is then that of ``zb-auto``, which measures them, within the memory that is left.
+checkpoints, else by estimates. Every rank gets the same answer, because it depends only on the flags, the machine and
+files that all ranks read. The decision is kept in the folder of ``--save``, with the facts that it follows from: a job
+with other facts decides again. The order of passes is then that of ``zb-auto``, which measures them, within the memory
+that is left.
 """
 
 from __future__ import annotations
@@ -12,23 +14,35 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron.zero_bubble import __version__
 from megatron.zero_bubble.cli.advise import add_advise, advise, changed
+from megatron.zero_bubble.cli.beside_checkpoints import (
+    COSTS,
+    DECISION,
+    Costs,
+    Decision,
+    costs_in,
+    read_decision,
+    write_decision,
+)
+from megatron.zero_bubble.cli.machine import Gpu, gpu_here
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.flags import StrictParser, parse_ours
+from megatron.zero_bubble.formats.facts import Facts, all_differences, listed
+from megatron.zero_bubble.job.facts import facts_of, job_facts
+from megatron.zero_bubble.job.flags import StrictParser, given, parse_ours
 from megatron.zero_bubble.planning.advice import NUMBERS, ROUNDED
 from megatron.zero_bubble.planning.source import AUTO_LIMIT, ZB_AUTO
 from megatron.zero_bubble.search.placements import HAS_CHUNKS
+from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
 
 AUTO = "auto"
-COSTS, DECISION = "zero_bubble_costs.json", "zero_bubble_auto.json"
-"""The files next to the checkpoints: what a run has measured, and what it decided."""
 _SCHEDULE = "--zero-bubble-schedule"
 _ORDERED = ("--zero-bubble-overlap-experts", "--zero-bubble-shard-weights")
 """Flags of pairs and of sharded units, which have an order of their own."""
@@ -46,7 +60,8 @@ _DECIDED = (
 """Flags that contradict ``auto``, because it decides what they do."""
 _EFFORT = 0.03
 """Effort of the searches that decide, because the run plans again from measured passes."""
-_GPUS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
+_ASIDE = ("schedule", "exact", "memory_limit", "device", "trace", "trace_iterations", "record_costs", "log_bubble")
+"""Options of this package that are facts of their own, or change nothing in what is decided."""
 
 
 def decided(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
@@ -73,16 +88,22 @@ def decided(argv: Sequence[str], environment: Mapping[str, str] = os.environ) ->
             raise UserError(
                 f"{_SCHEDULE} {AUTO} decides what {flag} does; got {flag} {value}; leave it out, or name a schedule"
             )
-    folder = _folder(others)
-    file = None if folder is None else folder / DECISION
-    left = _without_schedule(argv)
-    if file is not None and file.exists():
-        return _adopted(left, _read(file), f"as {file} says; remove it to decide again", environment)
-    asked = _advice(others, folder, options, environment)
-    decision, why = _decision(asked, left, options, environment)
-    if file is not None and environment.get("RANK", "0") == "0":
-        _write(file, decision)
-    return _adopted(left, decision, why, environment)
+    left, saved, loaded = _without_schedule(argv), _folder(others, "--save"), _folder(others, "--load")
+    gpu = Gpu() if options.zero_bubble_device == "cpu" else gpu_here()
+    facts = _facts(others, options, gpu, environment)
+    costs, remarks = costs_in([saved, loaded], facts)
+    facts = {**facts, "costs": "estimated" if costs is None else costs.digest}
+    found, why, more = _kept([saved, loaded], facts, left, environment)
+    remarks += more
+    if found is None:
+        asked, more = _advice(others, costs, options, gpu, environment)
+        remarks += more
+        found, why = _decision(asked, left, options, environment, facts)
+    if saved is not None and environment.get("RANK", "0") == "0":
+        remarks += write_decision(saved / DECISION, found)
+    is_recorded = costs is not None and saved is not None and costs.file == saved / COSTS and costs.names_its_job
+    flags, lines = _adopted(left, found, why, None if is_recorded else saved, environment)
+    return flags, [*(f"{AUTO}: {remark}" for remark in remarks), *lines]
 
 
 def decided_for_our_loop(argv: Sequence[str]) -> list[str]:
@@ -106,22 +127,86 @@ def decided_for_our_loop(argv: Sequence[str]) -> list[str]:
 
 
 def _adopted(
-    argv: list[str], decision: Mapping[str, Any], why: str, environment: Mapping[str, str]
+    argv: list[str], decision: Decision, why: str, folder: Path | None, environment: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """The flags with a decision, and what is logged. A search records what it measures, for the next decision."""
-    flags = changed(argv, decision["flags"], decision["leave_out"])
-    what = " ".join(decision["flags"]) if decision["flags"] else "the job's own schedule"
-    folder, lines = _folder(argv, ("--save",)), [f"{AUTO}: {what}: {why}"]
-    if ZB_AUTO in decision["flags"] and folder is not None and not any(word.startswith(_RECORD) for word in argv):
+    """The flags with a decision, and what is logged. A search records what it measures, if there is a folder for it."""
+    flags = changed(argv, decision.flags, decision.leave_out)
+    what = " ".join(decision.flags) if decision.flags else "the job's own schedule"
+    lines = [f"{AUTO}: {what}: {why}"]
+    if ZB_AUTO in decision.flags and folder is not None and not any(word.startswith(_RECORD) for word in argv):
         recording = [*flags, _RECORD, str(folder / COSTS)]
         if _refused(recording, environment) is None:
             return recording, [*lines, f"{AUTO}: {folder / COSTS} will have the measured costs when the run ends"]
     return flags, lines
 
 
+def _kept(
+    folders: Sequence[Path | None], facts: Facts, left: list[str], environment: Mapping[str, str]
+) -> tuple[Decision | None, str, list[str]]:
+    """The first decision in these folders that is one for this job, where it is from, and remarks on others.
+
+    Raises:
+        UserError: a file has no decision.
+    """
+    remarks = []
+    for file in (folder / DECISION for folder in folders if folder is not None):
+        if not file.exists():
+            continue
+        found = read_decision(file)
+        if not found.facts:
+            remarks.append(f"{file} does not say for which job it decided, so this is decided again")
+        elif different := all_differences(found.facts, facts):
+            remarks.append(f"{file} decided for another job ({listed(different)}), so this is decided again")
+        elif (reason := _refused(changed(left, found.flags, found.leave_out), environment)) is not None:
+            remarks.append(f"{file} decided for what this job refuses, so this is decided again: {reason}")
+        else:
+            return found, f"as {file} says; remove it to decide again", remarks
+    return None, "", remarks
+
+
+def _facts(
+    others: Sequence[str], options: argparse.Namespace, gpu: Gpu, environment: Mapping[str, str]
+) -> dict[str, str | int | bool]:
+    """What a decision follows from, but for the costs.
+
+    Args:
+        others: the flags of the job that are not of this package.
+        options: the flags of this package.
+
+    Raises:
+        UserError: a job that could not run without this package.
+    """
+    with _deciding():
+        args = checked_megatron_job(others, *_sizes(environment)).args
+    ours = {name: value for name, value in given(options).items() if name not in _ASIDE}
+    return {
+        **facts_of(args, "cpu" if options.zero_bubble_device == "cpu" else gpu.name, known_vocabulary(args)),
+        **job_facts(args),
+        "gpus_per_node": _sizes(environment)[1],
+        "gpu_memory": gpu.memory or "unknown",
+        "exact": bool(options.zero_bubble_exact),
+        "memory_limit": options.zero_bubble_memory_limit or AUTO_LIMIT,
+        "options": ", ".join(f"{name} {value}" for name, value in ours.items()),
+        "version": __version__,
+    }
+
+
+@contextmanager
+def _deciding() -> Iterator[None]:
+    """Context in which an error also says what was being done."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{_SCHEDULE} {AUTO} could not decide: {error}") from error
+
+
 def _decision(
-    asked: Mapping[str, Any], left: list[str], options: argparse.Namespace, environment: Mapping[str, str]
-) -> tuple[dict[str, Any], str]:
+    asked: Mapping[str, Any],
+    left: list[str],
+    options: argparse.Namespace,
+    environment: Mapping[str, str],
+    facts: Facts,
+) -> tuple[Decision, str]:
     """What to run, by the advice, and why: the advised change, else the fastest that the job's other flags allow.
 
     Args:
@@ -139,12 +224,12 @@ def _decision(
         for flags in _ways(row, options.zero_bubble_memory_limit):
             if _refused(changed(left, flags, row["leave_out"]), environment) is None:
                 why = f"{row['name']}, {-row['gain']:+.1%} of the time of the passes expected, of which ranks idle "
-                return {"flags": flags, "leave_out": row["leave_out"]}, f"{why}{idle:.1%} without it"
+                return Decision(tuple(flags), tuple(row["leave_out"]), facts), f"{why}{idle:.1%} without it"
     # Other flags of this package need one of its schedules.
     ours = [word for word in left if word.startswith(("--zero-bubble-", "--no-zero-bubble-"))]
     by_us = any(not word.startswith("--zero-bubble-device") for word in ours)
-    own = [_SCHEDULE, job["schedule"]] if by_us else []
-    return {"flags": own, "leave_out": []}, f"ranks idle {idle:.1%} of the time, and no change is worth it"
+    own = (_SCHEDULE, str(job["schedule"])) if by_us else ()
+    return Decision(own, (), facts), f"ranks idle {idle:.1%} of the time, and no change is worth it"
 
 
 def _ways(row: Mapping[str, Any], limit: str | None) -> Iterator[list[str]]:
@@ -176,56 +261,54 @@ def _sizes(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _advice(
-    others: Sequence[str], folder: Path | None, options: argparse.Namespace, environment: Mapping[str, str]
-) -> Mapping[str, Any]:
+    others: Sequence[str],
+    costs: Costs | None,
+    options: argparse.Namespace,
+    gpu: Gpu,
+    environment: Mapping[str, str],
+) -> tuple[Mapping[str, Any], list[str]]:
     """Ask ``zero-bubble advise``, without a limit of time, which would depend on the machine.
 
     Args:
         others: the flags of the job that are not of this package.
-        folder: where costs may be.
         options: the flags of this package.
+
+    Returns:
+        what it says, and remarks on costs that do not fit this pipeline.
 
     Raises:
         UserError: its error.
     """
     world, node = _sizes(environment)
-    costs = None if folder is None else folder / COSTS
-    given = ["--format", "json", "--nodes", str(max(1, world // node)), "--gpus-per-node", str(node)]
-    given += [] if options.zero_bubble_device == "cpu" else _gpu()
-    given += ["--costs", str(costs)] if costs is not None and costs.exists() else []
+    words = ["--format", "json", "--nodes", str(max(1, world // node)), "--gpus-per-node", str(node), *gpu.flags]
     limit = options.zero_bubble_memory_limit
-    given += ["--memory-limit", limit] if limit not in (None, AUTO_LIMIT) else []
+    words += ["--memory-limit", limit] if limit not in (None, AUTO_LIMIT) else []
     parser = StrictParser()
     add_advise(parser)
     parser.set_defaults(seconds=math.inf, effort=_EFFORT)
-    try:
-        found: Mapping[str, Any] = json.loads(advise(parser.parse_args([*given, "--", *others])))
-    except UserError as error:
-        raise UserError(f"{_SCHEDULE} {AUTO} could not decide: {error}") from error
+
+    def ask(more: Sequence[str] = ()) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = json.loads(advise(parser.parse_args([*words, *more, "--", *others])))
+        return found
+
+    remarks: list[str] = []
+    with _deciding():
+        if costs is not None:
+            try:
+                return ask(["--costs", str(costs.file)]), remarks
+            except UserError as error:
+                remarks.append(f"{costs.file} is not used: {error}")
+        return ask(), remarks
+
+
+def _folder(others: Sequence[str], flag: str) -> Path | None:
+    """The folder that a flag of the job names, if it has it."""
+    found = None
+    for word, value in zip(others, [*others[1:], ""], strict=True):
+        name, equals, own = word.partition("=")
+        if name == flag:
+            found = Path(own if equals else value)
     return found
-
-
-def _gpu() -> list[str]:
-    """The flags for the GPU of this machine, by the driver; none without one, so that another is assumed."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    name, _, mebibytes = text.splitlines()[0].rpartition(",")
-    known = next((own for part, own in _GPUS.items() if part in name), None)
-    return [*(["--gpu", known] if known else []), "--gpu-memory", f"{int(mebibytes) / 1024:.1f}GiB"]
-
-
-def _folder(others: Sequence[str], flags: Sequence[str] = ("--load", "--save")) -> Path | None:
-    """The folder of the first of these flags that the job has: where it loads its checkpoints from, else saves them."""
-    found: dict[str, str] = {}
-    for flag, value in zip(others, [*others[1:], ""], strict=True):
-        name, _, own = flag.partition("=")
-        if name in flags:
-            found[name] = own or value
-    text = next((found[name] for name in flags if name in found), None)
-    return None if text is None else Path(text)
 
 
 def _without_schedule(argv: Sequence[str]) -> list[str]:
@@ -236,22 +319,3 @@ def _without_schedule(argv: Sequence[str]) -> list[str]:
         if word == f"{_SCHEDULE}={AUTO}":
             return [*left[:place], *left[place + 1 :]]
     return left
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    try:
-        found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return {name: [str(flag) for flag in found[name]] for name in ("flags", "leave_out")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is not a decision of {_SCHEDULE} {AUTO}: {error}; remove it") from error
-
-
-def _write(file: Path, decision: Mapping[str, Any]) -> None:
-    """Write the decision at once, because other ranks may read it."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_suffix(".draft")
-        draft.write_text(json.dumps(decision, indent=1) + "\n", encoding="utf-8")
-        draft.replace(file)
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}; make its folder writable") from error

@@ -30,7 +30,9 @@ from megatron.zero_bubble.ir import Placement, Plan, Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job import experts, recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.facts import remarks as of_other_jobs
 from megatron.zero_bubble.job.flags import has_schedule
+from megatron.zero_bubble.job.installed import missing_packages as packages_of_megatrons
 from megatron.zero_bubble.job.nccl import collective_ctas
 from megatron.zero_bubble.job.pattern import contents
 from megatron.zero_bubble.job.runnable import check_runnable
@@ -43,6 +45,7 @@ from megatron.zero_bubble.planning.shards import of_schedule
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.render.text import headline, imbalance
 from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
+from megatron.zero_bubble.training.model_checks import missing_packages as packages_of_ours
 
 _COPIES = "Copies to host memory and back are not in the times, unless the costs file has host_ms."
 _BALANCE = (
@@ -127,8 +130,12 @@ def dry_run(options: argparse.Namespace) -> str:
     recomputed = recomputation.remark(args, args.source, costs.num_microbatches)
     hidden = experts.remark(args, args.source)
     uneven = None if (found := imbalance(timeline)) is None else f"{found}: {_BALANCE}"
-    remarks = filter(None, (*_compared(options, args, timeline, costs), uneven, copied, recomputed, hidden))
-    notes = (*(f"{line}." for line in replaced), *costs.notes, *remarks)
+    facts = {name: value for name, value in costs.facts.items() if name != "gpu"}  # which is assumed
+    of_files = of_other_jobs(args.zero_bubble, facts) if has_schedule(args) else ()
+    remarks = filter(None, (*_compared(options, args, timeline, costs), uneven, copied, recomputed, hidden, *of_files))
+    missing = (packages_of_megatrons if options.megatron_lm else packages_of_ours)(args)
+    needed = (f"The job also needs {package}, which is not installed here." for package in missing)
+    notes = (*(f"{line}." for line in replaced), *costs.notes, *remarks, *needed)
     sections = [
         groups.text() + groups.warning(),
         _ranks_text(groups, stage_names(contents(args, layers), job_predictions(args)), timeline, costs, memory, host),

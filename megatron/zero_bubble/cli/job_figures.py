@@ -20,9 +20,11 @@ from megatron.zero_bubble.costs.predictions import (
 from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.costs.units import parse_bytes
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import read_costs_file
+from megatron.zero_bubble.formats.costs import CostsFile, read_costs_file
+from megatron.zero_bubble.formats.facts import differences, listed
 from megatron.zero_bubble.formats.layout import job_predictions
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.facts import facts_of
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, unestimated_kinds
 from megatron.zero_bubble.planning.division import Division
@@ -56,10 +58,15 @@ def job_figures(
     if vocabulary is not None:
         model = replace(model, vocabulary=vocabulary)
     division = replace(division_of(args, vocabulary), given=layers)
+    facts = facts_of(args, gpu, vocabulary)
     if costs_file is not None:
-        figures = _measured(sizes, costs_file, args.placement, division)
-        if any(predictions) and read_costs_file(costs_file).layer_costs() is not None:
+        read = read_costs_file(costs_file)
+        facts = {**facts, **({"gpu": read.facts["gpu"]} if "gpu" in read.facts else {})}  # measured, not assumed
+        figures = _measured(sizes, read, args.placement, division)
+        if any(predictions) and figures.layers is not None:
             figures = _noting(figures, _NO_PREDICTIONS)
+        if different := differences(read.facts, facts):
+            figures = _noting(figures, f"The costs in {costs_file} are of another job: {listed(different)}.")
     elif estimated:
         figures = _estimated(sizes, model, gpu, predictions, division)
         if vocabulary is None:
@@ -70,7 +77,8 @@ def job_figures(
             )
     else:
         figures = _equal(sizes, ", ".join(others).capitalize(), any(predictions))
-    figures = replace(figures, message_bytes=model.message_bytes * (1 if args.bf16 or args.fp16 else 2))
+    message_bytes = model.message_bytes * (1 if args.bf16 or args.fp16 else 2)
+    figures = replace(figures, message_bytes=message_bytes, facts=facts)
     if not estimated:
         return figures
     return _with_weights(figures, args, model, predictions, division)
@@ -140,11 +148,15 @@ def _with_weights(
     )
 
 
-def _measured(sizes: tuple[int, int], file: str, placement: Placement, division: Division) -> Figures:
+def _measured(sizes: tuple[int, int], read: CostsFile, placement: Placement, division: Division) -> Figures:
     """Return the costs in a file; those per layer are for the layout of the job."""
-    read = read_costs_file(file)
     read.check_links(placement.num_ranks)
     layers = read.layer_costs()
+    if layers is not None and layers.num_layers != sum(division.given):
+        raise UserError(
+            f"costs per layer must be those of the job's model; {read.path} is of {layers.num_layers} layers, and the "
+            f"job has {sum(division.given)}; record the costs of this job"
+        )
     costs, memory = read.on_layout(placement, division.given) if layers is not None else read.on(placement)
     kept = PassMemory.uniform(placement) if memory is None else memory
 
@@ -161,7 +173,7 @@ def _measured(sizes: tuple[int, int], file: str, placement: Placement, division:
         memory is not None,
         sequence=sequence,
         least_slice_tokens=least,
-        notes=(f"Costs are from {file}.", *((f"A lower bound: {HALVED}",) if read.halves(placement) else ())),
+        notes=(f"Costs are from {read.path}.", *((f"A lower bound: {HALVED}",) if read.halves(placement) else ())),
         layers=layers,
         division=None if layers is None else division,
         halves=read.halves,

@@ -9,7 +9,8 @@ and values), ``sequence_length`` and ``least_slice_tokens`` (tokens of a sequenc
 ``slice_overhead`` (the share of a pass that every slice takes, however short it is). Only vocabulary parallelism needs
 the keys of ``formats/vocabulary.py``, only offloading ``host_ms`` (the time to copy what F saves to host memory, or
 back), and only sharded units ``gather_ms`` and ``reduce_ms`` (the times to gather the weights, and to reduce the
-gradients). Models with experts have their all-to-alls in ``experts`` (``formats/experts.py``).
+gradients). Models with experts have their all-to-alls in ``experts`` (``formats/experts.py``). A recorded file has the
+``facts`` of its job (``formats/facts.py``).
 
 Costs per layer, from which layouts are made, are in ``layers`` and ``parts`` (see ``formats/layers.py``) instead of
 figures of passes, or are derived from lists per stage with ``layers_per_stage``. With them, no layer is ever divided;
@@ -41,6 +42,7 @@ from megatron.zero_bubble.costs.units import (
 )
 from megatron.zero_bubble.errors import UserError, nearest
 from megatron.zero_bubble.formats.experts import EXPERTS, ExpertFigures, experts_content, experts_from
+from megatron.zero_bubble.formats.facts import KEY_FACTS, Facts, facts_from
 from megatron.zero_bubble.formats.files import json_object, naming, read_file, read_key
 from megatron.zero_bubble.formats.layers import ENDS, LAYERS, PARTS, ends_content, ends_from, layers_from
 from megatron.zero_bubble.formats.vocabulary import KEYS, VocabularyFigures, vocabulary_content, vocabulary_from
@@ -55,7 +57,7 @@ _LAYOUT = "layers_per_stage"
 _SHARES = {"attention": "forward_attention", "backward_attention": "backward_attention"}
 """The keys of shares, and the attributes of ``PassCosts`` that they give; ``ATTENTION`` has them in the same order."""
 _OF_STAGES = (*TIMES, *MEMORY, KEY_HISTORY, KEY_HOST, *SHARDS, *_SHARES, _LAYOUT, *ENDS, *KEYS, EXPERTS)
-_KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, COMM, "links", MESSAGE, OVERHEAD))
+_KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, COMM, "links", MESSAGE, OVERHEAD, KEY_FACTS))
 _WHAT = "costs file"
 _ALIKE = 0.01
 """Relative difference of figures up to which stages count as alike."""
@@ -66,6 +68,7 @@ def costs_to_json(
     memory: PassMemory | None = None,
     tokens: SliceTokens | None = None,
     layers_per_stage: Sequence[int] = (),
+    facts: Facts | None = None,
 ) -> str:
     """Write a costs file with one figure per stage; ``CostsFile.parse`` reads it back unchanged.
 
@@ -92,6 +95,8 @@ def costs_to_json(
     if layers_per_stage:
         content[_LAYOUT] = list(layers_per_stage)
         content |= ends_content(of_stages(costs, memory, layers_per_stage))
+    if facts:
+        content[KEY_FACTS] = dict(facts)
     return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items()) + "\n}\n"
 
 
@@ -112,6 +117,7 @@ class CostsFile:
         ends: the embedding and the output layer with the loss, as far as known besides the lists.
         vocabulary: figures of vocabulary parallelism; None if the file has none.
         experts: the all-to-alls of experts and their computation; None if the file has none.
+        facts: those of the job that was measured; empty for files written by hand.
     """
 
     times: Mapping[str, Figure]
@@ -128,6 +134,7 @@ class CostsFile:
     message_ms: float = 0.0
     experts: ExpertFigures | None = None
     slice_overhead: float = 0.0
+    facts: Facts = field(default_factory=dict)
 
     @property
     def embedding_is_known(self) -> bool:
@@ -165,7 +172,7 @@ class CostsFile:
             raise UserError(f"allowed keys are {', '.join(sorted(_KEYS))}; got {unknown[0]!r}; remove or rename it")
         if content.keys() & {LAYERS, PARTS}:
             return cls._per_layer(content)
-        for name in content.keys() - {"links"}:
+        for name in content.keys() - {"links", KEY_FACTS}:
             values = content[name] if isinstance(content[name], list) else [content[name]]
             for value in values:
                 refuse_huge(**{name: value})
@@ -194,6 +201,7 @@ class CostsFile:
             message_ms=message_ms,
             experts=experts_from(content),
             slice_overhead=_overhead(content),
+            facts=facts_from(content),
         )
 
     @classmethod
@@ -208,7 +216,7 @@ class CostsFile:
         links = _links(content.get("links", []))
         layers = layers_from(content, comm_ms, links)
         layers = replace(layers, message_ms=message_ms, slice_overhead=_overhead(content))
-        return cls({}, None, comm_ms, links, tokens=_tokens(content), layers=layers)
+        return cls({}, None, comm_ms, links, tokens=_tokens(content), layers=layers, facts=facts_from(content))
 
     def check_links(self, num_ranks: int) -> None:
         """Check that the links are those of a pipeline with this number of ranks.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from megatron.zero_bubble.analysis.score import length_ms
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.facts import Facts, facts_from
 from megatron.zero_bubble.formats.files import is_positive, is_text, json_object, read_file, read_key
 from megatron.zero_bubble.formats.layout import layout_from
 from megatron.zero_bubble.formats.moves import moves_from, offload_from
@@ -124,6 +125,7 @@ class PlanFile:
         moves: what moves to host memory between forward and backward.
         sharding: how chunks are sharded over their replicas; None if each replica has all of them.
         recompute_logits: whether the divided output layer computes its logits again for the weight gradient.
+        facts: those of the job that the plan was made for; empty if they are unknown.
     """
 
     schedule: Schedule
@@ -132,6 +134,7 @@ class PlanFile:
     moves: tuple[Move, ...] = ()
     sharding: Sharding | None = None
     recompute_logits: bool = False
+    facts: Facts = field(default_factory=dict, hash=False)
 
     @property
     def vocabulary(self) -> Algorithm | None:
@@ -154,6 +157,7 @@ def plan_from_json(text: str) -> PlanFile:
         moves_from(content, schedule),
         sharding_from(content, schedule.placement),
         _recomputes_logits(content),
+        facts_from(content),
     )
 
 

@@ -76,6 +76,12 @@ PLAN_KEYS = (
     Key("imbalance", "number", "work of the busiest rank, divided by the mean of the ranks: 1 if all have equal work"),
     Key("peak_activation", "list of numbers", "per rank: its peak, in units of what one microbatch keeps on it"),
     Key(
+        "facts",
+        "object",
+        "the [facts of the job](#facts-of-the-job) that it was planned for; missing if they are unknown. A run of "
+        "another job says which differ",
+    ),
+    Key(
         "message_peak",
         "list of numbers",
         "per rank: the most bytes of messages that it sends and receives at a time",

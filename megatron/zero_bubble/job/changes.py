@@ -42,6 +42,18 @@ _DECIDED = (
     "--zero-bubble-recompute-logits",
 )
 """What a job may have asked for that changes its stages or its passes."""
+_OF_OTHERS = (
+    "--zero-bubble-placement",
+    "--zero-bubble-num-chunks",
+    "--zero-bubble-memory-limit",
+    "--zero-bubble-keep-faster",
+    "--zero-bubble-overlap-experts",
+    "--zero-bubble-shard-weights",
+    "--zero-bubble-unit-microbatches",
+    "--zero-bubble-whole-stages",
+)
+DECIDABLE = frozenset((_SCHEDULE, *_VIRTUAL, *_LAYERS, *_OVERLAP, *_DECIDED, *_OF_OTHERS))
+"""All flags that a change, or ``auto``, gives to a job or leaves out."""
 _MOST_STAGES = 4
 """Most stages per rank of a change, unless the job has more."""
 _GIB = 2**30

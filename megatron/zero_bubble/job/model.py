@@ -81,7 +81,7 @@ def experts_of(args: Any) -> Experts | None:
         args.expert_model_parallel_size,
         args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
         getattr(args, "moe_token_dispatcher_type", None) == "allgather",
-        tuple(_has_experts(args)) if pattern_of(args) is None else (),
+        tuple(has_experts(args)) if pattern_of(args) is None else (),
     )
 
 
@@ -142,7 +142,7 @@ def uneven_layout(args: Any, placement: Placement, vocabulary: int | None) -> st
         return text((1.0,) * args.num_layers, 1.0, 1.0 + 2.0 * predictions)
     dense = replace(_without_experts(args, (1,)), vocabulary=vocabulary)
     device = DEVICES["a100"]
-    costs, kinds = layer_costs(dense, device), _has_experts(args)
+    costs, kinds = layer_costs(dense, device), has_experts(args)
     models = dense, _active(dense, args)
     layer = [costs.layers[0].work_ms, layer_costs(models[1], device).layers[0].work_ms]
     work = [layer[kind] for kind in kinds]
@@ -182,7 +182,7 @@ def work_of_kinds(args: Any, vocabulary: int | None) -> tuple[dict[str, float], 
     return work, _EMBEDDING * min(work.values()), costs.loss.work_ms
 
 
-def _has_experts(args: Any) -> list[bool]:
+def has_experts(args: Any) -> list[bool]:
     """Return whether each layer has experts: every one, every n-th, or those of a list (``--moe-layer-freq``).
 
     Raises:

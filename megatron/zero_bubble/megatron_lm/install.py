@@ -19,7 +19,9 @@ from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.formats.layout import embedding_stages
 from megatron.zero_bubble.job import experts, recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.facts import facts_of, gpu_kind, remarks
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
+from megatron.zero_bubble.job.installed import check_packages
 from megatron.zero_bubble.job.pattern import pattern_of
 from megatron.zero_bubble.job.post_validation import forecast
 from megatron.zero_bubble.job.runnable import is_megatrons_own
@@ -40,6 +42,7 @@ from megatron.zero_bubble.patching.apply import revert as revert_schedule
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import Seams, installed_seams
 from megatron.zero_bubble.planning.source import ScheduleSource
+from megatron.zero_bubble.platforms import select
 
 _job = Replaced()
 _placed = Replaced()  # names that are replaced once the job's flags are known
@@ -133,6 +136,7 @@ def _validated(
         config, source = job_checks.configure(args, options)
         validated = validate_args(args, *defaults, **more_defaults)
         job_checks.check(args, options, source, num_microbatches(args, has_ramps()))
+        check_packages(args)
         check_loading(args, source.placement)
         if config.host_memory is not None:
             node_size = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
@@ -193,9 +197,9 @@ def _put_in_force(
         say(f"layers by stage: {layout}")
     elif pattern is not None and len(pattern.stages) > 1:
         say(f"layers by stage: {pattern.text}")
-    for sentence in filter(
-        None, (recomputation.remark(args, source, in_training(args)[-1]), experts.remark(args, source))
-    ):
+    own = recomputation.remark(args, source, in_training(args)[-1]), experts.remark(args, source)
+    of_files = remarks(config, facts_of(args, gpu_kind(select("auto").device_name())))
+    for sentence in filter(None, (*own, *of_files)):
         say(sentence)
     if readers:
         say(f"sharded units save less memory, because weights stay whole between iterations: {', '.join(readers)}")

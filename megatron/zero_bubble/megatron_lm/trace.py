@@ -15,7 +15,9 @@ from typing import Any
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.tracer import Tracer, end_of_run
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.facts import Facts
 from megatron.zero_bubble.formats.files import make_writable
+from megatron.zero_bubble.job.facts import facts_of, gpu_kind
 from megatron.zero_bubble.job.rules import check_costs_file
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.platforms import select
@@ -39,9 +41,8 @@ class JobTrace(Tracer):
     def __init__(self, options: argparse.Namespace, args: Any, say: Callable[[str], None]) -> None:
         self.recorder = Recorder(select("auto"))
         name = options.zero_bubble_schedule or options.zero_bubble_schedule_file
-        super().__init__(
-            self.recorder, name, self._number_of_next, self._end_of_run, options.zero_bubble_trace_iterations
-        )
+        iterations = options.zero_bubble_trace_iterations
+        super().__init__(self.recorder, name, self._number_of_next, self._end_of_run, iterations, facts=self._facts_on)
         self._options, self._args, self._say = options, args, say
         self._directory, self._costs_file = (
             Path(path).resolve() if path else None
@@ -55,6 +56,9 @@ class JobTrace(Tracer):
 
     def _end_of_run(self, first: int) -> int:
         return end_of_run(first, self._args.train_iters, getattr(self._args, "exit_interval", None))
+
+    def _facts_on(self, gpu: str) -> Facts:
+        return facts_of(self._args, gpu_kind(gpu))
 
     def make_folders(self) -> None:
         """Create the output folders before training, so that a bad path fails at start-up.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import mul
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.costs.units import BYTES, checked_figure, parse_memory_limit, refuse_huge, spread
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
+from megatron.zero_bubble.formats.facts import Facts
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.search.cut import even
@@ -53,6 +54,7 @@ class Figures:
             even split, so that all have the same limit.
         division: which layers are on which stage; None if unknown.
         halves: whether ``on`` divides stages that differ, for a placement with more stages than there are figures for.
+        facts: those of the job; empty if unknown.
     """
 
     num_ranks: int
@@ -72,6 +74,7 @@ class Figures:
     tensor: Callable[[int, float], TensorFigures] | None = None
     division: Division | None = None
     halves: Callable[[Placement], bool] = lambda _: False
+    facts: Facts = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         """Make the figures of a placement once, however often they are asked for."""
@@ -292,6 +295,7 @@ def measured(
         layers=own,
         division=division,
         halves=file.halves,
+        facts=file.facts,
     )
 
 

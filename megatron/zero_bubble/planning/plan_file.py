@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.zero_bubble.formats.facts import KEY_FACTS
 from megatron.zero_bubble.formats.layout import LAYERS, LAYOUT, NEEDED_LAYOUT
 from megatron.zero_bubble.formats.moves import OFFLOAD, moves_content
 from megatron.zero_bubble.formats.plan import RECOMPUTE_LOGITS, PlanFile, plan_to_json
@@ -28,6 +29,7 @@ def decided(plan: Answer) -> PlanFile:
         () if offloaded is None else offloaded.moves,
         None if shards is None else shards.sharding,
         plan.recompute_logits,
+        plan.costs.facts,
     )
 
 
@@ -35,6 +37,8 @@ def written(plan: Answer) -> str:
     """Return the text of the plan's file."""
     costs, schedule = plan.costs, plan.timeline.schedule
     content: dict[str, Any] = {RECOMPUTE_LOGITS: True} if plan.recompute_logits else {}
+    if costs.facts:
+        content[KEY_FACTS] = dict(costs.facts)
     if costs.message_bytes is not None:
         content["message_peak"] = message_memory(schedule, costs.message_bytes)
     if plan.layouts is not None:

@@ -45,6 +45,9 @@ class Platform(Protocol):
     def num_multiprocessors(self) -> int | None:
         """Number of multiprocessors of the current device that this process can use; None on the CPU platform."""
 
+    def device_name(self) -> str:
+        """The name of the current device, such as that of its GPU; ``"cpu"`` on the CPU platform."""
+
     def describe(self) -> str:
         """A phrase for the line printed at start-up."""
 

@@ -242,8 +242,11 @@ class CudaPlatform:
         # Under CUDA's Multi-Process Service it is the share of the process.
         return torch.cuda.get_device_properties(self.current_device()).multi_processor_count
 
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name()
+
     def describe(self) -> str:
-        return f"cuda ({self.device_count()} x {torch.cuda.get_device_name()})"
+        return f"cuda ({self.device_count()} x {self.device_name()})"
 
     def versions(self) -> Iterator[tuple[str, str]]:
         """What a bug report says of CUDA: pairs of name and text, also on a machine without a GPU."""

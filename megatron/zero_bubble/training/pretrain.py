@@ -6,16 +6,20 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.facts import Facts
 from megatron.zero_bubble.job import experts, recomputation
-from megatron.zero_bubble.job.flags import records
+from megatron.zero_bubble.job.facts import facts_of, gpu_kind, remarks
+from megatron.zero_bubble.job.flags import has_schedule, records
 from megatron.zero_bubble.job.installed import check_installed
 from megatron.zero_bubble.job.post_validation import forecast
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
+from megatron.zero_bubble.training.model_checks import check_packages
 from megatron.zero_bubble.training.process import Launch
 from megatron.zero_bubble.training.quiet import quiet
 
@@ -43,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
         args = parse(argv)
         check_installed("torch", "megatron.core")
         check(args, launch.world_size, launch.local_world_size)
+        check_packages(args)
         return _run(args, launch)
     except UserError as error:
         # Print once per machine, because a file, a package or a device may be missing on one machine only.
@@ -143,7 +148,7 @@ def _train_rank(
         tracer, recorder = _tracer(args, platform, lambda: trainer.state.iteration + 1, loads)
     applied = apply_schedule(args, [one for one in (meter, tracer, recorder) if one is not None])
     if launch.rank == 0:
-        _print_start(args, launch, f"{platform.describe()} over {backend}", config, applied.phrase)
+        _print_start(args, launch, platform, backend, config, applied.phrase)
     _make_folders(args)
     vocabulary = tokenizer.build_tokenizer(args)
     with quiet() if args.mock_data else nullcontext():
@@ -190,24 +195,38 @@ def _tracer(
     if loads is not None:
         cost = length_cost(args, args, known_vocabulary(args))
         packing = Packing(cost.whole(args.seq_length), loads)
-    return Tracer(recorder, name, number, end, args.zero_bubble_trace_iterations, packing), recorder
+    facts = partial(_facts, args)
+    return Tracer(recorder, name, number, end, args.zero_bubble_trace_iterations, packing, facts), recorder
+
+
+def _facts(args: argparse.Namespace, gpu: str) -> Facts:
+    from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
+
+    return facts_of(args, gpu_kind(gpu), known_vocabulary(args))
 
 
 def _print_start(
-    args: argparse.Namespace, launch: Launch, where: str, config: TransformerConfig, schedule: str
+    args: argparse.Namespace,
+    launch: Launch,
+    platform: Platform,
+    backend: str,
+    config: TransformerConfig,
+    schedule: str,
 ) -> None:
     print(
-        f"zero-bubble: {launch.world_size} ranks on {where}; tensor {args.tensor_model_parallel_size} x pipeline "
-        f"{args.pipeline_model_parallel_size} x data {args.data_parallel_size}, expert "
-        f"{args.expert_model_parallel_size}; {config.transformer_impl} layers; {schedule}",
+        f"zero-bubble: {launch.world_size} ranks on {platform.describe()} over {backend}; "
+        f"tensor {args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
+        f"{args.data_parallel_size}, expert {args.expert_model_parallel_size}; {config.transformer_impl} layers; "
+        f"{schedule}",
         flush=True,
     )
     num_microbatches = args.batch_sizes.final // args.batch_sizes.granule
     if args.zero_bubble_post_validation:
         print(f"zero-bubble: {forecast(args.source, num_microbatches)}", flush=True)
-    for sentence in (recomputation.remark(args, args.source, num_microbatches), experts.remark(args, args.source)):
-        if sentence is not None:
-            print(f"zero-bubble: {sentence}", flush=True)
+    own = recomputation.remark(args, args.source, num_microbatches), experts.remark(args, args.source)
+    of_files = remarks(args.zero_bubble, _facts(args, platform.device_name())) if has_schedule(args) else ()
+    for sentence in filter(None, (*own, *of_files)):
+        print(f"zero-bubble: {sentence}", flush=True)
     if args.pipeline_model_parallel_layout:
         print(f"zero-bubble: layers by stage: {args.pipeline_model_parallel_layout}", flush=True)
 

@@ -41,6 +41,9 @@ class CpuPlatform:
     def num_multiprocessors(self) -> None:
         return None
 
+    def device_name(self) -> str:
+        return self.name
+
     def describe(self) -> str:
         threads = torch.get_num_threads()
         return f"cpu ({threads} thread{'s' * (threads > 1)} per rank; no GPU is used)"

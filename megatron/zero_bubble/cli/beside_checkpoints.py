@@ -1,0 +1,113 @@
+"""What a job with ``--zero-bubble-schedule auto`` keeps next to its checkpoints: its decision, and what it measured.
+
+Both files have the facts that they follow from, so that those of another job are recognized.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.costs import read_costs_file
+from megatron.zero_bubble.formats.facts import KEY_FACTS, Facts, differences, facts_from, listed
+from megatron.zero_bubble.formats.files import json_object, read_file, read_key
+from megatron.zero_bubble.job.changes import DECIDABLE
+
+COSTS, DECISION = "zero_bubble_costs.json", "zero_bubble_auto.json"
+"""The files: what a run has measured, and what it decided."""
+
+
+class Decision(NamedTuple):
+    """What a job runs with.
+
+    Attributes:
+        flags: added to those of the job.
+        leave_out: flags of the job that are left out.
+        facts: what it was decided from; empty in files of older versions.
+    """
+
+    flags: tuple[str, ...]
+    leave_out: tuple[str, ...]
+    facts: Facts
+
+
+def read_decision(file: Path) -> Decision:
+    """Read a decision.
+
+    Raises:
+        UserError: the file is none, or sets flags that are not for ``auto`` to decide.
+    """
+    try:
+        return read_file(file, "decision of --zero-bubble-schedule auto", _decision_from)
+    except UserError as error:
+        raise UserError(f"{error}; remove the file to decide again") from error
+
+
+def write_decision(file: Path, decision: Decision) -> list[str]:
+    """Write a decision at once, because other ranks may read it; return a remark if the file cannot be written.
+
+    Every rank decides by itself, so that a decision which is not kept is only made again.
+    """
+    content = {"flags": decision.flags, "leave_out": decision.leave_out, KEY_FACTS: dict(decision.facts)}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_suffix(".draft")
+        draft.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        draft.replace(file)
+    except OSError as error:
+        return [f"{file} cannot be written ({error.strerror}), so the next run decides again"]
+    return []
+
+
+class Costs(NamedTuple):
+    """Costs that a run has left.
+
+    Attributes:
+        digest: of the content of the file.
+        names_its_job: whether the file has the facts of its job.
+    """
+
+    file: Path
+    digest: str
+    names_its_job: bool
+
+
+def costs_in(folders: Sequence[Path | None], facts: Facts) -> tuple[Costs | None, list[str]]:
+    """The first costs in these folders that are of this job, and remarks on others."""
+    remarks: list[str] = []
+    for file in (folder / COSTS for folder in folders if folder is not None):
+        if not file.exists():
+            continue
+        try:
+            theirs = read_costs_file(file).facts
+            digest = sha256(file.read_bytes()).hexdigest()[:12]
+        except (UserError, OSError) as error:
+            remarks.append(f"{file} is not used: {error}")
+            continue
+        if different := differences(theirs, facts):
+            remarks.append(f"{file} is not used, because it is of another job: {listed(different)}")
+            continue
+        if not theirs:
+            remarks.append(f"{file} does not say of which job it is, and is taken as of this one")
+        return Costs(file, digest, bool(theirs)), remarks
+    return None, remarks
+
+
+def _decision_from(text: str) -> Decision:
+    content = json_object(text)
+    flags, leave_out = (
+        tuple(read_key(content, name, "a list of strings", _are_words)) for name in ("flags", "leave_out")
+    )
+    names = [word.partition("=")[0] for word in (*flags, *leave_out) if word.startswith("-")]
+    loose = [word for words in (flags[:1], leave_out) for word in words if not word.startswith("-")]
+    if wrong := [*(name for name in names if name not in DECIDABLE), *loose]:
+        raise UserError(f"it may have only flags that auto decides; got {wrong[0]}")
+    return Decision(flags, leave_out, facts_from(content))
+
+
+def _are_words(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
