@@ -42,6 +42,44 @@ def test_before_megatron_is_imported_the_schedule_waits_for_it() -> None:
     assert line.endswith("linear_with_grad_accumulation_and_async_allreduce, by the environment")
 
 
+def in_a_process(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a Python whose only variables of this package are these."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith("ZERO_BUBBLE_")}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, env={**others, **variables}, capture_output=True, text=True, check=False)
+
+
+WITHOUT_TORCH = "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy')))\n"
+"""As in a Python in which these are not installed."""
+NAMES = "import sys, megatron.zero_bubble.auto; print(*sorted(name for name, found in sys.modules.items() if found))"
+
+
+@pytest.mark.parametrize("blocked", ["", WITHOUT_TORCH])
+def test_a_process_without_variables_imports_nothing_else(blocked: str) -> None:
+    ended = in_a_process(blocked + NAMES)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    ours = [name for name in ended.stdout.split() if name.startswith("megatron.zero_bubble")]
+    own = "megatron.zero_bubble"
+    assert ours == [own, f"{own}.auto", f"{own}.errors", f"{own}.import_hook"]
+    assert not {"torch", "numpy", "argparse"} & set(ended.stdout.split())
+
+
+@pytest.mark.parametrize("blocked", ["", WITHOUT_TORCH])
+def test_a_schedule_in_the_environment_does_not_import_torch(blocked: str) -> None:
+    ended = in_a_process(blocked + NAMES, ZERO_BUBBLE_SCHEDULE="zb-v")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert not {"torch", "numpy"} & set(ended.stdout.split())
+
+
+def test_a_wrong_variable_prints_a_sentence_without_a_traceback() -> None:
+    ended = in_a_process("import megatron.zero_bubble.auto", ZERO_BUBBLE_SCHEDUL="zb-v")
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert ended.stderr.startswith("zero-bubble: unknown variable ZERO_BUBBLE_SCHEDUL; did you mean ZERO_BUBBLE_SCHED")
+    assert ended.stderr.count("\n") == 1
+    other = in_a_process("import megatron.zero_bubble.auto", ZERO_BUBBLE_SCHEDUL="zb-v", LOCAL_RANK="1")
+    assert (other.returncode, other.stderr) == (1, "")
+
+
 def switched_on(rank: int) -> tuple[Any, Any, list[str]]:
     """A training run under stock, and one switched on by the environment when megatron-core is there already."""
     from contextlib import redirect_stdout

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.zero_bubble.platforms.import_hook import AfterImport, PostImportHook
+from megatron.zero_bubble.import_hook import AfterImport, PostImportHook
 
 
 @pytest.fixture

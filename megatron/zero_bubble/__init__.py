@@ -1,8 +1,8 @@
 """Zero-bubble pipeline parallelism for Megatron.
 
-The names below are the part of the package that does not import torch: schedules as values, their costs, and their
-validation. Training lives in ``runtime`` and the packages above it. ``apply``, ``build_stages``, ``disconnect``,
-``report``, ``revert``, ``shapes``, ``ModelStages`` and ``use_cpu_ranks`` are imported on first use:
+The names below are imported on first use. Most do not import torch: schedules as values, their costs, and their
+validation. Training lives in ``runtime`` and the packages above it, with ``apply``, ``build_stages``, ``disconnect``,
+``report``, ``revert``, ``shapes``, ``ModelStages`` and ``use_cpu_ranks``:
 
     import megatron.zero_bubble
     megatron.zero_bubble.apply("zb-h1")  # every get_forward_backward_func() now runs ZB-H1
@@ -10,21 +10,20 @@ validation. Training lives in ``runtime`` and the packages above it. ``apply``, 
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.zero_bubble.analysis.errors import ScheduleError
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.lengths import LengthCost
-from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule, Slices
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.planning.balance import balance
-from megatron.zero_bubble.schedules import SCHEDULES, build
-
 if TYPE_CHECKING:
     from megatron.zero_bubble.adapter.model_stages import ModelStages
+    from megatron.zero_bubble.analysis.errors import ScheduleError
+    from megatron.zero_bubble.analysis.simulate import simulate
+    from megatron.zero_bubble.analysis.timeline import Timeline
+    from megatron.zero_bubble.analysis.validate import validate
+    from megatron.zero_bubble.costs import PassCosts, PassMemory
+    from megatron.zero_bubble.costs.lengths import LengthCost
+    from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule, Slices
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching.apply import apply, build_stages, disconnect, report, revert, shapes
+    from megatron.zero_bubble.planning.balance import balance
     from megatron.zero_bubble.platforms.cpu import use_cpu_ranks
+    from megatron.zero_bubble.schedules import SCHEDULES, build
 
 __version__ = "0.1.0"
 
@@ -56,12 +55,26 @@ __all__ = [
 ]
 
 
-_ON_FIRST_USE = {
+_WITH_TORCH = {
     **dict.fromkeys(("apply", "build_stages", "disconnect", "report", "revert", "shapes"), "patching"),
     "ModelStages": "adapter.model_stages",
     "use_cpu_ranks": "platforms.cpu",
 }
 """Names that need torch, and the modules that define them."""
+_ON_FIRST_USE = {
+    **_WITH_TORCH,
+    **dict.fromkeys(("SCHEDULES", "build"), "schedules"),
+    **dict.fromkeys(("Kind", "Pass", "Placement", "Schedule", "Slices"), "ir"),
+    **dict.fromkeys(("PassCosts", "PassMemory"), "costs"),
+    "LengthCost": "costs.lengths",
+    "ScheduleError": "analysis.errors",
+    "Timeline": "analysis.timeline",
+    "ZeroBubbleConfig": "job.config",
+    "balance": "planning.balance",
+    "simulate": "analysis.simulate",
+    "validate": "analysis.validate",
+}
+"""All names, and the modules that define them. Every Python process of a job may import ``auto`` from this package."""
 
 
 def __getattr__(name: str) -> Any:
@@ -69,7 +82,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    from megatron.zero_bubble.job.installed import check_installed
+    if name in _WITH_TORCH:
+        from megatron.zero_bubble.job.installed import check_installed
 
-    check_installed("torch", "megatron.core")
+        check_installed("torch", "megatron.core")
     return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)

@@ -8,10 +8,14 @@ megatron-core's schedules are imported already, else at the end of the import th
 Without ``ZERO_BUBBLE_SCHEDULE`` it does nothing. ``megatron.zero_bubble.revert()`` undoes it. A run of Megatron-Bridge
 also reads the variables in ``config.env_vars``, when it begins (``bridge/install.py``).
 
+It never imports torch, which every Python process of a job would wait for if ``sitecustomize.py`` imports this module,
+and which some of them do not have. Only ``ZERO_BUBBLE_DEVICE=cpu`` needs it at once.
+
 Import it before the model is built, and before megatron-core's process groups are made if the schedule is on a V. With
 ``ZERO_BUBBLE_DEVICE=cpu``, it also lets megatron-core run without a GPU, and must precede megatron-core.
 
-The import raises ``UserError`` for variables that are wrong, and ``SeamError`` for an unsupported megatron-core.
+The import raises ``UserError`` for variables that are wrong, whose sentence is all that an uncaught one prints, and
+``SeamError`` for an unsupported megatron-core.
 """
 
 from __future__ import annotations
@@ -21,13 +25,16 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from types import ModuleType
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING
 
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.environment import flags_in
-from megatron.zero_bubble.job.flags import config_of, has_schedule
-from megatron.zero_bubble.job.installed import check_installed
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.import_hook import AfterImport, ImportHook, PostImportHook
 
+if TYPE_CHECKING:
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
+
+_PREFIX = "ZERO_BUBBLE_"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _BRIDGE = "megatron.bridge"
 _PRETRAIN = "megatron.bridge.training.pretrain"
@@ -42,23 +49,27 @@ def switch_on(environment: Mapping[str, str]) -> None:
         UserError: see ``job.environment.flags_in``; an unknown schedule; or CPU ranks after megatron-core has been
             imported.
     """
+    _with_bridge(on_cpu=environment.get(f"{_PREFIX}DEVICE") == "cpu")
+    if not any(name.startswith(_PREFIX) for name in environment):
+        return
+    from megatron.zero_bubble.job.environment import flags_in
+    from megatron.zero_bubble.job.flags import config_of, has_schedule
+    from megatron.zero_bubble.job.installed import check_installed
+
     options = flags_in(environment)
     config = config_of(options) if has_schedule(options) else None
     if config is not None:
         config.sources()(_ANY)  # refuse a bad schedule here, not in a later import of megatron-core
-    check_installed("torch")  # megatron.core may come from a checkout that is not on the path yet
     if options.zero_bubble_device == "cpu":
+        check_installed("torch")  # megatron.core may come from a checkout that is not on the path yet
         from megatron.zero_bubble.platforms.cpu import use_cpu_ranks
 
         use_cpu_ranks()
-    _with_bridge(on_cpu=options.zero_bubble_device == "cpu")
     if config is None:
         return
     if _SCHEDULES in sys.modules:
         _apply(config)
         return
-    from megatron.zero_bubble.platforms.import_hook import AfterImport
-
     # Modules of this package that import megatron-core's count too, because apply() needs them as well.
     sys.meta_path.insert(0, AfterImport("megatron.", _SCHEDULES, lambda: _apply(config)))
 
@@ -69,7 +80,6 @@ def init(*_args: object) -> None:
 
 def _with_bridge(on_cpu: bool) -> None:
     """Let the runs of Megatron-Bridge, if it is there, read the variables too, also those of their configuration."""
-    from megatron.zero_bubble.platforms.import_hook import ImportHook, PostImportHook
 
     def install() -> None:
         from megatron.zero_bubble.bridge.install import install
@@ -107,4 +117,21 @@ def _say(line: str) -> None:
         print(f"zero-bubble: {line}", flush=True)
 
 
-switch_on(os.environ)
+def _without_traceback(error: UserError) -> None:
+    """Let Python print only the sentence of this error if nobody catches it, once per node."""
+    original = sys.excepthook
+
+    def excepthook(kind: type[BaseException], raised: BaseException, traceback: TracebackType | None) -> None:
+        if raised is not error:
+            original(kind, raised, traceback)
+        elif os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"zero-bubble: {error}", file=sys.stderr, flush=True)
+
+    sys.excepthook = excepthook
+
+
+try:
+    switch_on(os.environ)
+except UserError as error:
+    _without_traceback(error)
+    raise

@@ -10,9 +10,9 @@ from types import ModuleType
 
 import torch
 
+from megatron.zero_bubble.import_hook import PostImportHook
 from megatron.zero_bubble.platforms.cpu.points import ABSENT, POINTS, Point
 from megatron.zero_bubble.platforms.cpu.stand_ins import CudaMeansCpu
-from megatron.zero_bubble.platforms.import_hook import PostImportHook
 
 
 def _not_about_shared_generator(record: logging.LogRecord) -> bool:
