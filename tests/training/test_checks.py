@@ -8,7 +8,7 @@ from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.job import installed
-from megatron.zero_bubble.training import checks
+from megatron.zero_bubble.training import model_checks
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.data import checks as data_checks
@@ -85,7 +85,11 @@ def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
             2,
             "divisible by the number of pipeline ranks, got 1 and 2; change --global-batch-size or --rampup-batch-size",
         ),
-        ("--recompute-granularity selective --recompute-modules mlp layernorm", 1, "layernorm needs TransformerEngine"),
+        (
+            "--recompute-granularity selective --recompute-modules mlp layernorm --transformer-impl local",
+            1,
+            "layernorm needs",
+        ),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-auto --num-virtual-stages-per-pipeline-rank 4",
             2,
@@ -291,9 +295,13 @@ def test_save_to_a_file_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", ["psutil", "transformer_engine"])
 def test_missing_package_is_reported_before_training(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    for module in (checks, installed):
+    """In a run; planning is done on another machine."""
+    for module in (model_checks, installed):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
-    assert package in refusal("--save x" if package == "psutil" else "--transformer-impl transformer_engine")
+    args = checked("--save x" if package == "psutil" else "--transformer-impl transformer_engine")
+    assert model_checks.missing_packages(args) == [package]
+    with pytest.raises(UserError, match=f"needs the package {package}"):
+        model_checks.check_packages(args)
 
 
 @pytest.mark.parametrize("config", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)

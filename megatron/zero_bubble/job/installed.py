@@ -1,6 +1,7 @@
 """Check for the packages of the extra ``train``, which training needs and planning does not."""
 
 from importlib.util import find_spec
+from typing import Any
 
 from megatron.zero_bubble.errors import UserError
 
@@ -18,13 +19,23 @@ def check_installed(*modules: str) -> None:
         raise UserError(f"training needs {' and '.join(missing)}, not installed here; run {INSTALL}", everywhere=False)
 
 
-def check_writer(save: str | None) -> None:
-    """Check, if a job saves distributed checkpoints, for the package without which megatron-core's writers hang.
+def missing_packages(args: Any) -> list[str]:
+    """Return what a job of checked ``args`` needs that cannot be imported here.
+
+    Planning never refuses a job for it, because the job runs on another machine.
+    """
+    writes = args.save and getattr(args, "ckpt_format", None) != "torch"
+    return ["psutil"] if writes and find_spec("psutil") is None else []
+
+
+def check_packages(args: Any) -> None:
+    """Check, in a run, that nothing is missing.
 
     Raises:
-        UserError: it is missing.
+        UserError: something is.
     """
-    if save and find_spec("psutil") is None:
+    if missing_packages(args):
         raise UserError(
-            "--save needs the package psutil, without which megatron-core's writers hang; run pip install psutil"
+            "--save needs the package psutil, without which megatron-core's writers hang; run pip install psutil",
+            everywhere=False,
         )

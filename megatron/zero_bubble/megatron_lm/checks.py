@@ -18,7 +18,6 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.host_memory import check_host_memory
 from megatron.zero_bubble.job.hybrid import check_pattern, chunks_of_pattern, divide_pattern, is_hybrid, pattern_of
-from megatron.zero_bubble.job.installed import check_writer
 from megatron.zero_bubble.job.model import stated_vocabulary, uneven_layout
 from megatron.zero_bubble.job.options import check_options, check_shards, check_softmax
 from megatron.zero_bubble.job.rules import Job, check_flags, check_optimizer, check_schedule
@@ -88,8 +87,6 @@ def check(args: Any, options: argparse.Namespace, source: ScheduleSource, num_mi
             "--ckpt-format torch stores checkpoints by rank, and this schedule has its stages on other ranks than "
             "Megatron's schedules; use --ckpt-format torch_dist"
         )
-    if args.ckpt_format != "torch":
-        check_writer(args.save)
 
 
 def check_offload(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.zero_bubble.errors import UserError, as_flag
@@ -17,7 +16,6 @@ from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.ir.sizes import MOST_LAYERS, check_size
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.host_memory import check_host_memory
-from megatron.zero_bubble.job.installed import check_writer
 from megatron.zero_bubble.job.model import uneven_layout
 from megatron.zero_bubble.job.planned import adopt
 from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule
@@ -47,7 +45,6 @@ def check(args: argparse.Namespace, world_size: int, node_size: int | None = Non
     check_tokenizer(args)
     check_data(args)
     _check_device(args)
-    _check_packages(args)
     _check_checkpoint(args)
     _check_host_memory(args, node_size or world_size)
 
@@ -310,15 +307,6 @@ def _check_optimizer(args: argparse.Namespace) -> None:
 def _check_device(args: argparse.Namespace) -> None:
     if args.distributed_backend == "nccl" and args.zero_bubble_device == "cpu":
         refuse_nccl_on_cpu()
-
-
-def _check_packages(args: argparse.Namespace) -> None:
-    check_writer(args.save)
-    if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
-        raise UserError(
-            "--transformer-impl transformer_engine needs the package transformer_engine, which is not installed; "
-            "use --transformer-impl local"
-        )
 
 
 def _check_checkpoint(args: argparse.Namespace) -> None:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 from importlib.util import find_spec
+from typing import NoReturn
 
 from megatron.zero_bubble.errors import UserError, as_flag
+from megatron.zero_bubble.job import installed
 
 _MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 _OF_ENGINE = {"layernorm", "moe_act"}
+_ENGINE = "transformer_engine"
 _DIVIDING = {
     "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
     "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
@@ -104,12 +107,8 @@ def _check_modules(args: argparse.Namespace) -> None:
     modules = args.recompute_modules or ()
     if unknown := sorted(set(modules) - set(_MODULES)):
         raise UserError(f"--recompute-modules are among {', '.join(_MODULES)}; got {', '.join(unknown)}; correct them")
-    needs_engine = sorted(_OF_ENGINE & set(modules))
-    if needs_engine and (args.transformer_impl == "local" or find_spec("transformer_engine") is None):
-        raise UserError(
-            f"--recompute-modules {' '.join(needs_engine)} needs TransformerEngine layers in megatron-core 0.16, got "
-            "local ones; remove it from the list, or install TransformerEngine"
-        )
+    if args.transformer_impl == "local" and _of_engine(args):
+        _refuse_of_engine(args)
     if "moe_act" in modules and not args.moe_grouped_gemm:
         raise UserError("--recompute-modules moe_act needs --moe-grouped-gemm; add it, or remove moe_act from the list")
     if "mlp" in modules and args.add_bias_linear:
@@ -117,3 +116,39 @@ def _check_modules(args: argparse.Namespace) -> None:
             "--recompute-modules mlp needs --disable-bias-linear, because in megatron-core 0.16 the recomputed part "
             "returns the bias, and its backward never ends; add --disable-bias-linear"
         )
+
+
+def missing_packages(args: argparse.Namespace) -> list[str]:
+    """Return what a run of our loop needs that cannot be imported here."""
+    needs_engine = args.transformer_impl == _ENGINE or (args.transformer_impl is None and _of_engine(args))
+    return installed.missing_packages(args) + ([_ENGINE] if needs_engine and find_spec(_ENGINE) is None else [])
+
+
+def check_packages(args: argparse.Namespace) -> None:
+    """Check, in a run, that nothing is missing.
+
+    Raises:
+        UserError: something is.
+    """
+    installed.check_packages(args)
+    if not missing_packages(args):
+        return
+    if args.transformer_impl == _ENGINE:
+        raise UserError(
+            "--transformer-impl transformer_engine needs the package transformer_engine, which is not installed; "
+            "use --transformer-impl local",
+            everywhere=False,
+        )
+    _refuse_of_engine(args)
+
+
+def _of_engine(args: argparse.Namespace) -> list[str]:
+    """The recomputed modules that only TransformerEngine's layers have."""
+    return sorted(_OF_ENGINE & set(args.recompute_modules or ()))
+
+
+def _refuse_of_engine(args: argparse.Namespace) -> NoReturn:
+    raise UserError(
+        f"--recompute-modules {' '.join(_of_engine(args))} needs TransformerEngine layers in megatron-core 0.16, got "
+        "local ones; remove it from the list, or install TransformerEngine"
+    )
