@@ -14,8 +14,10 @@ import pytest
 from megatron.zero_bubble.__main__ import main, parser
 from megatron.zero_bubble.cli.playground.questions import read_question
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.trace import trace_to_json
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.schedules import build
+from tests.formats.test_trace import recording
 
 _LONGEST_S, _MORE_BYTES = 30, 3 * 2**30
 TIMES = {"--forward-ms": "10", "--backward-ms": "10", "--wgrad-ms": "10"}
@@ -175,6 +177,24 @@ def test_files_have_the_same_limits(capsys: Capture, tmp_path: Path) -> None:
         file.write_text(json.dumps({**plan, **change}))
         code, err = answer(capsys, "plan", "--schedule-file", str(file), *words_of(TIMES))
         assert (code, expected in err) == (2, True), err
+
+
+def test_orders_in_csv_and_in_traces_have_the_same_limits(capsys: Capture, tmp_path: Path) -> None:
+    """Their sizes follow from their passes alone."""
+    file = tmp_path / "plan.csv"
+    for text, expected in (
+        ("0F0,0B0\n900000000F0,900000000B0", "it must have passes of every stage from 0 on"),
+        ("0F900000000,0B900000000", f"{LIMIT}1 x 1 x 900,000,001 x 1"),
+    ):
+        file.write_text(text)
+        code, err = answer(capsys, "plan", "--schedule-file", str(file), *words_of(TIMES))
+        assert (code, expected in err) == (2, True), err
+    trace = json.loads(trace_to_json(recording()))
+    trace["iterations"][0]["ranks"][0]["passes"][0][0] = "0F900000000"
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps(trace))
+    code, err = answer(capsys, "trace", str(file))
+    assert (code, f"{LIMIT}2 x 1 x 900,000,001 x 1" in err) == (2, True), err
 
 
 def test_the_library_has_the_same_limits() -> None:

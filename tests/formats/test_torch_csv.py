@@ -45,6 +45,9 @@ def test_schedules_that_torch_writes_are_read(name: str, tmp_path: Path) -> None
         ("0F0,0B0\n0F1", "every stage must be on one rank; got 0F1 on rank 1, and stage 0 on rank 0 before"),
         ("", "it must have passes of every stage from 0 on, .*; got none of stage 0"),
         ("0F0,2F0", "got none of stage 1; write them as 1F0, 1I0, 1W0 or 1B0"),
+        ("0F0,0B0\n900000000F0,900000000B0", "got none of stage 1; write them"),
+        ("0F0," + 140_000 * "x", "it must be CSV with one action in each cell; field larger than field limit"),
+        ("0F\u0663,0B\u0663", "a cell is <stage><action><microbatch>"),  # a digit of another script
         ("0F0,0X0", "a cell is <stage><action><microbatch> .*; got '0X0' on line 1"),
     ],
 )

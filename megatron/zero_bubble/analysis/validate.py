@@ -18,6 +18,7 @@ from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.ir.pairs import WHAT, can_pair
 from megatron.zero_bubble.ir.passes import FORWARDS
 from megatron.zero_bubble.ir.repeats import find_repeats
+from megatron.zero_bubble.ir.sizes import check_size
 
 __all__ = ["ScheduleError", "validate"]
 
@@ -35,13 +36,15 @@ def validate(schedule: Schedule, *, forward_only: bool = False) -> None:
 
     Raises:
         ScheduleError: for a violated rule; the message has the rule in one sentence, and the grid with the bad cell.
-        UserError: when there is not exactly one list of passes per rank.
+        UserError: when there is not exactly one list of passes per rank, or for too large a schedule.
     """
     if len(schedule.order) != schedule.num_ranks:
         raise UserError(
             f"{schedule.name}: the order must have one list for each of the {schedule.num_ranks} ranks; "
             f"got {len(schedule.order)}"
         )
+    stages_per_rank = -(-schedule.num_stages // schedule.num_ranks)
+    check_size(schedule.num_ranks, schedule.num_microbatches, stages_per_rank, schedule.num_slices)
     repeats = find_repeats(schedule)
     if repeats is not None:
         try:

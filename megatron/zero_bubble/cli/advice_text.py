@@ -151,7 +151,7 @@ def _remarks(found: Advice) -> Iterator[str]:
         )
         yield f"{len(found.dropped)} more {what} no plan; --format json gives the reasons."
     if found.left_out:
-        yield f"Left out, because the time was up: {', '.join(found.left_out)}."
+        yield f"Left out, because the time was up: {'; '.join(found.left_out)}."
 
 
 def _memory_of(change: float) -> str:

@@ -44,7 +44,7 @@ def add_figures(verb: argparse.ArgumentParser, or_file: str = "") -> None:
         type=float,
         metavar="A",
         help="share of F that attention takes, from 0 to 1, which only sequence slices need; it takes twice as long in "
-        "B (default: 0); with --forward-ms, ...",
+        "B (default: 0); with --forward-ms, --backward-ms and --wgrad-ms",
     )
     verb.add_argument("--comm-ms", type=float, metavar="C", help="transfer time between two ranks, in ms (default: 0)")
     verb.add_argument(

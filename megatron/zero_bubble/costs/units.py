@@ -99,7 +99,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         UserError: for any other form.
     """
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(KiB|MiB|GiB)", text)
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(KiB|MiB|GiB)", text)
     if match is None or not 0 < float(match[1]) < math.inf:
         raise UserError(f"an amount of memory is written like 60GiB; got {text!r}; give a number with KiB, MiB or GiB")
     return int(float(match[1]) * BYTES[match[2]])
@@ -111,7 +111,7 @@ def parse_memory_limit(text: str) -> tuple[float, str]:
     Raises:
         UserError: for any other form.
     """
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(p|KiB|MiB|GiB)", text)
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(p|KiB|MiB|GiB)", text)
     if match is None or not 0 < float(match[1]) < math.inf:
         raise UserError(f"a memory limit is written like 1p (the peak of 1F1B) or 60GiB; got {text!r}")
     return float(match[1]), match[2]

@@ -81,7 +81,7 @@ def _kinds(listed: object) -> list[str]:
     if isinstance(listed, str):
         rows, runs = [], [(letter, 1) for letter in listed]
     for row in rows:
-        match = re.fullmatch(r"([^*]+)(?:\*([1-9]\d{0,4}))?", row) if isinstance(row, str) else None
+        match = re.fullmatch(r"([^*]+)(?:\*([1-9][0-9]{0,4}))?", row) if isinstance(row, str) else None
         if match is None:
             raise UserError(
                 f'{LAYERS} must be a list of kinds in the order of the model, such as ["dense*3", "moe*58"], or the '

@@ -21,7 +21,7 @@ _LETTERS = {
     "m": "multi-token prediction",
     "L": "output layer with the loss",
 }
-_REPEATED = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
+_REPEATED = (r"\(([^)]+)\)\*([0-9]+)", r"(.)\*([0-9]+)")
 HYBRID_KINDS = {
     "M": "Mamba",
     "G": "gated delta net",

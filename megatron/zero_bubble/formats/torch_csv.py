@@ -11,6 +11,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
@@ -21,8 +22,8 @@ from megatron.zero_bubble.ir.sizes import check_size
 
 _KINDS = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
 _ACTIONS = {kind: action for action, kind in _KINDS.items()}
-_CELL = re.compile(r"(\d{1,9})(F|I|W|B)(\d{1,9})")
-_NO_PASS = re.compile(r"\d{1,9}(?:(?:SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)\d{0,9}")
+_CELL = re.compile(r"([0-9]{1,9})(F|I|W|B)([0-9]{1,9})")
+_NO_PASS = re.compile(r"[0-9]{1,9}(?:(?:SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,9}")
 _OVERLAP = "OVERLAP_F_B"
 _PAIR = re.compile(rf"\(([^()]*)\){_OVERLAP}")
 
@@ -36,7 +37,10 @@ def schedule_from_csv(text: str, name: str) -> Schedule:
         UserError: a cell that is no action, a stage on several ranks, or, as ``ScheduleError`` with the grid, an
             invalid order.
     """
-    rows = [tuple(_passes(cells, rank)) for rank, cells in enumerate(csv.reader(io.StringIO(text)))]
+    try:
+        rows = [tuple(_passes(cells, rank)) for rank, cells in enumerate(csv.reader(io.StringIO(text)))]
+    except csv.Error as error:
+        raise UserError(f"it must be CSV with one action in each cell; {error}; correct it") from None
     while rows and not rows[-1]:  # empty lines at the end
         rows.pop()
     rank_of: dict[int, int] = {}
@@ -47,11 +51,11 @@ def schedule_from_csv(text: str, name: str) -> Schedule:
                     f"every stage must be on one rank; got {p} on rank {rank}, and stage {p.stage} on rank "
                     f"{rank_of[p.stage]} before; move it there"
                 )
-    missing = [stage for stage in range(max(rank_of, default=0) + 1) if stage not in rank_of]
-    if missing:
+    first = next(stage for stage in count() if stage not in rank_of)
+    if first < len(rank_of) or not rank_of:
         raise UserError(
             "it must have passes of every stage from 0 on, with one line per rank; got none of stage "
-            f"{missing[0]}; write them as {missing[0]}F0, {missing[0]}I0, {missing[0]}W0 or {missing[0]}B0"
+            f"{first}; write them as {first}F0, {first}I0, {first}W0 or {first}B0"
         )
     placement = Placement(tuple(rank_of[stage] for stage in range(len(rank_of))))
     num_microbatches = 1 + max(p.microbatch for row in rows for p in row)

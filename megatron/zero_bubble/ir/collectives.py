@@ -175,7 +175,7 @@ def collectives_of(num_ranks: int) -> tuple[type[Op], type[Op], type[Op]]:
 
         @classmethod
         def parse(cls, text: str, rank: int) -> Spread | None:
-            match = re.fullmatch(r"(.+)(>\*|<\*(\d+))", text)
+            match = re.fullmatch(r"(.+)(>\*|<\*([0-9]+))", text)
             return Spread(Value.parse(match[1]), rank, int(match[3] or rank), num_ranks) if match else None
 
     class _Sum(Sum):
@@ -183,7 +183,7 @@ def collectives_of(num_ranks: int) -> tuple[type[Op], type[Op], type[Op]]:
 
         @classmethod
         def parse(cls, text: str, rank: int) -> Sum | None:
-            match = re.fullmatch(r"(.+)[<>]\+(\d+)", text)
+            match = re.fullmatch(r"(.+)[<>]\+([0-9]+)", text)
             return Sum(Value.parse(match[1]), rank, int(match[2]), num_ranks) if match else None
 
     class _Finish(Finish):

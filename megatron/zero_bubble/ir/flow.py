@@ -40,7 +40,7 @@ class Value(NamedTuple):
             UserError: when ``text`` does not have this form.
         """
         producer, colon, name = text.partition(":")
-        if colon and not re.fullmatch(r"\w+", name):
+        if colon and not re.fullmatch("[A-Za-z0-9_]+", name):
             raise UserError(f"a value is written <pass> or <pass>:<name>, for example 2F0:saved; got {text!r}")
         return cls(Pass.parse(producer), name or OUT)
 

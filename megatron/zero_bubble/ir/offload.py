@@ -69,7 +69,7 @@ class _Move(Op):
 
     @classmethod
     def parse(cls, text: str, rank: int) -> _Move | None:
-        match = re.fullmatch(rf"(\d+F[\d.]+){re.escape(cls.sign)}", text)
+        match = re.fullmatch(rf"([0-9]+F[0-9.]+){re.escape(cls.sign)}", text)
         return cls(Pass.parse(match[1])) if match else None
 
 

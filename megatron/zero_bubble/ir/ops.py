@@ -233,7 +233,7 @@ class Compute(Op):
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Compute | None:
-        return cls(Pass.parse(text)) if re.fullmatch(r"\d+[A-Z]+[\d.]+", text) else None
+        return cls(Pass.parse(text)) if re.fullmatch(r"[0-9]+[A-Z]+[0-9.]+", text) else None
 
     @classmethod
     def faults(cls, schedule: Schedule, rows: Rows, stopped: bool) -> Iterator[tuple[str, int]]:
@@ -269,7 +269,7 @@ class Send(Op):
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Send | None:
-        match = re.fullmatch(r"(.+)>(\d+)", text)
+        match = re.fullmatch(r"(.+)>([0-9]+)", text)
         return cls(Message(Value.parse(match[1]), rank, int(match[2]))) if match else None
 
     @classmethod
@@ -316,7 +316,7 @@ class Recv(Op):
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Recv | None:
-        match = re.fullmatch(r"(.+)<(\d+)", text)
+        match = re.fullmatch(r"(.+)<([0-9]+)", text)
         return cls(Message(Value.parse(match[1]), int(match[2]), rank)) if match else None
 
 
@@ -337,7 +337,7 @@ class Settle(Op):
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Settle | None:
-        match = re.fullmatch(r"(.+)=(\d+)", text)
+        match = re.fullmatch(r"(.+)=([0-9]+)", text)
         return cls(Message(Value.parse(match[1]), rank, int(match[2]))) if match else None
 
 

@@ -47,7 +47,7 @@ rejected: forwards that read nothing that a validation changes. L reads the loss
 VOCABULARY_KINDS = (S, T, L, I, J)
 """The kinds of vocabulary parallelism. The stage of S, T, I and J is the first stage of their rank."""
 
-_PASS = re.compile(r"(\d{1,9})(F|BW|B|W|S|T|L|I|J)(\d{1,9})(?:\.(\d{1,9}))?")
+_PASS = re.compile(r"([0-9]{1,9})(F|BW|B|W|S|T|L|I|J)([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 class Pass(NamedTuple):

@@ -78,7 +78,7 @@ class _OfStage(Op):
 
     @classmethod
     def parse(cls, text: str, rank: int) -> _OfStage | None:
-        match = re.fullmatch(rf"(\d+):{cls.word}", text)
+        match = re.fullmatch(rf"([0-9]+):{cls.word}", text)
         return cls(int(match[1])) if match else None
 
 
@@ -93,7 +93,7 @@ class _InSlot(_OfStage):
 
     @classmethod
     def parse(cls, text: str, rank: int) -> _InSlot | None:
-        match = re.fullmatch(rf"(\d+):{cls.word}@(\d+)", text)
+        match = re.fullmatch(rf"([0-9]+):{cls.word}@([0-9]+)", text)
         return cls(int(match[1]), int(match[2])) if match else None
 
 

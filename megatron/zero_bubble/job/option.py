@@ -16,7 +16,8 @@ TIERS: dict[Tier, str] = {
 }
 SWITCH, NEGATABLE = "switch", "negatable switch"
 _MOST_RECORDED = 1000
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_NUMBER = re.compile("[0-9]+")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def token_counts(text: str) -> tuple[int, ...]:
         argparse.ArgumentTypeError: any other text.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
+    if not all(map(_NUMBER.fullmatch, parts)):
         raise argparse.ArgumentTypeError(f"ends of slices are numbers of tokens, such as 1536,2560,4096; got {text!r}")
     return tuple(map(int, parts))
 
@@ -102,7 +103,7 @@ def unit_microbatches(text: str) -> int:
     """
     if text == "auto":
         return AUTO_UNIT
-    if not text.isdecimal() or int(text) < 1:
+    if not _NUMBER.fullmatch(text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a unit has 1 or more microbatches, or auto; got {text!r}")
     return int(text)
 
@@ -119,7 +120,7 @@ def iterations(text: str) -> tuple[range, ...]:
         raise argparse.ArgumentTypeError(
             f"iterations must be positive numbers or ranges of them, such as 10-12,50; got {text!r}"
         )
-    if sum(len(some) for some in ranges) > _MOST_RECORDED:
+    if sum(some[-1] - some[0] + 1 for some in ranges) > _MOST_RECORDED:
         raise argparse.ArgumentTypeError(
             f"at most {_MOST_RECORDED} iterations can be recorded, because all are held in memory; got {text!r}; list "
             "fewer"

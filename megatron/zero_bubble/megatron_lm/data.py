@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron.core.datasets.utils import get_blend_from_list
 
+from megatron.zero_bubble.formats.files import json_object, read_file
 from megatron.zero_bubble.job.document_splits import NAMES, check_divided, check_whole
 
 
@@ -45,5 +45,5 @@ def _paths_of_splits(args: Any) -> dict[str, list[str] | None]:
     file = getattr(args, "per_split_data_args_path", None)
     if file is None or not Path(file).is_file():
         return {name: getattr(args, f"{name}_data_path", None) for name in NAMES}
-    listed = json.loads(Path(file).read_text())
+    listed = read_file(file, "list of data sets", json_object)
     return {name: paths.split() if isinstance(paths, str) else paths for name, paths in listed.items()}

@@ -111,7 +111,7 @@ def _limit(pending: str | None, old: argparse.Namespace) -> str:
     if pending in (None, "auto"):
         return "1p"
     ranks = old.pipeline_model_parallel_size
-    if not pending.isdecimal() or not int(pending) or not ranks:
+    if not (pending.isascii() and pending.isdecimal()) or not int(pending) or not ranks:
         raise UserError(
             f"--zero-bubble-max-pending-backward must be a positive number and needs {_PIPELINE}, got {pending!r} and "
             f"{_PIPELINE} {ranks}; give --zero-bubble-memory-limit instead, 2p or 60GiB for example"

@@ -102,7 +102,7 @@ def digests(watched: Iterable[tuple[str, str]], source_of: Callable[[str], str])
 
 
 def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+    return [int(number) for number in re.findall(r"[0-9]+", version)[:3]]
 
 
 def _source_of(module: str) -> str:

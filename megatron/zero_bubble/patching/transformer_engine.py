@@ -56,7 +56,7 @@ def split(store: WgradStore) -> Split:
     version = _version()
     if version is None:
         return Split([], lambda: None)
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
+    if tuple(int(part) for part in re.findall(r"[0-9]+", version)[:2]) < OLDEST:
         seams = (Seam(seam.module, seam.name, ("self",), "raises an error: too old") for seam in LINEARS[:2])
         return Split([(seam, functools.partial(_refused, version)) for seam in seams], lambda: None)
     engine = TransformerEngineSplit(store)

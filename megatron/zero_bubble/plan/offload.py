@@ -193,7 +193,7 @@ def parse_share(text: str) -> float:
     Raises:
         UserError: for any other form, or more than 100%.
     """
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)%", text)
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)%", text)
     share = {"all": 1.0, NO_SHARE: 0.0}.get(text, float(match[1]) / 100 if match else -1.0)
     if not 0 <= share <= 1:
         raise UserError(f"the share to offload is all, none or a percentage up to 100%, for example 50%; got {text!r}")

@@ -49,7 +49,7 @@ def hardware_queues(environment: Mapping[str, str] = os.environ) -> HardwareQueu
     if value != "1" and order not in ("", "0"):
         setting = f"NCCL_LAUNCH_ORDER_IMPLICIT is {order}, which has the same effect as one queue"
         return HardwareQueues(1, "one order for all transfers of a GPU", setting, "0")
-    number = int(value) if value.isdecimal() and value != "0" else _DEFAULT_QUEUES
+    number = int(value) if value.isascii() and value.isdecimal() and value != "0" else _DEFAULT_QUEUES
     shown = value or f"not set, which means {_DEFAULT_QUEUES}"
     what = "one hardware queue per GPU" if number == 1 else ""
     return HardwareQueues(number, what, f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}", "32")

@@ -30,7 +30,7 @@ def latest_iteration(directory: str | Path) -> int | None:
     if not tracker.is_file():
         return None
     text = tracker.read_text().strip()
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         raise UserError(f"{tracker} must contain an iteration number, got {text[:40]!r}; write the one to load")
     return int(text)
 
@@ -62,8 +62,8 @@ def incompleteness(path: Path) -> str | None:
     if not (path / MANIFEST).is_file():
         return None
     try:
-        files = json.loads((path / MANIFEST).read_text())
-    except ValueError:
+        files = dict(json.loads((path / MANIFEST).read_text()))
+    except (ValueError, TypeError):
         return f"the checkpoint {path} has an unreadable {MANIFEST}; {remedy}"
     for name, size in files.items():
         found = (path / name).stat().st_size if (path / name).is_file() else None

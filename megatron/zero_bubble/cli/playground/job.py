@@ -22,11 +22,12 @@ from megatron.zero_bubble.costs.passes import TIMES
 from megatron.zero_bubble.errors import UserError, as_flag
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.ir.sizes import check_size
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.changes import stage_flags
 from megatron.zero_bubble.job.flags import StrictParser
 from megatron.zero_bubble.planning.answer import Answer
-from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.search.placements import name_of
 
@@ -133,11 +134,13 @@ def job_of(options: argparse.Namespace) -> PageJob | None:
         given = () if options.num_ranks is None else ("--num-ranks", str(options.num_ranks))
         return _of_plan(options.config, ("--config", options.config, "--gpu", options.gpu, *given))
     if options.costs is not None:
-        ranks = options.num_ranks if options.num_ranks is not None else read_costs_file(options.costs).num_stages
+        read = read_costs_file(options.costs)
+        ranks = options.num_ranks if options.num_ranks is not None else read.num_stages
         if ranks is None:
             raise UserError(f"{options.costs} is for any number of ranks; give it with --num-ranks")
         words = ("--costs", options.costs, "--num-ranks", str(ranks))
-        return _of_plan(options.costs, words, ("--num-microbatches", str(2 * ranks)))
+        check_size(ranks, 2 * ranks)
+        return PageJob(options.costs, measured(read, ranks, 2 * ranks), words)
     if options.num_ranks is not None:
         raise UserError("--num-ranks applies only to --costs and --config; without them a slider sets it; leave it out")
     return None
@@ -154,10 +157,10 @@ def _refuse_cluster(options: argparse.Namespace) -> None:
             )
 
 
-def _of_plan(file: str, words: tuple[str, ...], start: tuple[str, ...] = ()) -> PageJob:
+def _of_plan(file: str, words: tuple[str, ...]) -> PageJob:
     parser = StrictParser(prog="zero-bubble plan")
     add_plan(parser)
-    return PageJob(file, figures(parser.parse_args(["--schedule", "1f1b", *words, *start])), words)
+    return PageJob(file, figures(parser.parse_args(["--schedule", "1f1b", *words])), words)
 
 
 def _of_flags(options: argparse.Namespace, argv: Sequence[str]) -> PageJob:
