@@ -14,7 +14,7 @@ from typing import Any
 from megatron.zero_bubble.job import options, rules
 from megatron.zero_bubble.job.effects import EFFECTS
 from megatron.zero_bubble.job.features import OPTIONS
-from megatron.zero_bubble.job.flags import given, parse_ours
+from megatron.zero_bubble.job.flags import as_given, given, parse_ours
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
 from megatron.zero_bubble.planning.rule import Rule
 from site_parts.markdown import code, table
@@ -69,7 +69,7 @@ def of_flags() -> str:
     rows: dict[tuple[str, str, str], list[str]] = {}
     for rule in EFFECTS:
         text = f"works only with {rule.what}{rule.why.format(schedule=_ELLIPSIS, last=_ELLIPSIS)}"
-        names = rows.setdefault((_refused_in(rule), text, rule.remedy), [])
+        names = rows.setdefault((_refused_in(rule), text, rule.spelled(as_given)), [])
         names += [_flag(field) for field in rule.subject.shown_by(_EVERYTHING)]
     listed = [(", ".join(names), *key) for key, names in rows.items()]
     return table(("flag", "in", f"message, after the flag ({_ELLIPSIS}: your value)", "remedy"), listed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.zero_bubble import build, simulate
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.moves import moves_content
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.ir import Kind, Pass
@@ -55,3 +57,11 @@ def test_moves_of_a_schedule_file_are_checked_as_offloading(tmp_path: Path) -> N
         ZeroBubbleConfig(schedule_file=plain, recompute_logits=True)
     with pytest.raises(ValueError, match="host_memory=1GiB works only with offloading"):
         ZeroBubbleConfig(schedule_file=plain, host_memory="1GiB")
+
+
+def test_exact_has_one_name_and_an_older_opposite() -> None:
+    exact = ZeroBubbleConfig("zb-h1", exact=True)
+    assert exact == ZeroBubbleConfig("zb-h1", fuse_wgrad=False) and not exact.fuse_wgrad
+    assert not ZeroBubbleConfig("zb-h1").exact and replace(exact, schedule="zb-v").exact
+    with pytest.raises(UserError, match="got wgrad_stream and exact; leave one of them out"):
+        ZeroBubbleConfig("zb-h1", exact=True, wgrad_stream=True)

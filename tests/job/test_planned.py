@@ -77,8 +77,14 @@ def test_planned_sharding_is_what_runs(tmp_path: Path) -> None:
         ("--zero-bubble-num-slices 2", "--zero-bubble-num-slices must be that of the schedule file, 1; got 2"),
         ("--zero-bubble-placement vee", "--zero-bubble-placement must be .* file, loop; got vee with"),
         ("--zero-bubble-num-chunks 3", "--zero-bubble-num-chunks must be that of the schedule file, 2; got 3 with"),
-        ("--zero-bubble-offload all", "exclude each other.*got shard_weights and offload=all; leave one of them out"),
-        ("--zero-bubble-post-validation", "got shard_weights and post_validation; leave one of them out"),
+        (
+            "--zero-bubble-offload all",
+            "got --zero-bubble-shard-weights and --zero-bubble-offload all; leave",
+        ),
+        (
+            "--zero-bubble-post-validation",
+            "--zero-bubble-shard-weights and --zero-bubble-post-validation; leave",
+        ),
         ("--zero-bubble-attention-share 0.3", "--zero-bubble-attention-share 0.3 works only with .*; got "),
         ("--num-virtual-stages-per-pipeline-rank 3", "the schedule has 2 stages per rank, the job 3; drop"),
         ("--zero-bubble-schedule-file other.json", "exclude each other, because a job runs one schedule"),

@@ -83,8 +83,10 @@ class ZeroBubbleConfig:
         post_validation: step the optimizer before the global gradient norm is known; validate in the next iteration.
         rollback: how to undo a rejected optimizer step. ``exact`` keeps a copy of the overwritten state until the step
             is validated; ``inverse`` inverts the Adam update, which needs no memory and is correct only up to rounding.
-        fuse_wgrad: accumulate the weight gradients of a W pass in one call, directly into Megatron's float32 buffers.
-            False rounds each gradient to the weight's dtype first, which is bit-for-bit the result of stock Megatron.
+        exact: round each weight gradient to the weight's dtype before it is accumulated, which gives stock Megatron's
+            result bit for bit. False accumulates the weight gradients of a W pass in one call, directly into Megatron's
+            float32 buffers.
+        fuse_wgrad: the opposite of ``exact``, by its older name; False sets ``exact``.
         wgrad_stream: on a GPU, compute fused weight gradients on a separate stream, concurrently with the following
             passes; their inputs may then be freed later than planned.
         post_receives: when a rank posts the receive of a message: one pass ahead of the pass that needs it (``early``),
@@ -133,6 +135,7 @@ class ZeroBubbleConfig:
     memory_limit: str | None = None
     post_validation: bool = False
     rollback: Literal["exact", "inverse"] = "exact"
+    exact: bool = False
     fuse_wgrad: bool = True
     wgrad_stream: bool = False
     post_receives: PostReceives = "early"
@@ -161,6 +164,8 @@ class ZeroBubbleConfig:
         if self.memory_limit is not None and (self.memory_limit != AUTO_LIMIT or self.schedule != ZB_AUTO):
             parse_memory_limit(self.memory_limit)
         self._read_file()
+        object.__setattr__(self, "exact", self.exact or not self.fuse_wgrad)
+        object.__setattr__(self, "fuse_wgrad", not self.exact)
         if self.host_memory is not None:
             parse_bytes(self.host_memory)
         if self.offload is not None and not self.plans_offload:

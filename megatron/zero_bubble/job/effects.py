@@ -58,7 +58,7 @@ _OBSERVED = Choice(
 _RECORDED = Choice("--zero-bubble-trace or --zero-bubble-record-costs", RECORDS.shown_by)
 _RUN = _if("iterations of the run", "trace_iterations", _in_the_run)
 _ZB_H1 = "give --zero-bubble-schedule zb-h1"
-_SEQ_ZB_H1 = "give schedule seq-zb-h1"
+_SEQ_ZB_H1 = "give <schedule=seq-zb-h1>"
 
 
 def _rules(fields: str, needs: Choice, why: str, instead: str) -> list[Rule]:
@@ -90,15 +90,15 @@ EFFECTS = (
         "all replicas",
         "train with scripts/pretrain_gpt.py",
     ),
-    *_rules("host_memory", OFFLOAD, ", whose memory it limits", "give offload=all"),
-    *_rules("shard_transport", SHARDS, ", whose shards it exchanges", "give shard_weights"),
+    *_rules("host_memory", OFFLOAD, ", whose memory it limits", "give <offload=all>"),
+    *_rules("shard_transport", SHARDS, ", whose shards it exchanges", "give <shard_weights>"),
     *_rules(
         "unit_microbatches",
         _either("zero-pp or sharded units", _HAS_UNITS, SHARDS),
         "; got {schedule}",
-        "give schedule zero-pp",
+        "give <schedule=zero-pp>",
     ),
-    *_rules("whole_stages", SHARDS, ", of whose stages so many are whole at most", "give shard_weights"),
+    *_rules("whole_stages", SHARDS, ", of whose stages so many are whole at most", "give <shard_weights>"),
     *_rules("num_slices slice_ends", _either(_CUT.words, _CUT, SCHEDULE_FILE), "; got {schedule}", _SEQ_ZB_H1),
     *_rules("attention_share", _either(_CUT.words, _CUT, BALANCE), "; got {schedule}", _SEQ_ZB_H1),
     *_rules(
@@ -112,13 +112,13 @@ EFFECTS = (
         "recompute_logits",
         VOCABULARY,
         ", whose passes compute the logits; got {schedule} without it",
-        "give vocabulary 2",
+        "give <vocabulary=2>",
     ),
     *_rules(
         "nccl_collective_ctas",
         VOCABULARY,
         ", whose collectives it limits; got {schedule} without it",
-        "give vocabulary 2",
+        "give <vocabulary=2>",
     ),
     *_rules(
         "placement",
@@ -134,7 +134,7 @@ EFFECTS = (
     ),
     *_rules("keep_faster", PLANS, ", which changes schedules during the run; got {schedule}", "choose zb-auto"),
     *_rules("costs_file", _CHOSEN_UNITS, ", whose units it chooses; got {schedule}", "choose zero-pp"),
-    *_rules("rollback", POST_VALIDATION, ", whose steps it undoes", "give post_validation"),
+    *_rules("rollback", POST_VALIDATION, ", whose steps it undoes", "give <post_validation>"),
     *_rules(
         "trace log_bubble",
         _either(SCHEDULE.words, SCHEDULE, _OWN_LOOP),

@@ -41,7 +41,6 @@ OPTIONS = (
         SWITCH,
         "match stock Megatron bit for bit: round each weight gradient to the weight's dtype before it is accumulated; "
         "the same as --no-zero-bubble-fuse-wgrad",
-        field="",
     ),
     Option(
         "post-validation",

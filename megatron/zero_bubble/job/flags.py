@@ -10,6 +10,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.features import OPTIONS
+from megatron.zero_bubble.planning.rule import shown
 
 HELP_ALL = "--zero-bubble-help-all"
 _DEVICE = "auto"
@@ -62,6 +63,12 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     return choices | ({"moves": options.zero_bubble_schedule_file} if moves else {})
 
 
+def as_given(name: str, value: object) -> str:
+    """Write a decision, by its name in the tables of refusals, as the flag that makes it."""
+    option = next((option for option in OPTIONS if option.name == name), None)
+    return f"{name}={shown(value)}" if option is None else option.shown(value)
+
+
 def config_of(
     options: argparse.Namespace,
     num_chunks: int | None = None,
@@ -84,8 +91,6 @@ def config_of(
         fields["unit_microbatches"] = fields["unit_microbatches"] or None
     if "vocabulary" in fields:
         fields["vocabulary"] = vocabulary_algorithm(options)
-    if options.zero_bubble_exact:
-        fields["fuse_wgrad"] = False
     if options.zero_bubble_balance_microbatches:  # then the share is for the cost of samples
         fields.pop("attention_share", None)
     if num_chunks is not None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron.zero_bubble.planning.rule import shown
+
 Tier = Literal["core", "advanced", "expert"]
 TIERS: dict[Tier, str] = {
     "core": "Which schedule, how much memory, exact or fast.",
@@ -76,7 +78,9 @@ class Option:
         """The flag as the user gave it, with its value."""
         if value is False:
             return f"--no-zero-bubble-{self.flag}"
-        return f"--zero-bubble-{self.flag}" + (f" {value}" if value and type(value) in (str, int, float) else "")
+        is_text = type(value) in (str, int, float) or (isinstance(value, tuple) and all(type(v) is int for v in value))
+        plain = is_text and (value or isinstance(value, float))
+        return f"--zero-bubble-{self.flag}" + (f" {shown(value)}" if plain else "")
 
 
 def token_counts(text: str) -> tuple[int, ...]:

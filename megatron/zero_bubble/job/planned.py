@@ -91,7 +91,7 @@ def adopt(options: argparse.Namespace) -> None:
         UserError: a schedule by name and a file, a bad file, or a flag that contradicts it.
     """
     schedule, file = options.zero_bubble_schedule, options.zero_bubble_schedule_file
-    refuse_excluded({"schedule": schedule, "schedule_file": file})
+    refuse_excluded({"schedule": schedule, "schedule_file": file}, spell=lambda *of: f"{_flag_of(of[0])} {of[1]}")
     if schedule and is_file(schedule):
         file = options.zero_bubble_schedule_file = schedule
         options.zero_bubble_schedule = None
@@ -102,11 +102,15 @@ def adopt(options: argparse.Namespace) -> None:
     given["unit_microbatches"] = given["unit_microbatches"] or None  # auto, which the plan has decided
     if given["vocabulary"] in ("1", "2"):
         given["vocabulary"] = int(given["vocabulary"])
-    decided = _decided(plan, file, given, lambda each: "--" + each.option.replace("_", "-"))
+    decided = _decided(plan, file, given, lambda each: _flag_of(each.flag or each.field))
     for each in _DECISIONS:
         if decided.get(each.field) is not None and not each.in_plan:
             value = decided[each.field]
             setattr(options, each.option, str(value) if each.field == "vocabulary" else value)
+
+
+def _flag_of(name: str) -> str:
+    return f"--zero-bubble-{name.replace('_', '-')}"
 
 
 def _decided(

@@ -19,16 +19,13 @@ from megatron.zero_bubble.ir import Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.balance import length_cost
 from megatron.zero_bubble.job.effects import EFFECTS
-from megatron.zero_bubble.job.features import OPTIONS as _OURS
-from megatron.zero_bubble.job.flags import given
+from megatron.zero_bubble.job.flags import as_given, given
 from megatron.zero_bubble.job.options import OPTIONS, check_options, check_shards
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.plan.shard import check_chunks
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.rule import check
 from megatron.zero_bubble.planning.source import ScheduleSource
-
-_NAMES = {option.name: option for option in _OURS}
 
 
 @dataclass(frozen=True)
@@ -65,8 +62,8 @@ def check_flags(job: Job) -> None:
         UserError: the rule, the given value and the remedy.
     """
     choices = given(job.options)
-    check(EFFECTS, choices | job.facts, spell=lambda name, value: _NAMES[name].shown(value))
-    refuse_excluded(choices)
+    check(EFFECTS, choices | job.facts, spell=as_given)
+    refuse_excluded(choices, spell=as_given)
 
 
 def check_costs_file(options: argparse.Namespace) -> None:

@@ -304,7 +304,7 @@ def _pipeline(
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
-    if not config.fuse_wgrad:
+    if config.exact:
         return GradAccumulator()
     if not config.wgrad_stream:
         return FusedAccumulator()

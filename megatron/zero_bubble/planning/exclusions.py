@@ -6,17 +6,20 @@ A job, its dry run, ``plan``, ``compare`` and the playground ask the same rows, 
 from __future__ import annotations
 
 from megatron.zero_bubble.plan.offload import parse_share
-from megatron.zero_bubble.planning.rule import Choice, Choices, Rule, check, chosen, is_chosen, is_value
+from megatron.zero_bubble.planning.rule import Choice, Choices, Rule, Spell, check, chosen, is_chosen, is_value
 from megatron.zero_bubble.schedules import ZB_AUTO, sliced
 
 
-def refuse_excluded(choices: Choices) -> None:
+def refuse_excluded(choices: Choices, spell: Spell | None = None) -> None:
     """Refuse choices that exclude each other. Call it before any search, and before a job starts.
+
+    Args:
+        spell: writes a field and its value as the user gave them; by default ``field=value``.
 
     Raises:
         UserError: two of them are made; the sentence names both.
     """
-    check(EXCLUSIONS, choices)
+    check(EXCLUSIONS, choices, spell=spell)
 
 
 def _slices(choices: Choices) -> list[str]:

@@ -6,6 +6,7 @@ and ``job/rules.py`` where a flag has an effect.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +15,9 @@ from megatron.zero_bubble.errors import UserError, as_flag
 Choices = Mapping[str, Any]
 """The values of fields of ``ZeroBubbleConfig``, and of flags that only some programs have, under their names with
 underscores. A field that is missing has its default."""
+Spell = Callable[[str, Any], str]
+"""Writes a field and its value as the user gives them."""
+_FIELD = re.compile("<([a-z_]+)=?([^>]*)>")
 LEAVE_ONE_OUT = "leave one of them out"
 _NOTHING = ("", "off", "none", "even")
 
@@ -31,10 +35,10 @@ class Choice(NamedTuple):
     shown_by: Callable[[Choices], Iterable[str]]
     plural: str = ""
 
-    def given(self, choices: Choices) -> str:
-        """The first field that chooses it, with its value, such as ``num_slices=2``."""
+    def given(self, choices: Choices, spell: Spell) -> str:
+        """The first field that chooses it, with its value, as ``spell`` writes them."""
         field = next(iter(self.shown_by(choices)))
-        return _with(field, choices[field])
+        return spell(field, choices[field])
 
 
 class Rule(NamedTuple):
@@ -47,7 +51,8 @@ class Rule(NamedTuple):
             which is then symmetric.
         why: the reason; of a choice that must be made, the sentence after its words, in which ``{schedule}`` and
             ``{last}``, the last iteration, stand for values.
-        instead: what the user can do; by default, drop the option, or leave out a choice.
+        instead: what the user can do, where ``<field=value>`` is written as the user gives fields; by default, drop the
+            option, or leave out a choice.
     """
 
     subject: Choice
@@ -56,27 +61,27 @@ class Rule(NamedTuple):
     why: str
     instead: str = ""
 
-    def sentence(self, choices: Choices, options: Any = None, spell: Callable[[str, Any], str] | None = None) -> str:
+    def sentence(self, choices: Choices, options: Any = None, spell: Spell | None = None) -> str:
         """Return the refusal, "" if the rule holds; for the arguments, see ``check``."""
-        fields = list(self.subject.shown_by(choices))
+        fields, spell = list(self.subject.shown_by(choices)), spell or _with
         if not fields:
             return ""
+        remedy = self.spelled(spell)
         if isinstance(self.needs, str):
             value = getattr(options, self.needs, self.value)
             if value in (self.value, None):
                 return ""
             subject = self.subject.plural or f"schedules with {self.subject.words}"
-            return f"{subject} need {self.needs}={self.value!r}, because {self.why}; got {value!r}; {self.remedy}"
+            return f"{subject} need {self.needs}={self.value!r}, because {self.why}; got {value!r}; {remedy}"
         if bool(list(self.needs.shown_by(choices))) is self.value:
             return ""
         if not self.value:
             return (
                 f"{self.subject.words} and {self.needs.words} exclude each other, because {self.why}; got "
-                f"{self.subject.given(choices)} and {self.needs.given(choices)}; {self.remedy}"
+                f"{self.subject.given(choices, spell)} and {self.needs.given(choices, spell)}; {remedy}"
             )
-        spell = spell or _with
         why = self.why.format(schedule=_schedule_of(choices), last=choices.get("train_iters"))
-        return f"{spell(fields[0], choices[fields[0]])} works only with {self.needs.words}{why}; {self.remedy}"
+        return f"{spell(fields[0], choices[fields[0]])} works only with {self.needs.words}{why}; {remedy}"
 
     @property
     def what(self) -> str:
@@ -85,14 +90,17 @@ class Rule(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What the user can do."""
+        """What the user can do, with the names of fields."""
+        return self.spelled(_with)
+
+    def spelled(self, spell: Spell) -> str:
+        """What the user can do, with fields as ``spell`` writes them."""
         otherwise = f"drop {as_flag(self.needs)}" if isinstance(self.needs, str) else "leave it out"
-        return self.instead or (otherwise if self.value is not False or isinstance(self.needs, str) else LEAVE_ONE_OUT)
+        default = otherwise if self.value is not False or isinstance(self.needs, str) else LEAVE_ONE_OUT
+        return _FIELD.sub(lambda field: spell(field[1], field[2] or True), self.instead or default)
 
 
-def check(
-    rules: Iterable[Rule], choices: Choices, options: Any = None, spell: Callable[[str, Any], str] | None = None
-) -> None:
+def check(rules: Iterable[Rule], choices: Choices, options: Any = None, spell: Spell | None = None) -> None:
     """Raise the sentence of the first rule that does not hold.
 
     Args:

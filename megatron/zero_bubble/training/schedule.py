@@ -57,7 +57,7 @@ def apply_schedule(args: argparse.Namespace, observers: Sequence[IterationObserv
 def _wgrad_words(args: argparse.Namespace) -> str:
     from megatron.zero_bubble import kernels, platforms
 
-    if not args.zero_bubble.fuse_wgrad:
+    if args.zero_bubble.exact:
         return "computed as in megatron-core"
     return f"fused, {kernels.select(platforms.select(args.zero_bubble_device).name).words}"
 
