@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,7 @@ from tests.helpers.ranks import RankPool
 from tests.loops.varied import KINDS, SCHEDULES, Run, differences, outcomes, runs_of, train
 
 DEFAULT = (2, "zb-v", "packed")
+PAGE = Path(__file__).parents[2] / "docs/variable-lengths.md"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +44,21 @@ def test_shards_of_sequences_have_their_own_shapes(ranks: RankPool, schedule: st
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved-1f1b"])
 def test_parts_of_sequences_have_their_own_shapes(ranks: RankPool, schedule: str) -> None:
     compare(ranks, 4, runs_of(schedule, "dense", context=2))
+
+
+def documented(rank: int, options: dict[str, Any]) -> bool:
+    """Make a configuration with these options, and the sizes that the page leaves out."""
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, **options).variable_seq_lengths
+
+
+def test_stock_accepts_the_configuration_that_is_documented(ranks: RankPool) -> None:
+    (line,) = (line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("config = "))
+    call = ast.parse(line.removeprefix("config = "), mode="eval").body
+    assert isinstance(call, ast.Call)
+    options = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    assert ranks.run(2, documented, options) == [True, True]
 
 
 SHARED = {"model": "experts", "experts": 2}
