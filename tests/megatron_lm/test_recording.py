@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.formats.trace import read_trace_file
 from tests.adapter.test_foreign_loop import STEPS, train
 from tests.helpers.ranks import RankPool
+
+MODEL = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --vocab-size 32"
 
 
 @dataclass
@@ -46,7 +49,10 @@ def job(
     from megatron.zero_bubble.job.flags import add_flags
     from megatron.zero_bubble.megatron_lm.trace import JobTrace
     from megatron.zero_bubble.patching import apply, revert
+    from megatron.zero_bubble.training.arguments import parse_megatron
 
+    for name, value in vars(parse_megatron(MODEL.split())[0]).items():
+        vars(args).setdefault(name, value)
     parser = argparse.ArgumentParser()
     add_flags(parser)
     flags = ["--zero-bubble-schedule", "zb-h1", "--zero-bubble-trace", folder]
@@ -99,6 +105,8 @@ def test_chosen_iterations_are_recorded(
     recording = read_trace_file(tmp_path / "x/trace.json")
     assert list(recording.traces) == recorded
     assert recording.memory is not None
+    facts = read_costs_file(tmp_path / "x/costs.json").facts
+    assert (facts["hidden_size"], facts["vocabulary_size"], facts["gpu"]) == (16, 128, "cpu")
     assert {path.name for path in (tmp_path / "x").iterdir()} == {
         "trace.json", "timeline.svg", "timeline.html", "perfetto.json", "costs.json",
     }  # fmt: skip

@@ -52,6 +52,7 @@ def write_decision(file: Path, decision: Decision) -> list[str]:
 
     Every rank decides by itself, so that a decision which is not kept is only made again.
     """
+    assert not _undecidable(decision.flags, decision.leave_out), "auto adds and leaves out only these flags"
     content = {"flags": decision.flags, "leave_out": decision.leave_out, KEY_FACTS: dict(decision.facts)}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -102,11 +103,15 @@ def _decision_from(text: str) -> Decision:
     flags, leave_out = (
         tuple(read_key(content, name, "a list of strings", _are_words)) for name in ("flags", "leave_out")
     )
-    names = [word.partition("=")[0] for word in (*flags, *leave_out) if word.startswith("-")]
-    loose = [word for words in (flags[:1], leave_out) for word in words if not word.startswith("-")]
-    if wrong := [*(name for name in names if name not in DECIDABLE), *loose]:
+    if wrong := _undecidable(flags, leave_out):
         raise UserError(f"it may have only flags that auto decides; got {wrong[0]}")
     return Decision(flags, leave_out, facts_from(content))
+
+
+def _undecidable(flags: Sequence[str], leave_out: Sequence[str]) -> list[str]:
+    """The words that are no flags for ``auto`` to decide, where one must be."""
+    names = [*flags[:1], *(word for word in flags[1:] if word.startswith("-")), *leave_out]
+    return [name for name in names if name.partition("=")[0] not in DECIDABLE]
 
 
 def _are_words(value: object) -> bool:

@@ -176,12 +176,13 @@ def _facts(
     Raises:
         UserError: a job that could not run without this package.
     """
+    ours = {name: value for name, value in given(options).items() if name not in _ASIDE}
     with _deciding():
         args = checked_megatron_job(others, *_sizes(environment)).args
-    ours = {name: value for name, value in given(options).items() if name not in _ASIDE}
+        name = "cpu" if options.zero_bubble_device == "cpu" else gpu.name
+        of_job = {**facts_of(args, name, known_vocabulary(args)), **job_facts(args)}
     return {
-        **facts_of(args, "cpu" if options.zero_bubble_device == "cpu" else gpu.name, known_vocabulary(args)),
-        **job_facts(args),
+        **of_job,
         "gpus_per_node": _sizes(environment)[1],
         "gpu_memory": gpu.memory or "unknown",
         "exact": bool(options.zero_bubble_exact),

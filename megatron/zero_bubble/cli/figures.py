@@ -161,7 +161,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     _refuse(options, (*_TIMES, "attention_share", *_MEMORY, "costs"), "--config estimates times and memory")
     device = DEVICES[options.gpu or "a100"]
     by_cost = getattr(options, "layout", None) == BY_COST
-    model, microbatches, assumed, division = read_model(
+    model, microbatches, assumed, division, facts = read_model(
         options.config, num_ranks, not options.no_flash_attention, by_cost, num_microbatches
     )
     if model.experts is not None:
@@ -227,6 +227,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         stage_bytes=stage_bytes(model),
         tensor=tensor if model.tensor_parallel == 1 and model.experts is None else None,
         division=division,
+        facts={**facts, "gpu": device.name},
     )
 
 

@@ -6,17 +6,19 @@ import argparse
 
 from megatron.zero_bubble.costs.estimate import Model
 from megatron.zero_bubble.errors import UserError, as_flag
+from megatron.zero_bubble.formats.facts import Facts
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.ir.sizes import MOST_LAYERS, check_size
+from megatron.zero_bubble.job.facts import facts_of
 from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, stated_vocabulary
 from megatron.zero_bubble.planning.division import Division
 
 
 def read_model(
     file: str, num_ranks: int | None, flash: bool, any_layers: bool = False, num_microbatches: int | None = None
-) -> tuple[Model, int, tuple[str, ...], Division]:
+) -> tuple[Model, int, tuple[str, ...], Division, Facts]:
     """Read a model: its shapes with one stage per rank, the number of microbatches per iteration, the assumptions made,
-    as sentences, and how its layers are divided among the stages of other placements.
+    as sentences, how its layers are divided among the stages of other placements, and its facts.
 
     ``num_ranks`` and ``num_microbatches`` override the sizes of ``file``. With ``any_layers``, the layers per rank that
     ``file`` gives are ignored, and the layers need not divide evenly.
@@ -51,12 +53,12 @@ def read_model(
         _check_divided(args, p, file)
     division = Division(args.num_layers) if any_layers else division_of(args, stated_vocabulary(args))
     model = model_of(args, division.on(Placement.linear(p)), flash)
-    assumed = [] if args.vocab_size else [f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed."]
+    assumed = [] if args.vocab_size else [f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed; vocab-size gives it."]
     if args.global_batch_size:
         assumed.append(
             f"One data-parallel rank is assumed to run the global batch of {batch}; --num-microbatches overrides this."
         )
-    return model, count, tuple(assumed), division
+    return model, count, tuple(assumed), division, facts_of(args)
 
 
 def _check_divided(args: argparse.Namespace, num_ranks: int, file: str) -> None:
