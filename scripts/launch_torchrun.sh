@@ -15,7 +15,7 @@
 #
 # --dry-run starts nothing: it prints the placement of the ranks, the plan, the memory and the command of every node, or
 # the error that the job would end with. Its options are --gpu-memory 80GiB, --gpu h100 and --costs FILE. All other
-# arguments go to the training script.
+# arguments go to the training script, whose flags python scripts/pretrain_gpt.py --help lists.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -30,12 +30,17 @@ fail() {
 dry_run='' dry=() job=()
 while (($#)); do
     case "$1" in
+        -h | --help)
+            sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+            exit
+            ;;
         --dry-run) dry_run=yes ;;
         --gpu-memory | --gpu | --costs)
             (($# > 1)) || fail "$1 takes a value, got none; give one"
             dry+=("$1" "$2")
             shift
             ;;
+        --gpu-memory=* | --gpu=* | --costs=*) dry+=("$1") ;;
         *) job+=("$1") ;;
     esac
     shift

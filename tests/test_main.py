@@ -272,7 +272,8 @@ def test_flags_of_a_job_without_dashes_before_them_are_refused_with_the_remedy(
 ) -> None:
     err = refused(capsys, "dry-run", "--num-layers", "8", "--hidden-size", "64")
     assert "unrecognized arguments: --num-layers" in err
-    assert err.endswith("; the flags of the training script come last, after a separate --\n")
+    assert err.endswith("--gpus-per-node, and the flags of the training script come last, after a separate --\n")
+    assert "the machines are --nodes and --gpus-per-node" in refused(capsys, "advise", "--gpus", "64", "--", "--bf16")
     assert "separate --" not in refused(capsys, "plan", "--schedule", "zb-h1", "--num-layers", "8", *SIZES_AND_TIMES)
 
 

@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, others = root.parse_known_args(arguments)
     if others:
         after = (
-            "; the flags of the training script come last, after a separate --"
+            "; the machines are --nodes and --gpus-per-node, and the flags of the training script come last, after a "
+            "separate --"
             if options.name in ("advise", "dry-run")
             else ""
         )

@@ -14,7 +14,9 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory
 from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.adapter.tracer import LAST_ITERATIONS, end_of_run
 from megatron.zero_bubble.cli.advise import changed
+from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
 from megatron.zero_bubble.costs.layers import LayerCosts, Part
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
@@ -165,8 +167,9 @@ def test_text_says_what_to_add_and_what_to_leave_out(capsys: Capture) -> None:
     assert main(["advise", "--quick", "--gpus-per-node", "4", "--", *flags]) == 0
     out = capsys.readouterr().out
     assert "The job as it is: interleaved-1f1b, 4 pipeline ranks, 16 microbatches, 1 data-parallel replicas" in out
-    last, measure = out.splitlines()[-2:]
-    assert measure.startswith("These are estimates. To measure, run ten iterations with --zero-bubble-schedule zb-int")
+    last, limits, measure = out.splitlines()[-3:]
+    assert measure.startswith("These are estimates. To measure, run the job with --zero-bubble-schedule zb-interleaved")
+    assert limits.startswith("No figure or range covers the host's time for its launches, ranks that slow each other")
     assert last.startswith("Add --zero-bubble-schedule") and "% of the time of the passes" in last
     assert "the best at\n1  " in out and "% of a lower bound on such plans\n" in out
     assert "if all F, B, W or transfers take 20% more or less)" in last
@@ -202,7 +205,7 @@ def test_no_memory_is_no_advice_to_take_more(capsys: Capture) -> None:
         (["--may-change", "layers"], [], "--may-change takes micro-batch-size, recompute, pipeline; got 'layers'"),
         (["--may-change", "pipeline", "--costs", "none.json"], [], "none.json"),
         (["--gpu-memory", "1p"], [], "--gpu-memory needs a size in bytes, such as 80GiB; got 1p"),
-        (["--gpu-memory", "80"], [], "--gpu-memory needs a size in bytes, such as 80GiB; got 80; give a size"),
+        (["--gpu-memory", "80"], [], "--gpu-memory needs a size in bytes, such as 80GiB; got 80; write 80GiB"),
         (["--host-bandwidth", "0"], [], "--host-bandwidth"),
         (["--row", "9", "--write", "x.json"], [], "--row must be from 1 to"),
         ([], ["--num-layers", "15"], "--num-layers must be divisible by the number of pipeline stages, got 15"),
@@ -213,6 +216,41 @@ def test_errors_are_sentences(capsys: Capture, own: list[str], job: list[str], w
     assert main(["advise", "--quick", "--gpus-per-node", "4", *own, "--", *SMALL, *job]) == 2
     out, err = capsys.readouterr()
     assert out == "" and words in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--", "run.sh"], "what follows -- must be the flags of the job, which begin with --; got run.sh; give the"),
+        (["run.sh", *SMALL], "got run.sh; give the flags themselves"),
+        (
+            ["--", " ".join(SMALL)],
+            "got '--num-layers 16 --hidden-size 1024 --num' and more in one; leave out the quotes",
+        ),
+        (["--", "--num-layers", "8"], "give them as flags"),
+        (["--gpu-memory", "80G", "--", *SMALL], "got 80G; write 80GiB"),
+    ],
+)
+def test_other_words_than_flags_are_refused_with_a_remedy(capsys: Capture, words: list[str], sentence: str) -> None:
+    assert main(["advise", "--quick", "--gpus-per-node", "4", *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_configuration_file_of_our_loop_is_read(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    pairs = zip(SMALL, [*SMALL[1:], "--"], strict=True)
+    given = {word[2:]: value for word, value in pairs if word.startswith("--")}
+    file.write_text(
+        "".join(f"{name}: {'true' if value.startswith('--') else value}\n" for name, value in given.items())
+    )
+    command = ["advise", "--quick", "--gpus-per-node", "4", "--format", "json", "--"]
+    assert main([*command, "--config", str(file)]) == 0
+    from_file = json.loads(capsys.readouterr().out)
+    assert main([*command, *SMALL]) == 0
+    assert json.loads(capsys.readouterr().out) == from_file
+    file.write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    assert main([*command, "--config", str(file)]) == 2
+    assert "which describes a model for another library; write its sizes as flags" in capsys.readouterr().err
 
 
 def test_flags_of_a_job_are_needed(capsys: Capture) -> None:
@@ -333,3 +371,54 @@ def test_bounds_are_below_plans() -> None:
         if change.searches and not change.question.offload:
             plan = answer(replace(change.question, limit=2 * (change.question.limit or 0.0)))
             assert adviser._least(change) <= plan.timeline.makespan_ms * (1 + 1e-9), change.name
+
+
+def test_a_job_that_measures_records_what_it_measures(capsys: Capture) -> None:
+    """The printed flags end a job of any length after ten iterations, of which it has recorded the last ones."""
+    flags = [*SMALL, "--train-iters", "500000"]
+    assert main(["advise", "--quick", "--gpus-per-node", "4", "--", *flags]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("These are estimates."))
+    added = line.partition("run the job with ")[2].partition(" added")[0].split()
+    args = checked_megatron_job([*flags, *added], 4, 4).args
+    assert args.zero_bubble_record_costs == "costs.json"
+    assert end_of_run(1, args.train_iters, args.exit_interval) == 10 > LAST_ITERATIONS
+    assert end_of_run(12_001, args.train_iters, args.exit_interval) == 12_010
+
+
+def test_unknown_flags_are_named(capsys: Capture) -> None:
+    flags = [*SMALL, "--use-mcore-models", "--pipline-model-parallel-size", "8", "--recompute-granulrity", "full"]
+    command = ["--gpus-per-node", "4", "--", *flags]
+    assert main(["advise", "--quick", *command]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    unknown = "--use-mcore-models --pipline-model-parallel-size --recompute-granulrity"
+    said = [
+        f"Not checked here, only by Megatron-LM: {unknown}",
+        "--pipline-model-parallel-size is no flag that is known here; did you mean --pipeline-model-parallel-size?",
+        "--recompute-granulrity is no flag that is known here; did you mean --recompute-granularity?",
+    ]
+    assert [line for line in lines if line in said] == said
+    assert main(["dry-run", "--megatron-lm", *command]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line in said] == said
+    assert main(["advise", "--quick", "--format", "json", *command]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["not_read"] == unknown.split()
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer(capsys: Capture, tmp_path: Path) -> None:
+    at = SMALL.index("--vocab-size")
+    rest = [*SMALL[:at], *SMALL[at + 2 :]]
+    rest = [word for word in rest if word not in ("--tokenizer-type", "NullTokenizer")]
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 128_256}))
+    asks = "Megatron-LM asks the tokenizer"
+    for flags, note in (
+        (["Llama2Tokenizer"], "The vocabulary of 32,000 is that of Llama2Tokenizer, padded."),
+        (
+            ["HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)],
+            f"The vocabulary of 128,256 is that of {tmp_path / 'config.json'}, padded.",
+        ),
+        (
+            ["HuggingFaceTokenizer"],
+            f"A vocabulary of 50,304 is assumed, since {asks}: give --vocab-size, because gains depend on it.",
+        ),
+    ):
+        assert main(["advise", "--quick", "--gpus-per-node", "4", "--", *rest, "--tokenizer-type", *flags]) == 0
+        assert note in capsys.readouterr().out.splitlines()

@@ -229,7 +229,7 @@ def test_flags_of_megatron_lm_jobs_are_accepted(capsys: Capture) -> None:
     own = ["--nodes", "4", *FOUR, "--megatron-lm"]
     out = run(capsys, own, [*job, "--zero-bubble-schedule", "zb-h1"])
     assert out.startswith("4 nodes x 4 processes = 16 ranks: tensor 1 x context 2 x data 2 x pipeline 4\n")
-    assert "Not checked here, only by Megatron-LM: --tokenizer-model --use-mcore-models\n" in out
+    assert "Not checked here, only by Megatron-LM: --use-mcore-models\n" in out
     looped = run(capsys, own, [*job, "--num-layers-per-virtual-pipeline-stage", "2"])
     assert rows(looped)[0][3] == "0: embedding+2, 4: 2"
     assert "invalid choice: 'tpu'" in refusal(capsys, own, [*job, "--zero-bubble-device", "tpu"])

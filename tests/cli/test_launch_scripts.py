@@ -146,7 +146,7 @@ def test_invalid_layout_is_rejected_before_the_start(script: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "zero-bubble dry-run: the number of processes must be divisible by tensor * pipeline parallel size, got 9 and "
-        "1 * 2; start a multiple of 2 processes (torchrun --nproc-per-node 2) or change the sizes\n"
+        "1 * 2; start a multiple of 2 processes, nodes times processes per node, or change the sizes\n"
     )
 
 
@@ -154,7 +154,14 @@ def test_dry_run_options_are_passed_on() -> None:
     done = launch("launch_torchrun.sh", *JOB, "--gpu-memory", "1KiB", "--dry-run", "--gpu", "h200", NPROC="2")
     assert done.returncode == 2
     assert "every rank must fit --gpu-memory 1KiB" in done.stderr
-    assert "h200: 989 TFLOPS" in launch("launch_torchrun.sh", *JOB, "--dry-run", "--gpu", "h200", NPROC="2").stdout
+    for gpu in (["--gpu", "h200"], ["--gpu=h200"]):
+        assert "h200: 989 TFLOPS" in launch("launch_torchrun.sh", *JOB, "--dry-run", *gpu, NPROC="2").stdout
+
+
+def test_help_needs_no_gpu() -> None:
+    done = launch("launch_torchrun.sh", "--help", PATH="/usr/bin:/bin")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Start GPT pretraining on this node") and "\nNNODES         number" in done.stdout
 
 
 @pytest.mark.parametrize(

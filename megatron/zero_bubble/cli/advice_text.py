@@ -13,8 +13,15 @@ from megatron.zero_bubble.planning.advice import NUMBERS, Advice, Row, Today
 from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.uncertainty import SHARE
 from megatron.zero_bubble.search.placements import name_of
+from megatron.zero_bubble.training.arguments import misspelt
 
 _GIB = 2**30
+_MEASURED = 10
+"""Iterations of a job that only measures; the last of them are recorded."""
+_NOT_COVERED = (
+    "No figure or range covers the host's time for its launches, ranks that slow each other down, the optimizer step, "
+    "and reductions over replicas that backwards do not hide."
+)
 
 
 class Batch(NamedTuple):
@@ -35,7 +42,7 @@ class Batch(NamedTuple):
         return self.tokens / self.gpus / (ms / 1e3)
 
 
-def content_of(found: Advice, batch: Batch, argv: Sequence[str]) -> dict[str, Any]:
+def content_of(found: Advice, batch: Batch, argv: Sequence[str], unread: Sequence[str] = ()) -> dict[str, Any]:
     """Return what ``--format json`` prints: the job, the advised changes, and whether one is worth it."""
     timeline, costs, need = found.today
     ms, best = timeline.makespan_ms, found.best
@@ -50,6 +57,7 @@ def content_of(found: Advice, batch: Batch, argv: Sequence[str]) -> dict[str, An
             "idle": {name: value / ms for name, value in _idle(found.today)._asdict().items()},
             "tokens_per_s_per_gpu": batch.rate(ms),
             "notes": costs.notes,
+            "not_read": unread,
         },
         "advice": [_row(row, argv, costs.in_bytes) for row in found.rows],
         "worth_it": best is not None,
@@ -93,7 +101,9 @@ def given_of(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
     return [flag for flag in flags if flag in given]
 
 
-def text_of(found: Advice, batch: Batch, argv: Sequence[str], capacity: float | None) -> str:
+def text_of(
+    found: Advice, batch: Batch, argv: Sequence[str], capacity: float | None, unread: Sequence[str] = ()
+) -> str:
     """Return what ``advise`` prints: the job as it is, a table, the flags of each row, and one sentence of advice."""
     timeline, costs, need = found.today
     ms, idle, size = timeline.makespan_ms, _idle(found.today), f"{costs.num_ranks} pipeline ranks"
@@ -117,7 +127,7 @@ def text_of(found: Advice, batch: Batch, argv: Sequence[str], capacity: float | 
     if found.rows:
         lines += ["", *_table(found, argv)]
     measure = [_how_to_measure(timeline.schedule)] if found.is_estimated else []
-    return "\n".join([*lines, "", *_remarks(found), _verdict(found), *measure]) + "\n"
+    return "\n".join([*lines, "", *_remarks(found, unread), _verdict(found), _NOT_COVERED, *measure]) + "\n"
 
 
 def _idle(today: Today) -> Idle:
@@ -141,8 +151,18 @@ def _table(found: Advice, argv: Sequence[str]) -> Iterator[str]:
             yield f"   time: within {row.gap:.1%} of a lower bound on such plans"
 
 
-def _remarks(found: Advice) -> Iterator[str]:
-    """What was not planned."""
+def not_read(unread: Sequence[str]) -> Iterator[str]:
+    """Name the flags of a job that only Megatron-LM reads, and those that are probably misspelt."""
+    if not unread:
+        return
+    yield f"Not checked here, only by Megatron-LM: {' '.join(unread)}"
+    for flag, meant in misspelt(unread):
+        yield f"{flag} is no flag that is known here; did you mean {meant}?"
+
+
+def _remarks(found: Advice, unread: Sequence[str]) -> Iterator[str]:
+    """What was not read and not planned."""
+    yield from not_read(unread)
     if found.dropped:
         what = (
             "change would be refused for this job, or has"
@@ -162,8 +182,9 @@ def _how_to_measure(schedule: Schedule) -> str:
     """How to replace estimates, with a schedule on the stages of the job."""
     name = "zb-h1" if schedule.num_stages == schedule.num_ranks else "zb-interleaved"
     return (
-        f"These are estimates. To measure, run ten iterations with --zero-bubble-schedule {name} "
-        "--zero-bubble-record-costs costs.json added, then ask again with --costs costs.json."
+        f"These are estimates. To measure, run the job with --zero-bubble-schedule {name} --zero-bubble-record-costs "
+        f"costs.json --exit-interval {_MEASURED} added, which ends it after {_MEASURED} iterations; then ask again "
+        "with --costs costs.json."
     )
 
 

@@ -17,6 +17,7 @@ from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of
 from megatron.zero_bubble.cli.job_figures import gpu_bytes, job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_schedule import job_schedule
 from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_variants
+from megatron.zero_bubble.cli.job_words import job_words
 from megatron.zero_bubble.cli.links import add_link_flags, bandwidth_to_replicas, given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
@@ -152,7 +153,7 @@ def advise(options: argparse.Namespace) -> str:
         UserError: the error that the job itself would stop with, a job without a pipeline, or bad options.
     """
     positive_figure("--host-bandwidth", options.host_bandwidth)
-    argv = job_words(options)
+    argv = flags_of_job(options)
     if not argv:
         raise UserError("advice is about the flags of a job, which come last, after a separate --; got none; give them")
     own = read_job(options, argv)
@@ -202,13 +203,19 @@ def advise(options: argparse.Namespace) -> str:
     if options.write is not None:
         _write(options, found)
     if options.format == "json":
-        return json.dumps(content_of(found, own.batch, argv), indent=2) + "\n"
-    return text_of(found, own.batch, argv, capacity)
+        return json.dumps(content_of(found, own.batch, argv, own.read.unread), indent=2) + "\n"
+    return text_of(found, own.batch, argv, capacity, own.read.unread)
 
 
-def job_words(options: argparse.Namespace) -> list[str]:
-    """Return the flags of the job, which follow after ``--``."""
-    return list(options.job[1:] if options.job[:1] == ["--"] else options.job)
+def flags_of_job(options: argparse.Namespace) -> list[str]:
+    """Return the flags of the job, with those of ``--config FILE`` of our loop in the place of it.
+
+    Raises:
+        UserError: no flags, or an unreadable or invalid configuration file.
+    """
+    from megatron.zero_bubble.training.arguments import expanded
+
+    return expanded(job_words(options))
 
 
 def _sizes(options: argparse.Namespace) -> tuple[int, int]:

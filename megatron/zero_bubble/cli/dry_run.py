@@ -14,9 +14,11 @@ from megatron.zero_bubble.analysis.memory import host_peaks
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.cli.advice_text import not_read
 from megatron.zero_bubble.cli.deciding import decided
 from megatron.zero_bubble.cli.job_figures import gpu_bytes, job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_schedule import job_schedule
+from megatron.zero_bubble.cli.job_words import job_words
 from megatron.zero_bubble.cli.links import add_link_flags, given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
@@ -144,7 +146,7 @@ def dry_run(options: argparse.Namespace) -> str:
         _commands(options),
     ]
     if unread:
-        sections.insert(-1, f"Not checked here, only by Megatron-LM: {' '.join(unread)}\n")
+        sections.insert(-1, "".join(f"{line}\n" for line in not_read(unread)))
     return "\n".join(section for section in sections if section)
 
 
@@ -155,13 +157,8 @@ def _compared(
     if not has_schedule(args) or args.zero_bubble_shard_weights or algorithm_of(timeline.schedule) is not None:
         return ()
     objective: Metric = "span" if args.zero_bubble_post_validation else "makespan"
-    compared = against_stock(options, _flags(options), costs, timeline, objective)
+    compared = against_stock(options, job_words(options), costs, timeline, objective)
     return compared, slower_than_1f1b(timeline, costs, objective)
-
-
-def _flags(options: argparse.Namespace) -> list[str]:
-    """The flags of the job."""
-    return options.job[1:] if options.job[:1] == ["--"] else options.job
 
 
 def _checked_job(options: argparse.Namespace) -> MegatronJob:
@@ -170,7 +167,7 @@ def _checked_job(options: argparse.Namespace) -> MegatronJob:
     from megatron.zero_bubble.training.checks import check
 
     world_size = options.nodes * options.gpus_per_node
-    job = _flags(options)
+    job = job_words(options)
     ranks = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(options.gpus_per_node),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
@@ -27,6 +28,7 @@ from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.facts import facts_of
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, unestimated_kinds
+from megatron.zero_bubble.job.vocabulary import tokenizers_vocabulary
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 from megatron.zero_bubble.planning.vocabulary import Choice, are_divided, variants
@@ -54,11 +56,12 @@ def job_figures(
     model = replace(model_of(args, layers), sequence=args.seq_length // args.context_parallel_size)
     if model.experts is not None:
         model = replace(model, experts=replace(model.experts, links=links))
-    vocabulary = known_vocabulary(args)
+    vocabulary = known_vocabulary(args)  # as the run, too, knows it before it has a tokenizer
+    division, facts = replace(division_of(args, vocabulary), given=layers), facts_of(args, gpu, vocabulary)
+    asked = tokenizers_vocabulary(args) if vocabulary is None else None
+    vocabulary = asked.size if asked is not None else vocabulary
     if vocabulary is not None:
         model = replace(model, vocabulary=vocabulary)
-    division = replace(division_of(args, vocabulary), given=layers)
-    facts = facts_of(args, gpu, vocabulary)
     if costs_file is not None:
         read = read_costs_file(costs_file)
         facts = {**facts, **({"gpu": read.facts["gpu"]} if "gpu" in read.facts else {})}  # measured, not assumed
@@ -69,8 +72,14 @@ def job_figures(
             figures = _noting(figures, f"The costs in {costs_file} are of another job: {listed(different)}.")
     elif estimated:
         figures = _estimated(sizes, model, gpu, predictions, division)
-        if vocabulary is None:
-            figures = _noting(figures, f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed.")
+        if asked is not None:
+            figures = _noting(figures, f"The vocabulary of {asked.size:,} is that of {asked.source}, padded.")
+        elif vocabulary is None:
+            figures = _noting(
+                figures,
+                f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed, since Megatron-LM asks the tokenizer: give "
+                "--vocab-size, because gains depend on it.",
+            )
         if args.context_parallel_size > 1:
             figures = _noting(
                 figures, "Attention is counted only within each context-parallel rank's part of the sequence."
@@ -94,8 +103,14 @@ def gpu_bytes(text: str) -> int:
         return parse_bytes(text)
     except UserError:
         raise UserError(
-            f"--gpu-memory needs a size in bytes, such as 80GiB; got {text}; give a size in bytes"
+            f"--gpu-memory needs a size in bytes, such as 80GiB; got {text}; write {_meant(text)}"
         ) from None
+
+
+def _meant(text: str) -> str:
+    """The size that a number with another unit, or without one, probably means."""
+    number = re.match("[0-9.]+", text)
+    return f"{number[0] if number else 80}GiB"
 
 
 def with_vocabulary(figures: Figures, args: argparse.Namespace) -> Figures:

@@ -219,8 +219,13 @@ def stated_vocabulary(args: Any) -> int | None:
     """Return the padded size of the vocabulary in ``--vocab-size``; None without it, since it is the tokenizer's."""
     if not (size := getattr(args, "vocab_size", None)):
         return None
+    return padded_vocabulary(args, size + (args.tokenizer_type == "NullTokenizer"))
+
+
+def padded_vocabulary(args: Any, size: int) -> int:
+    """Return the size to which a job pads its vocabulary."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return int(-(-(size + (args.tokenizer_type == "NullTokenizer")) // multiple) * multiple)
+    return int(-(-size // multiple) * multiple)
 
 
 def _recompute(args: Any) -> Recompute:

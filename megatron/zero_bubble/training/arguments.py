@@ -34,6 +34,9 @@ _MEGATRONS_NAMES = {
 }
 """Names that Megatron-LM has for values of flags, before it converts them to those of megatron-core."""
 
+_MISSPELT = 0.91
+"""Similarity from which an unknown flag is a known one with a mistake."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Parser that raises ``UserError`` where argparse would print its usage and exit."""
@@ -74,6 +77,18 @@ def expanded(argv: Sequence[str]) -> list[str]:
     return others if options.config is None else [*config_tokens(options.config, argv), *others]
 
 
+def misspelt(flags: Sequence[str]) -> list[tuple[str, str]]:
+    """Return those of a job's unknown flags that differ from a known one by a letter or two, each with that one.
+
+    Megatron-LM has flags that differ from known ones by whole words.
+    """
+    from difflib import get_close_matches  # takes a while to import
+
+    known = [name for action in _megatrons_parser()._actions for name in action.option_strings]
+    pairs = ((flag, get_close_matches(flag, known, n=1, cutoff=_MISSPELT)) for flag in flags)
+    return [(flag, close[0]) for flag, close in pairs if close]
+
+
 def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     """Parse the flags of a job that runs Megatron-LM's script.
 
@@ -86,6 +101,18 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
     Raises:
         UserError: values of the wrong type, or invalid zero-bubble flags.
     """
+    parser = _megatrons_parser()
+    args, others = parser.parse_known_args(argv)
+    for ours, megatrons in _MEGATRONS_NAMES.items():
+        setattr(args, megatrons, getattr(args, ours))
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
+    unread = [token.partition("=")[0] for token in others if token.startswith("--")]
+    return args, tuple(unread if args.config is None else ["--config", *unread])
+
+
+def _megatrons_parser() -> _Parser:
+    """The parser of the flags of Megatron-LM's script that are known here."""
     parser = build_parser()
     for action in parser._actions:
         if not action.dest.startswith("zero_bubble"):
@@ -107,17 +134,12 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
     add("--moe-layer-freq", type=layer_frequency, default=1)
     for kind in ("", "expert-"):  # without the flag, Megatron sets the only number that works
         add(f"--{kind}tensor-parallel-num-weight-shards", type=int, default=argparse.SUPPRESS)
+    add("--tokenizer-model")  # whose folder may say the size of the vocabulary
     add_options(parser)
-    args, others = parser.parse_known_args(argv)
-    for ours, megatrons in _MEGATRONS_NAMES.items():
-        setattr(args, megatrons, getattr(args, ours))
-    if args.expert_tensor_parallel_size is None:
-        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
-    unread = [token.partition("=")[0] for token in others if token.startswith("--")]
-    return args, tuple(unread if args.config is None else ["--config", *unread])
+    return parser
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> _Parser:
     """Build the parser with all flags; a test freezes their list."""
     parser = _Parser(
         prog="pretrain_gpt.py",

@@ -51,15 +51,21 @@ def check(args: argparse.Namespace, world_size: int, node_size: int | None = Non
 
 def check_layout(args: argparse.Namespace, world_size: int, required: tuple[str, ...] = _REQUIRED[:5]) -> None:
     """Check the rules on the model's layout and schedule."""
-    check_sizes(args, world_size, required)
+    check_sizes(args, world_size, required, "on the command line or with --config configs/gpt_tiny.yaml")
     _check_schedule(args)
     args.batch_sizes = BatchSizes.from_arguments(args)
     check_model(args, world_size)
 
 
-def check_sizes(args: argparse.Namespace, world_size: int, required: tuple[str, ...] = _REQUIRED[:5]) -> None:
-    """Check the parallel sizes, also of jobs that run Megatron-LM's script."""
-    _check_required(args, required)
+def check_sizes(
+    args: argparse.Namespace, world_size: int, required: tuple[str, ...] = _REQUIRED[:5], where: str = "as flags"
+) -> None:
+    """Check the parallel sizes, also of jobs that run Megatron-LM's script.
+
+    Args:
+        where: how a job gives its flags.
+    """
+    _check_required(args, required, where)
     _check_parallel_sizes(args, world_size)
 
 
@@ -75,11 +81,9 @@ def check_model(args: argparse.Namespace, world_size: int) -> None:
     _check_overlaps(args)
 
 
-def _check_required(args: argparse.Namespace, required: tuple[str, ...]) -> None:
+def _check_required(args: argparse.Namespace, required: tuple[str, ...], where: str) -> None:
     if missing := [_flag(name) for name in required if getattr(args, name) is None]:
-        raise UserError(
-            f"a run needs {', '.join(missing)}; give them on the command line or with --config configs/gpt_tiny.yaml"
-        )
+        raise UserError(f"a run needs {', '.join(missing)}; give them {where}")
     positive = (
         *_REQUIRED[:-1],
         "tensor_model_parallel_size",
@@ -113,7 +117,7 @@ def _check_parallel_sizes(args: argparse.Namespace, world_size: int) -> None:
         raise UserError(
             f"the number of processes must be divisible by {' * '.join(sizes)} parallel size, got "
             f"{world_size} and {' * '.join(map(str, sizes.values()))}; "
-            f"start a multiple of {model} processes (torchrun --nproc-per-node {model}) or change the sizes"
+            f"start a multiple of {model} processes, nodes times processes per node, or change the sizes"
         )
     args.data_parallel_size = world_size // model
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:

@@ -30,7 +30,13 @@ def config_tokens(file: str, argv: Sequence[str]) -> list[str]:
     explicit = {token[2:].partition("=")[0] for token in argv if token.startswith("--")}
     replaced = set().union(*(rivals for rivals in RIVALS if rivals & explicit))
     tokens: list[str] = []
-    for name, value in _read(Path(file)).items():
+    content = _read(Path(file))
+    if "model_type" in content or "architectures" in content:
+        raise UserError(
+            f"a configuration file must have the training script's flags in YAML; got {file}, which describes a model "
+            "for another library; write its sizes as flags, such as num-layers: 4, as in configs/gpt_tiny.yaml"
+        )
+    for name, value in content.items():
         if not isinstance(name, str) or name.startswith("-") or "_" in name:
             raise UserError(
                 "flags in a configuration file are written like num-layers, without leading dashes and underscores, "

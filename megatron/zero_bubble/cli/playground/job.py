@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from megatron.zero_bubble.cli.advice_text import given_of
-from megatron.zero_bubble.cli.advise import add_job_flags, add_job_words, capacity_of, job_words, read_job
+from megatron.zero_bubble.cli.advise import add_job_flags, add_job_words, capacity_of, flags_of_job, read_job
 from megatron.zero_bubble.cli.figures import figures
 from megatron.zero_bubble.cli.job_schedule import job_schedule
 from megatron.zero_bubble.cli.plan import add_plan
@@ -121,7 +121,7 @@ def job_of(options: argparse.Namespace) -> PageJob | None:
     Raises:
         UserError: for files and flags that contradict each other or cannot be read, or a job that could not run.
     """
-    argv = job_words(options)
+    argv = flags_of_job(options)
     if argv:
         for name in ("config", "num_ranks"):
             if getattr(options, name) is not None:

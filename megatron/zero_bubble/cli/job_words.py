@@ -1,0 +1,27 @@
+"""The flags of a job that follow after ``--`` on the command line of a verb."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.zero_bubble.errors import UserError
+
+
+def job_words(options: argparse.Namespace) -> list[str]:
+    """Return the flags of the job.
+
+    Raises:
+        UserError: a script, or all flags in one argument.
+    """
+    words = list(options.job[1:] if options.job[:1] == ["--"] else options.job)
+    if words and not words[0].startswith("-"):
+        raise UserError(
+            f"what follows -- must be the flags of the job, which begin with --; got {words[0]:.60}; give the flags "
+            "themselves, as the training script gets them"
+        )
+    if together := next((word for word in words if word.startswith("--") and " --" in word), None):
+        raise UserError(
+            f"every flag and every value of the job must be an argument of its own; got {together[:40]!r} and more in "
+            "one; leave out the quotes around them"
+        )
+    return words
