@@ -14,7 +14,7 @@ import pytest
 from megatron.zero_bubble.__main__ import parser as command_line
 from megatron.zero_bubble.job.effects import EFFECTS
 from megatron.zero_bubble.job.features import OPTIONS as FEATURES
-from megatron.zero_bubble.job.flags import add_flags
+from megatron.zero_bubble.job.flags import add_flags, as_given
 from megatron.zero_bubble.job.options import OPTIONS
 from megatron.zero_bubble.megatron_lm import fork_flags
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
@@ -101,7 +101,7 @@ def test_every_rule_of_the_tables_of_refusals_is_documented() -> None:
     flags = {option.name: f"`--zero-bubble-{option.flag}`" for option in FEATURES}
     for rule in (*EFFECTS, *EXCLUSIONS, *OPTIONS):
         subject = flags.get(rule.subject.words, rule.subject.words)
-        for part in (rule.why.format(schedule="…", last="…"), rule.remedy, rule.subject.plural or subject):
+        for part in (rule.why.format(schedule="…", last="…"), rule.spelled(as_given), rule.subject.plural or subject):
             assert part in page, (rule.subject.words, part)
 
 

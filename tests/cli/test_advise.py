@@ -420,5 +420,5 @@ def test_the_vocabulary_is_that_of_the_tokenizer(capsys: Capture, tmp_path: Path
             f"A vocabulary of 50,304 is assumed, since {asks}: give --vocab-size, because gains depend on it.",
         ),
     ):
-        assert main(["advise", "--quick", "--gpus-per-node", "4", "--", *rest, "--tokenizer-type", *flags]) == 0
+        assert main(["dry-run", "--megatron-lm", "--gpus-per-node", "4", "--", *rest, "--tokenizer-type", *flags]) == 0
         assert note in capsys.readouterr().out.splitlines()

@@ -143,7 +143,11 @@ def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
             "nccl_ctas must be positive; got 0",
         ),
         (f"{VOCABULARY} --zero-bubble-nccl-collective-ctas 0", 2, "nccl_collective_ctas must be positive; got 0; give"),
-        (f"{VOCABULARY} --zero-bubble-wgrad-stream --zero-bubble-trace x", 2, "got wgrad_stream and trace=x; leave"),
+        (
+            f"{VOCABULARY} --zero-bubble-wgrad-stream --zero-bubble-trace x",
+            2,
+            "wgrad-stream and --zero-bubble-trace x; leave",
+        ),
         ("--zero-bubble-placement linear", 1, "--zero-bubble-placement linear works only with zb-auto, because"),
         (
             f"{INTERLEAVED} --zero-bubble-schedule zero-pp {RAMP_UP} --zero-bubble-memory-limit 0.6p",
