@@ -80,22 +80,25 @@ class Costs(NamedTuple):
 def costs_in(folders: Sequence[Path | None], facts: Facts) -> tuple[Costs | None, list[str]]:
     """The first costs in these folders that are of this job, and remarks on others."""
     remarks: list[str] = []
-    for file in (folder / COSTS for folder in folders if folder is not None):
+    for file in (folder / COSTS for folder in dict.fromkeys(folders) if folder is not None):
         if not file.exists():
             continue
         try:
             theirs = read_costs_file(file).facts
             digest = sha256(file.read_bytes()).hexdigest()[:12]
         except (UserError, OSError) as error:
-            remarks.append(f"{file} is not used: {error}")
+            remarks.append(unused(file, error))
             continue
         if different := differences(theirs, facts):
             remarks.append(f"{file} is not used, because it is of another job: {listed(different)}")
             continue
-        if not theirs:
-            remarks.append(f"{file} does not say of which job it is, and is taken as of this one")
         return Costs(file, digest, bool(theirs)), remarks
     return None, remarks
+
+
+def unused(file: Path, error: object) -> str:
+    """Say why costs are not used; most errors about a file name it."""
+    return f"costs are not used: {error}" if str(file) in str(error) else f"{file} is not used: {error}"
 
 
 def _decision_from(text: str) -> Decision:

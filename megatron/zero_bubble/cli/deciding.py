@@ -29,6 +29,7 @@ from megatron.zero_bubble.cli.beside_checkpoints import (
     Decision,
     costs_in,
     read_decision,
+    unused,
     write_decision,
 )
 from megatron.zero_bubble.cli.machine import Gpu, gpu_here
@@ -149,7 +150,7 @@ def _kept(
         UserError: a file has no decision.
     """
     remarks = []
-    for file in (folder / DECISION for folder in folders if folder is not None):
+    for file in (folder / DECISION for folder in dict.fromkeys(folders) if folder is not None):
         if not file.exists():
             continue
         found = read_decision(file)
@@ -275,7 +276,7 @@ def _advice(
         options: the flags of this package.
 
     Returns:
-        what it says, and remarks on costs that do not fit this pipeline.
+        what it says, and remarks on the costs.
 
     Raises:
         UserError: its error.
@@ -296,9 +297,12 @@ def _advice(
     with _deciding():
         if costs is not None:
             try:
-                return ask(["--costs", str(costs.file)]), remarks
+                found = ask(["--costs", str(costs.file)])
             except UserError as error:
-                remarks.append(f"{costs.file} is not used: {error}")
+                remarks.append(unused(costs.file, error))
+            else:
+                said = f"{costs.file} does not say of which job it is, and is taken as of this one"
+                return found, [] if costs.names_its_job else [said]
         return ask(), remarks
 
 
