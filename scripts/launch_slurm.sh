@@ -42,6 +42,10 @@ if [[ -n "${SLURM_JOB_ID:-}" ]]; then
 fi
 
 for argument in "$@"; do
+    if [[ "$argument" == -h || "$argument" == --help ]]; then
+        sed -n '2,/^$/{/^$/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit
+    fi
     if [[ "$argument" == --dry-run ]]; then
         # Their values are known only inside the job.
         export MASTER_ADDR="${MASTER_ADDR:-FIRST_NODE}" MASTER_PORT="${MASTER_PORT:-PORT_OF_THE_JOB}"

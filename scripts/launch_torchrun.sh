@@ -31,7 +31,7 @@ dry_run='' dry=() job=()
 while (($#)); do
     case "$1" in
         -h | --help)
-            sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+            sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
             exit
             ;;
         --dry-run) dry_run=yes ;;

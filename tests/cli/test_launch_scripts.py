@@ -158,10 +158,11 @@ def test_dry_run_options_are_passed_on() -> None:
         assert "h200: 989 TFLOPS" in launch("launch_torchrun.sh", *JOB, "--dry-run", *gpu, NPROC="2").stdout
 
 
-def test_help_needs_no_gpu() -> None:
-    done = launch("launch_torchrun.sh", "--help", PATH="/usr/bin:/bin")
+@pytest.mark.parametrize("where", ["torchrun", "slurm"])
+def test_help_needs_neither_gpu_nor_scheduler(where: str) -> None:
+    done = launch(f"launch_{where}.sh", "--help", PATH="/usr/bin:/bin")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("Start GPT pretraining on this node") and "\nNNODES         number" in done.stdout
+    assert done.stdout.startswith("Start GPT pretraining ") and "NNODES" in done.stdout and "#" not in done.stdout
 
 
 @pytest.mark.parametrize(

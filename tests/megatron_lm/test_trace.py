@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import Placement
+from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
 from megatron.zero_bubble.formats.costs import read_costs_file
+from megatron.zero_bubble.formats.facts import Facts
 from megatron.zero_bubble.formats.trace import read_trace_file
-from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts, pretrain_gpt, stock
+from megatron.zero_bubble.job.facts import facts_of
+from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts, gpt_job, pretrain_gpt, stock
 
 CHECKOUTS = checkouts()
 pytestmark = [
@@ -18,6 +21,12 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 JOB = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --log-interval 2"
+
+
+def planned_facts(checkout: Checkout, num_ranks: int, flags: str) -> Facts:
+    """What planning knows of a job, which Megatron-LM has not validated."""
+    job = gpt_job(checkout, num_ranks, flags, None)
+    return facts_of(checked_megatron_job(job.arguments, num_ranks, num_ranks).args, "cpu")
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
@@ -53,6 +62,7 @@ def test_recording_does_not_change_the_job(checkout: Checkout, tmp_path: Path) -
     costs = read_costs_file(tmp_path / "costs.json")
     assert costs.on(Placement.linear(2)) == (recording.costs, recording.memory)
     assert costs.tokens is not None, "how short slices may be"
+    assert costs.facts == planned_facts(checkout, 2, JOB)
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
@@ -66,5 +76,6 @@ def test_all_to_alls_of_experts_are_measured(checkout: Checkout, tmp_path: Path)
     assert log.exit_codes == (0,) * 4, log.text[-4000:]
     assert log.figures == stock(checkout, 4, job).figures
     assert len(log.of("zero-bubble: the all-to-all of experts over 2 ranks is not hidden by schedule zb-h1")) == 1
+    assert read_costs_file(file).facts == planned_facts(checkout, 4, job)
     costs, _ = read_costs_file(file).on(Placement.linear(2))
     assert [stage.layers for stage in costs.experts] == [2, 2] and 0 < costs.exposed_share < 1
