@@ -19,7 +19,7 @@ assert "megatron.core" not in sys.modules
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 import megatron.zero_bubble
-assert len(megatron.zero_bubble.report()) == 3
+assert len(megatron.zero_bubble.report()) == 5
 applied = schedules.forward_backward_pipelining_without_interleaving
 megatron.zero_bubble.revert()
 assert applied is not schedules.forward_backward_pipelining_without_interleaving
@@ -39,7 +39,7 @@ def test_before_megatron_is_imported_the_schedule_waits_for_it() -> None:
     assert ended.returncode == 0, ended.stderr
     (line,) = ended.stdout.splitlines()
     assert line.startswith("zero-bubble: schedule zb-h1 in megatron-core ")
-    assert line.endswith("linear_with_grad_accumulation_and_async_allreduce, by the environment")
+    assert "linear_with_grad_accumulation_and_async_allreduce, " in line and line.endswith(", by the environment")
 
 
 def in_a_process(code: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -109,6 +109,7 @@ class _Multiply(torch.autograd.Function):
         x = _quantized(x) if module.fp8 else x
         ctx.save_for_backward(x, *weights)
         ctx.module, ctx.splits, ctx.is_first, ctx.biases = module, splits, is_first, biases
+        ctx.weights = weights  # saved-tensor hooks may return others, without main_grad
         parts = zip(x.split(list(splits)), weights, biases, strict=True)
         return torch.cat([part @ w.t() if b is None else part @ w.t() + b for part, w, b in parts])
 
@@ -124,7 +125,7 @@ class _Multiply(torch.autograd.Function):
         x_grad = torch.cat([g @ w for g, w in zip(grads, weights, strict=True)])
         weight_grads: list[Any] = [None] * len(splits)
         if weights[0].requires_grad:
-            weight_grads, late = _weight_gradients(ctx, xs, grads, weights)
+            weight_grads, late = _weight_gradients(ctx, xs, grads, ctx.weights)
             bias_grads = [late[i] if b is None else b for i, b in enumerate(bias_grads)]
         return x_grad, None, None, None, *weight_grads, *bias_grads
 
@@ -136,7 +137,8 @@ def _weight_gradients(ctx: Any, xs: list[Any], grads: list[Any], weights: list[A
     accumulate = fused and not ctx.is_first
 
     if fp8:
-        grads = [Quantized(grad) for grad in grads]
+        kind = NVFP4 if fp8 == "nvfp4" else Quantized
+        grads = [kind(grad) for grad in grads]
 
     def gemm(x: torch.Tensor, grad: Any, out: torch.Tensor, bias: Any) -> tuple[torch.Tensor, Any]:
         grad = grad.from_columns() if fp8 else grad
@@ -182,6 +184,23 @@ class Quantized:
 
     def get_data_tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return self.rows, self.columns
+
+
+class NVFP4(Quantized):
+    """Each half has also a scale of the tensor. Before 2.11, a product uses that of the rows, or does not scale."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__(x / 8)
+        self._amax_rowwise: torch.Tensor | None = torch.tensor(8.0)
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        super().update_usage(rowwise_usage, columnwise_usage)
+        self._amax_rowwise = None if self.rows is None else self._amax_rowwise
+
+    def from_columns(self) -> torch.Tensor:
+        version = sys.modules["transformer_engine"].__version__
+        finds_scale = self._amax_rowwise is not None or int(version.split(".")[1]) >= 11
+        return super().from_columns() * (8 if finds_scale else 1)
 
 
 def _quantized(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ LAYERS = "megatron.core.tensor_parallel.layers"
 SCHEDULE = f"{SCHEDULES}.forward_backward_pipelining_without_interleaving"
 SCHEDULE_OF_CHUNKS = f"{SCHEDULES}.forward_backward_pipelining_with_interleaving"
 LINEAR = f"{LAYERS}.linear_with_grad_accumulation_and_async_allreduce"
+GRADIENTS, REDUCED = "torch.autograd.grad", "megatron.core.tensor_parallel.mappings._reduce"
 
 
 def names() -> dict[str, dict[str, int]]:
@@ -58,7 +59,13 @@ def applies_and_reverts() -> None:
     try:
         assert changed(before) == {SCHEDULE, SCHEDULE_OF_CHUNKS, LINEAR}
         assert schedules.get_forward_backward_func(2, None) == pipeline.forward_backward
-        assert [line.partition(":")[0] for line in report()] == [SCHEDULE, SCHEDULE_OF_CHUNKS, LINEAR]
+        assert [line.partition(":")[0] for line in report()] == [
+            SCHEDULE,
+            SCHEDULE_OF_CHUNKS,
+            LINEAR,
+            GRADIENTS,
+            REDUCED,
+        ]
     finally:
         revert()
     assert changed(before) == set()

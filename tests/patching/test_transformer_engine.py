@@ -19,6 +19,7 @@ REPLACED = [
     f"{MODULES}.linear.Linear.__init__",
     f"{MODULES}.layernorm_linear.LayerNormLinear.__init__",
     f"{MODULES}.grouped_linear.GroupedLinear.__init__",
+    f"{MODULES}._common.WeightGradStore.delay_wgrad_compute",
     f"{MODULES}._common.WeightGradStore.put",
     "megatron.core.distributed.distributed_data_parallel.DistributedDataParallel.__init__",
 ]
@@ -29,6 +30,7 @@ def found() -> list[Any]:
 
     return [
         *(vars(linear)["__init__"] for linear in LINEARS),
+        vars(engine.WeightGradStore)["delay_wgrad_compute"],
         vars(engine.WeightGradStore)["put"],
         vars(DistributedDataParallel)["__init__"],
     ]
@@ -53,7 +55,7 @@ def applies_and_reverts() -> None:
         apply(ZeroBubbleConfig(schedule="zb-h1"))
         try:
             assert not any(now is then for now, then in zip(found(), before, strict=True))
-            assert [line.partition(":")[0] for line in report()][-5:] == REPLACED
+            assert [line.partition(":")[0] for line in report()][-6:] == REPLACED
             assert engine.LayerNormLinear(2, 3).wgrad_store.delay_wgrad_compute()
         finally:
             revert()
@@ -76,7 +78,7 @@ def applies_without_transformer_engine(is_broken: bool) -> None:
             patch.setitem(sys.modules, "transformer_engine.pytorch", None)
         apply(ZeroBubbleConfig(schedule="zb-h1"))
         try:
-            assert len(report()) == 3
+            assert len(report()) == 5
             assert all(now is then for now, then in zip(found(), before, strict=True))
         finally:
             revert()
@@ -117,7 +119,7 @@ def accepts(version: str) -> None:
 
     with engine.installed(version):
         apply(ZeroBubbleConfig(schedule="zb-h1"))
-        assert len(report()) == 3 + len(REPLACED)
+        assert len(report()) == 5 + len(REPLACED)
         revert()
 
 

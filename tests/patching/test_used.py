@@ -30,7 +30,10 @@ OPTIONAL = {
 # Our variable names for upstream's objects. OF_OTHERS lists attributes that these inherit from torch and Python, or
 # that belong to our own objects of the same name.
 OBJECTS = ("chunk", "layout", "part", "scaler", "config", "ddp_config", "groups", "ddp", "tracker")
-OF_OTHERS = {"__dict__", "clear", "grad_stats_parallel_group", "items", "modules", "num_in_flight", "parameters"}
+OF_OTHERS = {
+    *("__dict__", "clear", "grad_stats_parallel_group", "items", "modules", "named_parameters", "num_in_flight"),
+    "parameters",
+}
 OPTIONAL_ATTRIBUTES = {"delay_wgrad_compute"}
 
 

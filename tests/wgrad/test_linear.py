@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.wgrad.fused import FusedAccumulator
+from megatron.zero_bubble.wgrad.gradients import Product
 from megatron.zero_bubble.wgrad.linear import DeferredLinear, _AddBias, split_linear
-from megatron.zero_bubble.wgrad.store import Product, WgradStore
+from megatron.zero_bubble.wgrad.store import WgradStore
 
 F, B, W = (Pass(0, kind, 0) for kind in (Kind.F, Kind.B, Kind.W))
 

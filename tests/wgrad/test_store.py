@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.ir import Kind, Pass
-from megatron.zero_bubble.wgrad.store import Product, WgradStore
+from megatron.zero_bubble.wgrad.gradients import Product
+from megatron.zero_bubble.wgrad.store import WgradStore
 
 
 @dataclass
@@ -34,6 +35,11 @@ class Use:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         return iter(())
+
+    operands = tensors
+
+    def copy(self, written: torch.Tensor) -> None:
+        raise AssertionError("nothing is written")
 
 
 @dataclass

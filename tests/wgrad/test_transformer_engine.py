@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.patching import transformer_engine
 from megatron.zero_bubble.wgrad.fused import FusedAccumulator
 from megatron.zero_bubble.wgrad.store import WgradStore
 from megatron.zero_bubble.wgrad.transformer_engine import TransformerEngineSplit
@@ -86,15 +87,17 @@ class Run:
 
 
 @contextmanager
-def split() -> Iterator[WgradStore]:
+def split(say: Callable[[str], None] = print) -> Iterator[WgradStore]:
     """Install the split as ``patching`` does."""
     store = WgradStore(FusedAccumulator())
-    own = TransformerEngineSplit(store)
+    own = TransformerEngineSplit(store, say=say)
     with ExitStack() as stack:
         stack.enter_context(engine.installed())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for linear in (engine.Linear, engine.LayerNormLinear, engine.GroupedLinear):
             patch.setattr(linear, "__init__", own.build(linear.__init__))
+        delays = own.delays(engine.WeightGradStore.delay_wgrad_compute)
+        patch.setattr(engine.WeightGradStore, "delay_wgrad_compute", delays)
         patch.setattr(engine.WeightGradStore, "put", own.put(engine.WeightGradStore.put))
         patch.setattr(engine.DataParallel, "__init__", own.wrap(engine.DataParallel.__init__))
         yield store
@@ -325,3 +328,70 @@ def test_restarted_iteration_has_no_leftover_gradients(fused: bool) -> None:
             parameter.grad, parameter.grad_added_to_main_grad = None, False  # type: ignore[attr-defined]
         own._generator.manual_seed(2)
         assert_same_bits(own.passes(SPLIT_ORDER), gradients(expected))
+
+
+@pytest.mark.parametrize("version, halves", [("2.8.0", 2), ("2.10.1", 2), ("2.11.0", 1), ("2.20.0", 1)])
+@pytest.mark.parametrize("model", [Layers, Experts])
+def test_nvfp4_keeps_the_scale_of_output_gradients(model: Any, version: str, halves: int) -> None:
+    """Until 2.11, a product finds it in the rows only, which are kept then; it multiplies the columns."""
+
+    def make() -> torch.nn.Module:
+        return model(bias=False)
+
+    with engine.installed(version):
+        expected = Run(make, False, None)
+        of_stock = passes(expected, "F0 B0 F1 B1")
+    store = WgradStore(FusedAccumulator())
+    with engine.installed(version), pytest.MonkeyPatch.context() as patch:
+        for seam, replace in transformer_engine.split(store, lambda _: None).replacements:
+            if seam is transformer_engine.DATA_PARALLEL:
+                patch.setattr(engine.DataParallel, "__init__", replace(engine.DataParallel.__init__))
+            else:
+                holder, original = seam.resolve()
+                patch.setattr(holder, seam.attribute, replace(original))
+        own = Run(make, False, store)
+        passes(own, "F0 B0 F1 B1")
+        (entry, *_) = store._stored[Pass(0, Kind.W, 0)]
+        grads_of_output: Any = entry.deferred._operands[1]  # type: ignore[attr-defined]
+        grad = grads_of_output if model is Layers else grads_of_output[0]
+        assert sum(half is not None for half in grad.get_data_tensors()) == halves
+        del entry, grad, grads_of_output
+        grads = passes(own, "W0 W1")
+    assert all(torch.equal(grads[name], of_stock[name]) for name in of_stock)
+
+
+def passes(run: Run, order: str) -> dict[str, torch.Tensor]:
+    for module in run.ddp.module.modules():
+        if hasattr(module, "fp8"):
+            module.fp8 = "nvfp4"
+    return run.passes(order)
+
+
+class _Turbo(engine.Linear):
+    """Inherits TransformerEngine's linear, and multiplies by itself."""
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        y = x @ self.weight.t()
+        return (y, self.bias if self.use_bias else None) if self.return_bias else y
+
+
+class _Derived(Layers):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.second = _Turbo(IN, OUT, return_bias=True, **options)
+
+
+@pytest.mark.parametrize("order", [SPLIT_ORDER, "F0 F1 BW0 F2 B1 F3 W1 BW2 B3 W3"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_that_multiplies_by_itself_runs_its_backward_in_b(bias: bool, order: str) -> None:
+    def make() -> torch.nn.Module:
+        return _Derived(bias=bias)
+
+    expected, lines = stock(make, order), []
+    with split(lines.append) as store:
+        own = Run(make, False, store)
+        assert_same_bits(own.passes(order), gradients(expected))
+        assert sorted(own.ddp.ready) == sorted(expected.ddp.ready)
+        assert not len(store)
+    (line,) = lines
+    assert line.startswith("_Turbo inherits a linear of TransformerEngine but multiplies by itself, so the gradients")

@@ -126,7 +126,7 @@ def train_with_engine(
 ) -> tuple[list[Outcome], list[str], int]:
     """Train; return the outcomes, the reported patches and the number of weight gradients that the store ran."""
     from megatron.zero_bubble import patching
-    from megatron.zero_bubble.wgrad.transformer_engine import DelayedGradient
+    from megatron.zero_bubble.wgrad.delayed import DelayedGradient
 
     run, reported, ran = DelayedGradient.run, [], []
 

@@ -77,8 +77,7 @@ class LayeredStage(MegatronStage):
         x = self._leaf(inputs)
         (other_x, other_y), received = other._received(of_other)
         other._before_backward(backward)
-        # One context for both: a forward only asks whether linears defer, a backward stores for its own microbatch.
-        defers, saves = self._store.defer(backward), self._store.saved.of(forward)
+        defers, saves = self._store.defer(backward, alongside=forward), self._store.saved.of(forward)
         with self._as_stage_rank(), defers, saves, self._slices.forward(forward, False):
             y, grad = self._run_nodes(forward, x, _Backward(backward, other, other_x, other_y, received))
         return *self._forwarded(forward, x, y), *other._backwarded(backward, grad)

@@ -179,7 +179,7 @@ class MegatronStage:
         """
         step = self._step
         x = self._leaf(inputs)
-        defers = self._store.defer(work) if self._splits(work) and not step.forward_only else nullcontext()
+        defers = nullcontext() if step.forward_only else self._store.defer(work, self._splits(work))
         with self._as_stage_rank(), defers, self._slices.forward(work, step.forward_only), self._counted(work):
             y = self._run_model(work, x)
         return self._forwarded(work, x, y)

@@ -49,8 +49,10 @@ from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, Schedul
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
+from megatron.zero_bubble.wgrad.asked import answering
 from megatron.zero_bubble.wgrad.fused import FusedAccumulator
 from megatron.zero_bubble.wgrad.linear import split_linear
+from megatron.zero_bubble.wgrad.operands import reducing
 
 
 class _Active(Replaced):
@@ -114,6 +116,8 @@ def apply(
         (seams.schedule, lambda _: forward_backward),
         (seams.schedule_of_chunks, lambda _: forward_backward),
         (seams.linear, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
+        (seams.gradients, lambda original: answering(original, pipeline.store)),
+        (seams.reduced, lambda original: reducing(original, pipeline.store.before_writing)),
     ]
     if config.post_validation:
         replacements.append((seams.zeroed_gradients, lambda original: _zeroing_later(original, pipeline)))
@@ -128,7 +132,7 @@ def apply(
             *((seam, segment_of_stage) for seam in segment_seams()),
         ]
     replacements += dispatchers.timing(observers, seams.all_to_alls)
-    engine = transformer_engine.split(pipeline.store)
+    engine = transformer_engine.split(pipeline.store, functools.partial(_say_of_stage, say))
 
     def close() -> None:
         engine.close()
@@ -264,6 +268,16 @@ def _name_changed_bodies(config: ZeroBubbleConfig, say: Callable[[str], None]) -
 
 def _is_first_rank() -> bool:
     return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
+
+
+def _say_of_stage(say: Callable[[str], None], line: str) -> None:
+    """Print a line about the modules of this pipeline rank, on one of its replicas."""
+    others = (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    if not any(others):
+        say(line)
 
 
 def _pipeline(

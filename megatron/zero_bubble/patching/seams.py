@@ -72,6 +72,8 @@ class Seams:
         schedule, schedule_of_chunks: the functions that ``get_forward_backward_func`` looks up and returns.
         last_stage, tied_gradients: replaced for placements other than Megatron's.
         linear: the function through which every linear defers its weight gradient to W.
+        gradients: returns gradients that are asked for by name.
+        reduced: the reduction over tensor-parallel ranks that the backwards of megatron-core's mappings call.
         zeroed_gradients: replaced only with post-validation.
         counted_zeros: replaced only with vocabulary parallelism.
         forward_step, backward_step: replaced only to observe the stock schedule.
@@ -95,6 +97,8 @@ class Seams:
     last_stage: Seam
     tied_gradients: Seam
     linear: Seam
+    gradients: Seam
+    reduced: Seam
     zeroed_gradients: Seam
     counted_zeros: tuple[Seam, ...]
     forward_step: Seam
@@ -227,6 +231,18 @@ _SEAMS = Seams(
             "tp_group",
         ),
         "defers the weight gradient to W in a split backward",
+    ),
+    gradients=Seam(
+        "torch.autograd",
+        "grad",
+        ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "only_inputs", "allow_unused"),
+        "returns the gradient of a weight also if it waits for W",
+    ),
+    reduced=Seam(
+        "megatron.core.tensor_parallel.mappings",
+        "_reduce",
+        ("input_", "group"),
+        "copies what W needs of a gradient before it is reduced in place",
     ),
     zeroed_gradients=Seam(
         "megatron.core.distributed.distributed_data_parallel",

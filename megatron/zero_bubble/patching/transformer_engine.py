@@ -17,6 +17,9 @@ from megatron.zero_bubble.wgrad.transformer_engine import TransformerEngineSplit
 OLDEST = (2, 8)
 """2.7 has the hooks, but without fused accumulation it drops the gradient of a weight that already has a gradient."""
 
+_SCALES_BY_COLUMNS = (2, 11)
+"""The first release whose NVFP4 products take the scale of a tensor from the half that they multiply."""
+
 _MODULES = "transformer_engine.pytorch.module"
 _WHY_BUILT = "is built to defer its weight gradient to W"
 _PLACES = ("linear.Linear", "layernorm_linear.LayerNormLinear", "grouped_linear.GroupedLinear")
@@ -24,6 +27,13 @@ _PLACES = ("linear.Linear", "layernorm_linear.LayerNormLinear", "grouped_linear.
 LINEARS = tuple(
     Seam(f"{_MODULES}.{module}", f"{name}.__init__", ("self", "in_features", "delay_wgrad_compute"), _WHY_BUILT)
     for module, _, name in (place.partition(".") for place in _PLACES)
+)
+
+DELAYS = Seam(
+    f"{_MODULES}._common",
+    "WeightGradStore.delay_wgrad_compute",
+    ("self",),
+    "delays no weight gradient in a forward, an unsplit backward, or a module that multiplies by itself",
 )
 
 PUT = Seam(
@@ -48,20 +58,25 @@ class Split(NamedTuple):
     close: Callable[[], None]
 
 
-def split(store: WgradStore) -> Split:
+def split(store: WgradStore, say: Callable[[str], None]) -> Split:
     """Replacements that split the backward of the installed TransformerEngine's linears.
+
+    Args:
+        store: the store of deferred gradients.
+        say: prints which modules are not split.
 
     If TransformerEngine is too old, its linears raise an error when they are built; the rest of it is not changed.
     """
     version = _version()
     if version is None:
         return Split([], lambda: None)
-    if tuple(int(part) for part in re.findall(r"[0-9]+", version)[:2]) < OLDEST:
+    release = tuple(int(part) for part in re.findall("[0-9]+", version)[:2])
+    if release < OLDEST:
         seams = (Seam(seam.module, seam.name, ("self",), "raises an error: too old") for seam in LINEARS[:2])
         return Split([(seam, functools.partial(_refused, version)) for seam in seams], lambda: None)
-    engine = TransformerEngineSplit(store)
+    engine = TransformerEngineSplit(store, by_rows=release < _SCALES_BY_COLUMNS, say=say)
     linears = [(seam, engine.build) for seam in LINEARS]
-    return Split([*linears, (PUT, engine.put), (DATA_PARALLEL, engine.wrap)], engine.close)
+    return Split([*linears, (DELAYS, engine.delays), (PUT, engine.put), (DATA_PARALLEL, engine.wrap)], engine.close)
 
 
 def _version() -> str | None:

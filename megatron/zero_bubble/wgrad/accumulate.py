@@ -17,8 +17,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.wgrad.gradients import Given, Product
+from megatron.zero_bubble.wgrad.hooks import ParameterHooks
 from megatron.zero_bubble.wgrad.stand_in import stand_in_grad
-from megatron.zero_bubble.wgrad.store import Product
 
 
 class GradAccumulator:
@@ -27,9 +28,10 @@ class GradAccumulator:
     with_bias = False
 
     def __init__(self) -> None:
-        self._hooks: dict[torch.nn.Parameter, Callable[[], None] | None] = {}
+        self._hooks: dict[torch.Tensor, Callable[[], None] | None] = {}
         self._embeddings: set[torch.nn.Parameter] = set()
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._others = ParameterHooks()
 
     def connect(self, device: torch.device) -> None:
         """Called by all ranks of the job before a training iteration on ``device``."""
@@ -54,6 +56,7 @@ class GradAccumulator:
                     f"deferred weight gradients need its hooks; got {type(chunk).__module__}."
                     f"{type(chunk).__name__}; turn it off (FSDP, torch DDP) or train without --zero-bubble-schedule"
                 )
+            self._others.watch(chunk.parameters())
 
     def defers(self, weight: torch.nn.Parameter) -> bool:
         """Whether the gradient of ``weight`` can be deferred.
@@ -63,51 +66,76 @@ class GradAccumulator:
         """
         return weight not in self._embeddings
 
+    def is_hooked(self, *parameters: torch.Tensor | None) -> bool:
+        """Whether one of the parameters has hooks that are not data parallelism's."""
+        return any(self._others.are_on(parameter) for parameter in parameters if parameter is not None)
+
     @torch.no_grad()
-    def add(self, uses: Sequence[Sequence[Product]], ready: bool) -> None:
+    def add(self, uses: Sequence[Sequence[Product | Given]], ready: bool) -> None:
         """See ``store.Accumulator``.
 
-        Several products of a weight in one microbatch (output layer with multi-token prediction) are first summed in
+        Several gradients of a weight in one microbatch (output layer with multi-token prediction) are first summed in
         the weight's dtype, as autograd does. ``ready`` is unused, because the hooks count the gradients themselves.
         """
         for use in uses:
             if use and use[0].by_kernel:
                 self._by_the_jobs_kernel(use)
             elif use:
-                grads = (product.grad_output.t().matmul(product.x) for product in use)
-                self._add(use[0].weight, functools.reduce(torch.Tensor.add_, grads))
+                self._add(use[0].weight, sum_of(use))
 
     @torch.no_grad()
-    def add_gradient(self, weight: torch.nn.Parameter, grad: torch.Tensor, ready: bool) -> None:
-        """Accumulate a gradient that is no product, of the shape and dtype of ``weight``; ``ready`` as in ``add``."""
-        self._add(weight, grad)
+    def add_gradient(self, parameter: torch.Tensor, grad: torch.Tensor, ready: bool) -> None:
+        """Accumulate a gradient that is no product, of the parameter's shape and dtype; ``ready`` as in ``add``."""
+        self._add(parameter, grad)
 
     def join(self) -> None:
         """Nothing to wait for: ``add`` computes on the current stream."""
 
-    def _add(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
-        """Accumulate ``grad`` (shape and dtype of ``weight``)."""
-        hook = self._hooks.get(weight)
-        if weight.grad is None:
-            weight.grad = grad
+    def _add(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """Accumulate ``grad`` (shape and dtype of ``parameter``)."""
+        if self._others.are_on(parameter):
+            self._give_to_autograd(parameter, grad, is_added=False)
+            return
+        hook = self._hooks.get(parameter)
+        if parameter.grad is None:
+            parameter.grad = grad
         else:
-            weight.grad += grad
+            parameter.grad += grad
         if hook is not None:
             hook()
 
-    def _by_the_jobs_kernel(self, use: Sequence[Product]) -> None:
+    def _give_to_autograd(self, parameter: Any, grad: torch.Tensor, is_added: bool) -> None:
+        """Let autograd accumulate ``grad``, which calls all hooks in their order, those of data parallelism included.
+
+        Args:
+            is_added: whether the gradient is in ``main_grad`` already, and ``grad`` only stands for it.
+        """
+        is_wrapped = hasattr(parameter, "grad_added_to_main_grad")
+        if is_wrapped:
+            before, parameter.grad_added_to_main_grad = parameter.grad_added_to_main_grad, is_added
+        torch.autograd.backward([parameter], [grad])
+        if is_wrapped:
+            parameter.grad_added_to_main_grad = before
+
+    def _by_the_jobs_kernel(self, use: Sequence[Product | Given]) -> None:
         """Accumulate directly into ``main_grad`` with the kernel of the job's ``gradient_accumulation_fusion``."""
         weight: Any = use[0].weight
         kernels = layers.fused_weight_gradient_mlp_cuda
         fp32 = weight.main_grad.dtype is torch.float32
         accumulate = kernels.wgrad_gemm_accum_fp32 if fp32 else kernels.wgrad_gemm_accum_fp16
-        for product in use:
-            accumulate(product.x, product.grad_output, weight.main_grad)
+        for each in use:
+            if isinstance(each, Given):
+                weight.main_grad.add_(each.gradient)
+            else:
+                accumulate(each.x, each.grad_output, weight.main_grad)
         weight.grad_added_to_main_grad = True
         self._call_hook(weight)
 
     def _call_hook(self, parameter: Any) -> None:
-        """Call the data-parallel hook of a parameter whose gradient is already in ``main_grad``."""
+        """Call the hooks of a parameter whose gradient is already in ``main_grad``."""
+        if self.is_hooked(parameter):
+            self._give_to_autograd(parameter, torch.zeros_like(parameter), is_added=True)
+            return
         hook = self._hooks.get(parameter)
         if hook is None:
             return
@@ -117,3 +145,14 @@ class GradAccumulator:
         parameter.grad = stand_in_grad(parameter)
         hook()
         parameter.grad, parameter.grad_added_to_main_grad = None, before
+
+
+def sum_of(use: Sequence[Product | Given]) -> torch.Tensor:
+    """The gradient of a weight in one microbatch, in the weight's dtype.
+
+    autograd adds in this order: nodes that a gradient in the forward has made run before those of the forward.
+    """
+    if len(use) == 1:
+        return use[0].gradient
+    ordered = sorted(use, key=lambda each: isinstance(each, Product))
+    return functools.reduce(torch.Tensor.add_, (each.gradient for each in ordered))

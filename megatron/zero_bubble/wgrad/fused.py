@@ -10,8 +10,8 @@ import torch
 
 from megatron.zero_bubble.kernels import compare_ranks, select
 from megatron.zero_bubble.platforms.streams import Inline, SideStream
-from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
-from megatron.zero_bubble.wgrad.store import Product
+from megatron.zero_bubble.wgrad.accumulate import GradAccumulator, sum_of
+from megatron.zero_bubble.wgrad.gradients import Given, Product
 
 
 class FusedAccumulator(GradAccumulator):
@@ -38,14 +38,21 @@ class FusedAccumulator(GradAccumulator):
             compare_ranks(device.type)
             self._has_compared = True
 
-    def add(self, uses: Sequence[Sequence[Product]], ready: bool) -> None:
-        """Accumulate all products in one call: at once if ``ready``, else on the side stream."""
-        products = [product for use in uses for product in use]
+    def add(self, uses: Sequence[Sequence[Product | Given]], ready: bool) -> None:
+        """Accumulate all products in one call: at once if ``ready``, else on the side stream.
+
+        Other gradients, and those of parameters with hooks, which see the gradient of one microbatch, follow one by
+        one.
+        """
+        together = [use for use in uses if use and not self._is_alone(use)]
+        if len(together) < len(uses):
+            self._add_alone([use for use in uses if use and self._is_alone(use)], ready)
+        products = [product for use in together for product in use if isinstance(product, Product)]
         if ready:
             self.join()
             self._accumulate(products)
-            for use in uses:
-                for parameter in (use[0].weight, use[0].bias) if use else ():
+            for use in together:
+                for parameter in (use[0].weight, use[0].bias):
                     if parameter is not None:
                         self._call_hook(parameter)
         elif products:
@@ -53,13 +60,29 @@ class FusedAccumulator(GradAccumulator):
             self._stream = self._make_stream(operands[0].device.type)
             self._stream.run(lambda: self._accumulate(products), operands)
 
+    def _is_alone(self, use: Sequence[Product | Given]) -> bool:
+        return self.is_hooked(use[0].weight, use[0].bias) or any(isinstance(each, Given) for each in use)
+
     @torch.no_grad()
-    def add_gradient(self, weight: torch.nn.Parameter, grad: torch.Tensor, ready: bool) -> None:
+    def _add_alone(self, uses: Sequence[Sequence[Product | Given]], ready: bool) -> None:
+        """Accumulate the gradients of ``uses`` after all so far, which may be of the same weights."""
+        self.join()
+        for use in uses:
+            self.add_gradient(use[0].weight, sum_of(use), ready)
+            if use[0].bias is not None:
+                grads = [each.bias_gradient for each in use if isinstance(each, Product)]
+                self.add_gradient(use[0].bias, functools.reduce(torch.Tensor.add_, grads), ready)
+
+    @torch.no_grad()
+    def add_gradient(self, parameter: torch.Tensor, grad: torch.Tensor, ready: bool) -> None:
         """Accumulate a gradient that is no product, after all products so far, which may be of the same weight."""
         self.join()
-        main_grad_of(weight).add_(grad)
+        if self.is_hooked(parameter):
+            self._give_to_autograd(parameter, grad, is_added=False)
+            return
+        main_grad_of(parameter).add_(grad)
         if ready:
-            self._call_hook(weight)
+            self._call_hook(parameter)
 
     def join(self) -> None:
         """Make the current stream wait for the side stream."""

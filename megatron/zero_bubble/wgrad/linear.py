@@ -21,8 +21,10 @@ from typing import Any, Protocol
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron.zero_bubble.runtime.saved import unpack
-from megatron.zero_bubble.wgrad.store import Product, WgradStore
+from megatron.zero_bubble.wgrad.gradients import DeferredGradient, Product
+from megatron.zero_bubble.wgrad.operands import copied
+from megatron.zero_bubble.wgrad.saving import SavedInput
+from megatron.zero_bubble.wgrad.store import WgradStore
 
 
 class Choice(Protocol):
@@ -39,39 +41,51 @@ class Choice(Protocol):
         ...
 
 
-class DeferredLinear:
-    """The weight gradient of one linear in one microbatch; passed to the upstream function as its buffer."""
+class Use:
+    """One use of a linear in one microbatch, from F on; passed to upstream's function as its buffer.
+
+    Args:
+        passed: the weight as upstream's function gets it: detached.
+        saved: the input.
+        bias: None unless its gradient waits for W.
+        fused: whether the job uses fused accumulation.
+        tp_group: set under sequence parallelism, when the input is a shard.
+
+    Attributes:
+        answer: set while the gradients are asked for by name; takes a parameter and its gradient.
+    """
 
     __slots__ = (
-        "_bias",
         "_fused",
-        "_gathered",
-        "_grad_output",
-        "_handle",
-        "_input",
+        "_is_differentiated",
+        "_origin",
+        "_saved",
         "_store",
         "_tp_group",
+        "answer",
+        "bias",
+        "passed",
         "weight",
     )
 
     def __init__(
         self,
         store: WgradStore,
-        x: torch.Tensor,
         weight: torch.nn.Parameter,
+        passed: torch.Tensor,
+        saved: SavedInput,
         bias: torch.Tensor | None,
         fused: bool,
         tp_group: torch.distributed.ProcessGroup | None,
     ) -> None:
         self._store = store
-        self._input: Any = store.saved.pack(x)  # B unpacks it, as autograd does with what it saves
-        self.weight = weight
-        self._bias = bias
+        self._origin = store.origin
+        self.weight, self.passed, self.bias = weight, passed, bias
+        self._saved = saved
         self._fused = fused
-        self._tp_group = tp_group  # set under sequence parallelism, when the input is a shard
-        self._grad_output: torch.Tensor | None = None
-        self._gathered: torch.Tensor | None = None
-        self._handle: torch.distributed.Work | None = None
+        self._tp_group = tp_group
+        self._is_differentiated = False
+        self.answer: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
     def __len__(self) -> int:
         return 0
@@ -79,17 +93,74 @@ class DeferredLinear:
     def append(self, grad_output: torch.Tensor) -> None:
         """Store the deferred gradient; called by upstream's backward instead of its weight-gradient GEMM.
 
-        The operands are detached. In float32, upstream's cross entropy computes the gradient of the logits in the
-        logits themselves: their node would refer to this object, which would refer to the node, and the operands would
-        be freed only by garbage collection.
+        Raises:
+            UserError: a backward accumulates gradients outside of the B of the microbatch.
         """
-        self._grad_output = grad_output.detach()
-        self._input = unpack(self._input).detach()
-        self._store.put(self)
+        if self.answer is not None:
+            self._compute(grad_output.detach(), self.answer)
+        elif self._store.wants(self._origin, self.weight, self.passed):
+            grad_output = self._store.shared.kept(self.weight, grad_output)
+            self._store.put(self._deferred(grad_output))
+        else:
+            self._saved.drop()
+            if torch.is_grad_enabled() and not self._is_differentiated:
+                self._is_differentiated = True
+                self.passed.register_hook(self._add_derivative)
+
+    def _deferred(self, grad_output: torch.Tensor) -> DeferredLinear:
+        x = self._saved.take().detach()
+        return DeferredLinear(self.weight, self.bias, x, grad_output, self._fused, self._tp_group)
+
+    def _compute(self, grad_output: torch.Tensor, answer: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Compute the gradients now."""
+        deferred = self._deferred(grad_output)
+        deferred.prefetch()
+        for product in deferred.run():
+            answer(self.weight, product.gradient)
+            if self.bias is not None:
+                answer(self.bias, product.bias_gradient)
+
+    def _add_derivative(self, grad: torch.Tensor | None) -> None:
+        """Store the gradient that reaches the weight through an input gradient, which a loss was computed from."""
+        if grad is not None and self._store.wants(self._origin, self.weight, self.passed):
+            self._store.put(DeferredGradient(self.weight, grad.detach()))
+
+
+class DeferredLinear:
+    """The weight gradient of one use of a linear in one microbatch, from B until W.
+
+    The operands have no graph. In float32, upstream's cross entropy computes the gradient of the logits in the logits
+    themselves: with their graph, they would refer to themselves, and be freed only by garbage collection.
+    """
+
+    __slots__ = ("_bias", "_fused", "_gathered", "_handle", "_operands", "_tp_group", "weight")
+
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        bias: torch.Tensor | None,
+        x: torch.Tensor,
+        grad_output: torch.Tensor,
+        fused: bool,
+        tp_group: torch.distributed.ProcessGroup | None,
+    ) -> None:
+        self.weight = weight
+        self._bias = bias
+        self._operands: tuple[torch.Tensor, ...] = x, grad_output
+        self._fused = fused
+        self._tp_group = tp_group
+        self._gathered: torch.Tensor | None = None
+        self._handle: torch.distributed.Work | None = None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The input and the output gradient; none before B."""
-        return () if self._grad_output is None else (self._input, self._grad_output)
+        """The input and the output gradient; none after W."""
+        return self._operands
+
+    operands = tensors
+
+    def copy(self, written: torch.Tensor) -> None:
+        """See ``Deferred``."""
+        self._operands = tuple(copied(operand, written) for operand in self._operands)
 
     @property
     def num_elements(self) -> int:
@@ -108,22 +179,20 @@ class DeferredLinear:
         """
         if self._tp_group is None:
             return
-        shape = (self._input.size(0) * self._tp_group.size(), *self._input.shape[1:])
-        self._gathered = torch.empty(shape, dtype=self._input.dtype, device=self._input.device)
-        self._handle = layers.dist_all_gather_func(
-            self._gathered, self._input.detach(), group=self._tp_group, async_op=True
-        )
+        x = self._operands[0]
+        shape = (x.size(0) * self._tp_group.size(), *x.shape[1:])
+        self._gathered = torch.empty(shape, dtype=x.dtype, device=x.device)
+        self._handle = layers.dist_all_gather_func(self._gathered, x, group=self._tp_group, async_op=True)
 
     @torch.no_grad()
     def run(self) -> Iterable[Product]:
         """The flattened operands of one GEMM, (out, tokens) x (tokens, in)."""
-        assert self._grad_output is not None, "W must run after B"
-        x = self._input
+        (x, grad_output), self._operands = self._operands, ()
         if self._handle is not None:
             self._handle.wait()
             assert self._gathered is not None
-            x = self._gathered
-        x, grad_output = (tensor.flatten(0, -2).contiguous() for tensor in (x, self._grad_output))
+            x, self._gathered, self._handle = self._gathered, None, None
+        x, grad_output = (tensor.flatten(0, -2).contiguous() for tensor in (x, grad_output))
         return (Product(self.weight, self._bias, x, grad_output, self._fused),)
 
 
@@ -183,12 +252,15 @@ def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, choic
             )
         tp_group = layers.get_tensor_model_parallel_group_if_none(rest.get("tp_group")) if sequence_parallel else None
         waits = choice.with_bias and bias is not None and bias.requires_grad and bias.is_leaf
-        deferred = DeferredLinear(store, input, weight, bias if waits else None, gradient_accumulation_fusion, tp_group)
         # Unless the matrix requires a gradient, torch.matmul multiplies (s, b, v), with strides that do not fold into
         # (s * b, v), by (v, h) as s products. The gradient of logits that leave the model as (b, s, v) has such ones.
-        used = weight.detach().requires_grad_()
-        # With "fused accumulation" and a weight without main_grad, upstream returns no weight gradient.
-        y = original(input, used, None, True, allreduce_dgrad, sequence_parallel, deferred, 0, **rest)
+        passed = weight.detach().requires_grad_()
+        saved = SavedInput(input, passed, weight)
+        use = Use(store, weight, passed, saved, bias if waits else None, gradient_accumulation_fusion, tp_group)
+        with saved.around():
+            # With "fused accumulation" and a weight without main_grad, upstream returns no weight gradient.
+            y = original(input, passed, None, True, allreduce_dgrad, sequence_parallel, use, 0, **rest)
+        saved.forwarded()
         if bias is None:
             return y
         return y.add_(bias.detach()) if waits else _AddBias.apply(y, bias)  # y has no other users

@@ -23,12 +23,17 @@ def tensors(operands: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield operand
 
 
-def keep_columns(gradient: Any) -> None:
+def keep_columns(gradient: Any, scales_by_rows: bool) -> None:
     """Free the row-wise half of an output gradient, or of those of all experts, when its input gradient is computed.
 
     TransformerEngine makes both halves, and computes the input gradient from the rows; W multiplies the columns. What
     serves both stays (per-tensor scaling on Blackwell), and so do tensors in high precision.
+
+    Args:
+        scales_by_rows: whether a product of NVFP4 finds the scale of a whole tensor only in the half of its rows, also
+            if it multiplies the columns (TransformerEngine before 2.11). Without that half, it would not scale.
     """
     for one in gradient if isinstance(gradient, (list, tuple)) else (gradient,):
-        if hasattr(one, "update_usage"):
+        needs_rows = scales_by_rows and getattr(one, "_amax_rowwise", None) is not None
+        if hasattr(one, "update_usage") and not needs_rows:
             one.update_usage(rowwise_usage=False, columnwise_usage=True)

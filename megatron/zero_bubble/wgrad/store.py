@@ -14,75 +14,33 @@ Bubble paper, appendix A).
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.runtime.saved import SavedTensors
+from megatron.zero_bubble.wgrad.gradients import Deferred, Given, Product
+from megatron.zero_bubble.wgrad.operands import SharedGradients, Versions, in_same_memory, versions_of
 
-
-class Product(NamedTuple):
-    """The operands of the weight gradient of one use of a linear.
-
-    Attributes:
-        weight: (out, in).
-        bias: (out,); None if the linear has none or its gradient is not deferred.
-        x: the input, (tokens, in).
-        grad_output: (tokens, out), same dtype as ``x``.
-        by_kernel: whether the job itself uses fused accumulation (``gradient_accumulation_fusion``).
-    """
-
-    weight: torch.nn.Parameter
-    bias: torch.Tensor | None
-    x: torch.Tensor
-    grad_output: torch.Tensor
-    by_kernel: bool = False
-
-
-class Deferred(Protocol):
-    """The weight gradient of one use of one weight in one microbatch."""
-
-    @property
-    def weight(self) -> torch.nn.Parameter:
-        """Identifies gradients of the same weight; if the object computes several weights, the first of them."""
-        ...
-
-    @property
-    def num_elements(self) -> int:
-        """Number of elements of all gradients that it computes."""
-        ...
-
-    @property
-    def gathers(self) -> bool:
-        """Whether ``run`` gathers its input, and so needs more memory than ``tensors``."""
-        ...
-
-    def prefetch(self) -> None:
-        """Start the communication that ``run`` needs, if any."""
-        ...
-
-    def run(self) -> Iterable[Product]:
-        """The operands of the gradient, for the accumulator; empty if this call has accumulated it itself."""
-        ...
-
-    def tensors(self) -> Iterable[torch.Tensor]:
-        """The tensors that are held in memory until ``run``."""
-        ...
+_NO_TASK = -1
+"""What autograd answers where it runs no backward."""
 
 
 class Accumulator(Protocol):
     """Computes and accumulates deferred gradients."""
 
-    def add(self, uses: Sequence[Sequence[Product]], ready: bool) -> None:
+    def add(self, uses: Sequence[Sequence[Product | Given]], ready: bool) -> None:
         """Accumulate gradients.
 
         Args:
-            uses: one item per weight and microbatch, in microbatch order, with all products of this weight in this
+            uses: one item per weight and microbatch, in microbatch order, with all gradients of this weight in this
                 microbatch.
             ready: whether these are the last gradients of their weights in this iteration, so that data parallelism may
                 reduce them.
@@ -101,6 +59,10 @@ class Source(Protocol):
         """Prepare for an iteration of these model chunks."""
         ...
 
+    def forward(self) -> AbstractContextManager[None]:
+        """Context around a forward pass."""
+        ...
+
     def backward(self, split: bool) -> AbstractContextManager[None]:
         """Context around a backward pass; ``split`` is whether it has a separate W pass."""
         ...
@@ -117,6 +79,7 @@ class Source(Protocol):
 class _Entry(NamedTuple):
     origin: Pass
     deferred: Deferred
+    versions: Versions
 
     @property
     def use(self) -> tuple[Pass, int]:
@@ -129,16 +92,23 @@ class WgradStore:
 
     Args:
         accumulator: accumulates the stored gradients.
-        saved: keeps what linears need from F until B, as it keeps what autograd saves.
+        saved: keeps what forwards save.
+
+    Attributes:
+        shared: copies the output gradients that others may write to.
     """
 
     def __init__(self, accumulator: Accumulator, saved: SavedTensors | None = None) -> None:
         self._accumulator = accumulator
         self.saved = SavedTensors() if saved is None else saved
+        self.shared = SharedGradients()
         self._stored: dict[Pass, list[_Entry]] = {}
         self._sources: list[Source] = []
-        self._current: Pass | None = None
+        self._chunks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._forward: Pass | None = None
+        self._backward: Pass | None = None
         self._deferring = False
+        self._accumulating = -1, False  # the last graph task that was asked, and whether it accumulates
 
     def attach(self, source: Source) -> None:
         """Forward ``watch``, ``clear`` and the backward context of the store to ``source`` from now on."""
@@ -150,13 +120,20 @@ class WgradStore:
         Raises:
             UserError: a source does not support them.
         """
+        self._chunks.update(chunks)
         for source in self._sources:
             source.watch(chunks)
 
     @property
     def current(self) -> Pass | None:
-        """The W pass for which ``put`` stores gradients now; None outside F and B of a split microbatch."""
-        return self._current
+        """The W pass for which ``put`` stores gradients now; None outside the B of a split microbatch."""
+        return self._backward
+
+    @property
+    def origin(self) -> Pass | None:
+        """The W pass of the linears that run now: in an F or, if they are recomputed, in a B."""
+        recomputes = self._backward is not None and torch._C._current_graph_task_id() != _NO_TASK
+        return self._backward if recomputes else self._forward
 
     @property
     def deferring(self) -> bool:
@@ -164,21 +141,61 @@ class WgradStore:
         return self._deferring
 
     @contextmanager
-    def defer(self, work: Pass, split: bool = True) -> Iterator[None]:
+    def defer(self, work: Pass, split: bool = True, alongside: Pass | None = None) -> Iterator[None]:
         """Context around the F or B of a split microbatch: linears defer, and gradients are stored for its W.
 
-        With ``split=False``, context around an unsplit backward, in which nothing is deferred.
+        With ``split=False``, context around the F or the backward of an unsplit microbatch: nothing is deferred.
+
+        Args:
+            alongside: an F that runs at the same time as the B ``work``.
         """
-        w = Pass(work.stage, Kind.W, work.microbatch, work.slice)
-        self._current = w if split else None
+        is_backward = work.kind is not Kind.F
+        w = _w_of(work) if split else None
+        self._backward = w if is_backward else None
+        self._forward = w if alongside is None else _w_of(alongside)
         self._deferring = split
         try:
             with ExitStack() as sources:
-                for source in self._sources if work.kind is not Kind.F else ():
-                    sources.enter_context(source.backward(split))
+                for source in self._sources:
+                    sources.enter_context(source.backward(split) if is_backward else source.forward())
                 yield
+            self.shared.settle()
         finally:
-            self._current, self._deferring = None, False
+            self._forward, self._backward, self._deferring = None, None, False
+
+    def wants(self, origin: Pass | None, weight: torch.nn.Parameter, leaf: torch.Tensor) -> bool:
+        """Whether the backward that autograd runs now is to accumulate the gradients of weights.
+
+        If it returns gradients instead (``torch.autograd.grad``), nobody has asked for those of weights.
+
+        Args:
+            origin: the W pass of the linear whose backward runs.
+            weight: its weight.
+            leaf: a leaf of autograd in its graph.
+
+        Raises:
+            UserError: the backward accumulates them outside of the B of their microbatch.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._accumulating[0]:
+            self._accumulating = task, _accumulates(leaf)
+        if not self._accumulating[1]:
+            return False
+        if self._backward is None or self._backward != origin:
+            raise UserError(
+                f"under a zero-bubble schedule, only the schedule's own backward accumulates gradients; "
+                f"{self.name_of(weight)} got one from another, such as a backward() within the forward step; compute "
+                "it with torch.autograd.grad(), or add its loss to the loss of the microbatch"
+            )
+        return True
+
+    def name_of(self, weight: torch.nn.Parameter) -> str:
+        """The name of a weight, for a message."""
+        for chunk in self._chunks:
+            for name, parameter in chunk.named_parameters():
+                if parameter is weight:
+                    return name
+        return f"a weight of shape {tuple(weight.shape)}"
 
     def put(self, deferred: Deferred) -> None:
         """Store a gradient for the W pass of the running B.
@@ -186,8 +203,18 @@ class WgradStore:
         W adds it to the parameter, and then calls the hook of data parallelism, which expects a gradient. If W has
         added to ``main_grad`` itself, the hook gets a zero in its place (``stand_in``), and does not add it.
         """
-        assert self._current is not None, "a deferred linear ran its backward outside a split B"
-        self._stored.setdefault(self._current, []).append(_Entry(self._current, deferred))
+        assert self._backward is not None, "a deferred linear ran its backward outside a split B"
+        entry = _Entry(self._backward, deferred, versions_of(deferred.operands()))
+        self._stored.setdefault(self._backward, []).append(entry)
+
+    @torch.no_grad()
+    def before_writing(self, tensor: torch.Tensor) -> None:
+        """Let W keep copies of the operands of the running B in the memory of ``tensor``, which is to be changed."""
+        entries = self._stored.get(self._backward, []) if self._backward is not None else []
+        for index, (origin, deferred, _) in enumerate(entries):
+            if any(in_same_memory(operand, tensor) for operand in deferred.operands()):
+                deferred.copy(tensor)
+                entries[index] = _Entry(origin, deferred, versions_of(deferred.operands()))
 
     def group(self, works: Sequence[Pass]) -> None:
         """Sort the gradients of these W passes by weight, and distribute them over the passes again.
@@ -222,9 +249,9 @@ class WgradStore:
         """
         entries = deque(self._stored.pop(work, ()))
         left = Counter(entry.use for entry in entries)
-        products: dict[tuple[Pass, int], list[Product]] = defaultdict(list)
+        products: dict[tuple[Pass, int], list[Product | Given]] = defaultdict(list)
         if entries:
-            entries[0].deferred.prefetch()
+            self._begin(entries[0])
         while entries:
             together = is_late(entries[0].origin)
             with late() if together else nullcontext():
@@ -232,7 +259,7 @@ class WgradStore:
                 while more:
                     entry = entries.popleft()
                     if entries:
-                        entries[0].deferred.prefetch()
+                        self._begin(entries[0])
                     products[entry.use] += entry.deferred.run()
                     left[entry.use] -= 1
                     if not left[entry.use]:
@@ -241,6 +268,20 @@ class WgradStore:
                     if complete and (entry.deferred.gathers or not more):
                         self._accumulator.add(complete, ready=not together)
                         complete = []
+
+    def _begin(self, entry: _Entry) -> None:
+        """Start what ``entry`` needs from other ranks.
+
+        Raises:
+            UserError: its operands are not those of B.
+        """
+        if versions_of(entry.deferred.operands()) != entry.versions:
+            raise UserError(
+                "the operands of a weight gradient that waits for W must stay as they were in B; something has changed "
+                f"those of {self.name_of(entry.deferred.weight)} in place after its backward; change a copy, for "
+                "example with mul() in place of mul_() in the backward of an autograd function"
+            )
+        entry.deferred.prefetch()
 
     def settle(self) -> None:
         """Called within a backward, before the gradients that it has deferred so far are run."""
@@ -263,9 +304,23 @@ class WgradStore:
     def clear(self) -> None:
         """Discard everything; called when an iteration starts, which may be a repetition by Megatron."""
         self._stored.clear()
+        self.shared.clear()
         self._accumulator.join()
         for source in self._sources:
             source.clear()
 
     def __len__(self) -> int:
         return sum(map(len, self._stored.values()))
+
+
+def _w_of(work: Pass) -> Pass:
+    return Pass(work.stage, Kind.W, work.microbatch, work.slice)
+
+
+def _accumulates(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs now accumulates the gradient of ``leaf``."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad() returns it
+        return False

@@ -11,207 +11,33 @@ without the delay, and this module only decides when.
   gradients that autograd accumulates at B are kept with the W of their microbatch: those of a bias that is added
   outside the module, or that is reduced before the quantization.
 * megatron-core's DDP lets ``backward_dw`` call its hooks, as with its own ``delay_wgrad_compute``.
-* During an unsplit backward the delay is off, and the hooks are called at the points where DDP calls them without it.
+* During an unsplit backward, the delay is off, and the hooks are called at the points where DDP calls them without it.
+  It is off in a forward, too, where ``torch.autograd.grad`` may ask for gradients.
+* A module runs its whole backward in B, as without the delay, if autograd must find its gradients there: if others have
+  hooks on its parameters, or if its class inherits from TransformerEngine's but multiplies by itself. Such a module
+  never uses its queue, which turns out in its first B.
 
-This module does not import TransformerEngine. ``patching`` installs ``build``, ``put`` and ``wrap``.
+This module does not import TransformerEngine. ``patching`` installs ``build``, ``delays``, ``put`` and ``wrap``.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.wgrad import quantized
+from megatron.zero_bubble.wgrad.delayed import DelayedModule, own_class
 from megatron.zero_bubble.wgrad.overlaps import check_overlaps
-from megatron.zero_bubble.wgrad.stand_in import stand_in_grad
-from megatron.zero_bubble.wgrad.store import Product, WgradStore
+from megatron.zero_bubble.wgrad.store import WgradStore
 
 SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
 """The classes of ``transformer_engine.pytorch.module`` that are split. ``LayerNormMLP``, which Megatron does not use,
 computes its weight gradients in B."""
-
-
-class DelayedGradient:
-    """The weight gradients of one use of a TransformerEngine module; corresponds to one entry of the module's queue.
-
-    Args:
-        operands: the list that the module puts into its queue: input, output gradient and, for experts, the results.
-    """
-
-    gathers = False
-
-    def __init__(self, module: _DelayedModule, operands: list[Any]) -> None:
-        self._module = module
-        self._operands = operands
-        self.at_backward: dict[torch.nn.Parameter, torch.Tensor] = {}
-        """Gradients that autograd accumulated at B of this microbatch, by parameter."""
-
-    @property
-    def weight(self) -> torch.nn.Parameter:
-        """The weight of the module, or of its first expert."""
-        return self._module.weights[0]
-
-    @property
-    def num_elements(self) -> int:
-        """Number of elements of the weight, or of the weights of all experts."""
-        return sum(weight.numel() for weight in self._module.weights)
-
-    @property
-    def has_results(self) -> bool:
-        """Whether the operands include the tensors for the results, which B then returns as gradients."""
-        return len(self._operands) > 2
-
-    def prefetch(self) -> None:
-        """Do nothing: under sequence parallelism, B has already gathered the input."""
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The operands, gathered under sequence parallelism; for quantized operands, their data and scales."""
-        own = self._operands[:2] if self._module.is_fused else self._operands  # fused: the others are main_grad
-        yield from quantized.tensors(own)
-        yield from self.at_backward.values()
-
-    def run(self) -> Iterable[Product]:
-        """Run TransformerEngine's GEMM and the data-parallel hooks; returns nothing for the accumulator."""
-        operands, self._operands = self._operands, []
-        self._module.run(operands, self.at_backward)
-        return ()
-
-
-class _DelayedModule:
-    """A TransformerEngine module with deferred weight gradients.
-
-    Attributes:
-        weights: weights that require a gradient; empty before ``adopt``.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._module = weakref.ref(module)
-        self._backward_dw: Callable[[Any], None] = _own_class(module).backward_dw  # bypasses Megatron's overrides
-        self._accumulated: list[Any] = []
-        self._unsettled: list[DelayedGradient] = []
-        self._latest = -1
-        self._biases: list[torch.nn.Parameter] = []
-        self.weights: list[torch.nn.Parameter] = []
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether the module's GEMM accumulates into ``main_grad``."""
-        return bool(self._alive.fuse_wgrad_accumulation)
-
-    @property
-    def _alive(self) -> Any:
-        module = self._module()
-        assert module is not None, "the module was deleted while its gradients are deferred"
-        return module
-
-    def adopt(self) -> None:
-        """Collect weights and biases; called before data parallelism registers its hooks on the parameters.
-
-        Biases of frozen weights get the ordinary hooks, because their module has no W pass.
-        """
-        parameters = dict(self._alive.named_parameters(recurse=False))
-        waiting = {name: p for name, p in parameters.items() if getattr(p, "skip_backward_post_hook", False)}
-        self.weights = [p for name, p in waiting.items() if name.startswith("weight") and p.requires_grad]
-        self._biases = [p for name, p in waiting.items() if name.startswith("bias")]
-        if not self.weights:
-            for bias in self._biases:
-                bias.skip_backward_post_hook = False  # type: ignore[attr-defined]
-            self._biases = []
-
-    def hook(self, make_hook: Callable[[torch.nn.Parameter], Callable[[], None]], waits: Callable[[], bool]) -> None:
-        """Call the data-parallel hooks also when autograd accumulates, except while ``waits()`` is true (split B)."""
-
-        def unless_it_waits(hook: Callable[[], None], *_: Any) -> None:
-            if not waits():
-                hook()
-
-        for parameter in (*self.weights, *self._biases):
-            if parameter.requires_grad:
-                node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-                node.register_hook(functools.partial(unless_it_waits, make_hook(parameter)))
-                self._accumulated.append(node)  # autograd has only a weak reference
-
-    def use(self, operands: list[Any], microbatch: int) -> DelayedGradient:
-        """Make the entry for ``operands``; called before the module's backward puts them into its queue.
-
-        Raises:
-            UserError: data parallelism has no hooks on this module, or the gradient of microbatch 0 would overwrite
-                those of other microbatches.
-        """
-        if not self._alive.wgrad_accumulation_and_reduce_hooks:
-            raise UserError(
-                "TransformerEngine's delayed weight gradients need the hooks of megatron-core's "
-                f"DistributedDataParallel, but {type(self._alive).__name__} has none; wrap the model in it after "
-                "megatron.zero_bubble.apply()"
-            )
-        if self.is_fused and microbatch == 0 and self._latest > 0:
-            raise UserError(
-                "TransformerEngine overwrites main_grad with the gradients of microbatch 0, so the backward of "
-                f"microbatch 0 must come first; the schedule runs microbatch {self._latest} before it; sort the "
-                "backwards"
-            )
-        self._latest = microbatch
-        quantized.keep_columns(operands[1])
-        self._unsettled.append(DelayedGradient(self, operands))
-        return self._unsettled[-1]
-
-    def settle(self) -> None:
-        """Move the gradients that autograd accumulated in this backward to the entries of this backward.
-
-        Raises:
-            UserError: a weight has a gradient that did not come through the queue, or a bias has one without its
-                weight.
-        """
-        uses, self._unsettled = self._unsettled, []
-        for weight in self.weights:
-            if weight.grad is None:
-                continue
-            known = getattr(weight, "grad_added_to_main_grad", False) or (uses and uses[-1].has_results)
-            if not (uses and known):
-                raise UserError(
-                    f"a weight of {type(self._alive).__name__} got another gradient than TransformerEngine's, which "
-                    "the delayed gradient would overwrite; use the weight in its module only (without "
-                    "TransformerEngine's op fuser), or train with --transformer-impl local"
-                )
-            weight.grad = None  # a dummy of the weight's size, or the tensor for a result not computed yet
-        for bias in self._biases:
-            if bias.grad is None:
-                continue
-            if not uses:
-                raise UserError(
-                    f"a bias of {type(self._alive).__name__} got a gradient but its weight got none, so no W pass "
-                    "would accumulate it; freeze the bias with its weight before the model is wrapped in "
-                    "DistributedDataParallel"
-                )
-            for use in uses[:-1]:
-                use.at_backward[bias] = torch.zeros_like(bias.grad)
-            uses[-1].at_backward[bias] = bias.grad
-            bias.grad = None
-
-    @torch.no_grad()
-    def run(self, operands: list[Any], at_backward: dict[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Compute the oldest entry of the queue, which has these ``operands``, as if its B had just run."""
-        module = self._alive
-        assert module.wgrad_store.context.queue[0][0] is operands, "W passes of a module must run in the order of B"
-        for weight in self.weights:
-            if getattr(weight, "grad_added_to_main_grad", False):
-                weight.grad = stand_in_grad(weight)
-        for bias in self._biases:
-            bias.grad = at_backward.get(bias) if bias.requires_grad else stand_in_grad(bias)
-        self._backward_dw(module)
-        for bias in self._biases:
-            bias.grad = None
-
-    def clear(self) -> None:
-        """Discard deferred gradients; the caller zeroes the accumulated ones."""
-        self._latest = -1
-        self._unsettled.clear()
 
 
 class TransformerEngineSplit:
@@ -219,15 +45,20 @@ class TransformerEngineSplit:
 
     Args:
         store: the store of deferred gradients that W passes run.
+        by_rows: see ``quantized.keep_columns``.
+        say: prints which modules do not defer their gradients.
     """
 
-    def __init__(self, store: WgradStore) -> None:
+    def __init__(self, store: WgradStore, by_rows: bool = False, say: Callable[[str], None] = lambda _: None) -> None:
         self._store = store
+        self._by_rows = by_rows
+        self._say = functools.cache(say)  # a line once
         self._built: weakref.WeakSet[Any] = weakref.WeakSet()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         # The keys are the modules' queues.
-        self._delayed: weakref.WeakKeyDictionary[Any, _DelayedModule] = weakref.WeakKeyDictionary()
+        self._delayed: weakref.WeakKeyDictionary[Any, DelayedModule] = weakref.WeakKeyDictionary()
         self._waits = True
+        self._in_forward = False
         store.attach(self)
 
     def build(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -247,9 +78,32 @@ class TransformerEngineSplit:
             self._built.add(module)
             if ours:
                 check_overlaps(functools.partial(getattr, module))
-                self._delayed[module.wgrad_store] = _DelayedModule(module)
+                self._delayed[module.wgrad_store] = DelayedModule(module)
 
         return init
+
+    def delays(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        """The replacement for ``WeightGradStore.delay_wgrad_compute``, which every backward asks."""
+
+        @functools.wraps(original)
+        def delay_wgrad_compute(queue: Any) -> bool:
+            module = self._delayed.get(queue)
+            if module is None or not original(queue):
+                return original(queue)
+            if self._in_forward and module.weights:
+                self._store.wants(None, module.weights[0], module.weights[0])  # raises for a backward()
+            return self._waits and self._delays_now(module)
+
+        return delay_wgrad_compute
+
+    def _delays_now(self, module: DelayedModule) -> bool:
+        delays = module.decide()
+        if module.is_hooked:
+            self._say(
+                f"{self._store.name_of(module.weights[0])} or its bias has hooks, so their gradients are computed in "
+                "B, not in W"
+            )
+        return delays
 
     def put(self, original: Callable[..., None]) -> Callable[..., None]:
         """The replacement for ``WeightGradStore.put``."""
@@ -261,7 +115,9 @@ class TransformerEngineSplit:
                 work = self._store.current
                 if work is None:
                     raise _outside_schedule()
-                self._store.put(module.use(tensor_list, work.microbatch))
+                if module.weights and not self._store.wants(work, module.weights[0], module.weights[0]):
+                    return
+                self._store.put(module.use(tensor_list, work.microbatch, self._store.shared, self._by_rows))
             original(queue, tensor_list, func)
 
         return put
@@ -304,7 +160,7 @@ class TransformerEngineSplit:
                 continue
             self._watched.add(chunk)
             for module in chunk.modules():
-                if module not in self._built and (own := _own_class(module)) is not None and own.__name__ in SPLIT:
+                if module not in self._built and (own := own_class(module)) is not None and own.__name__ in SPLIT:
                     raise UserError(
                         "megatron.zero_bubble.apply() must be called before the model is built, because the "
                         f"constructor of TransformerEngine's {own.__name__} decides whether its weight gradient is "
@@ -314,7 +170,18 @@ class TransformerEngineSplit:
     def settle(self) -> None:
         """See ``wgrad_store.Source``."""
         for module in self._delayed.values():
-            module.settle()
+            if module.settle():
+                self._say(
+                    f"{module.name} inherits a linear of TransformerEngine but multiplies by itself, so the gradients "
+                    "of its weights are computed in B, not in W"
+                )
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """See ``wgrad_store.Source``."""
+        self._in_forward = True
+        with self._undelayed():
+            yield
 
     @contextmanager
     def backward(self, split: bool) -> Iterator[None]:
@@ -323,15 +190,16 @@ class TransformerEngineSplit:
             yield
             self.settle()
             return
-        for queue in self._delayed:
-            queue.disable_delay_wgrad_compute()
+        with self._undelayed():
+            yield
+
+    @contextmanager
+    def _undelayed(self) -> Iterator[None]:
         self._waits = False
         try:
             yield
         finally:
-            self._waits = True
-            for queue in self._delayed:
-                queue.enable_delay_wgrad_compute()
+            self._waits, self._in_forward = True, False
 
     def clear(self) -> None:
         """See ``wgrad_store.Source``; drops TransformerEngine's own queues."""
@@ -346,7 +214,7 @@ class TransformerEngineSplit:
         for queue in self._delayed:
             queue.context = _Closed()
 
-    def _delayed_of(self, module: Any) -> _DelayedModule | None:
+    def _delayed_of(self, module: Any) -> DelayedModule | None:
         queue = getattr(module, "wgrad_store", None)
         return None if queue is None else self._delayed.get(queue)
 
@@ -367,9 +235,3 @@ def _outside_schedule() -> UserError:
         "its deferred weight gradient would be lost; build the model again after revert(), and use more than one "
         "pipeline stage"
     )
-
-
-def _own_class(module: Any) -> Any:
-    """The base class of ``module`` that TransformerEngine's ``pytorch.module`` package defines, or None."""
-    known = (c for c in type(module).__mro__ if c.__module__.startswith("transformer_engine.pytorch.module."))
-    return next(known, None)

@@ -18,7 +18,7 @@ from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.kernels import vocabulary
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
-from megatron.zero_bubble.wgrad.store import Product
+from megatron.zero_bubble.wgrad.gradients import Product
 
 _METHODS = {Kind.S: "_softmax", Kind.T: "_weights", Kind.L: "_loss", Kind.I: "_look_up", Kind.J: "_rows"}
 
@@ -109,15 +109,22 @@ class VocabularyStage:
         x = self._tensor.whole_sequence(saved.hidden)
         whole = torch.stack([maximum, total])
         of_hidden, done = [], 0
+        hooked, summed = self._accumulate.is_hooked(weight), None
         for block, of_logits in self._logits.gradients(saved, x, weight, output.rows, whole, of_losses):
             grad = of_logits.to(weight.dtype)
             done += len(block)
             is_last = done == len(x)
             product = Product(weight, None, block.flatten(0, 1), grad.flatten(0, 1), by_kernel)
-            with self._synchronized(work, is_last):
-                self._accumulate.add([[product]], ready=is_last and self._is_ready(work))
+            if hooked:  # its hooks see the gradient of a microbatch, not of a block
+                summed = product.gradient if summed is None else summed.add_(product.gradient)
+            else:
+                with self._synchronized(work, is_last):
+                    self._accumulate.add([[product]], ready=is_last and self._is_ready(work))
             if self._facts.algorithm == 1:
                 of_hidden.append(vocabulary.product_in_float32(grad, weight))
+        if summed is not None:
+            with self._synchronized(work):
+                self._accumulate.add_gradient(weight, summed, ready=self._is_ready(work))
         return ((self._tensor.added(torch.cat(of_hidden)),),) if self._facts.algorithm == 1 else ()
 
     @torch.no_grad()

@@ -27,6 +27,8 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.kernels import vocabulary
 from megatron.zero_bubble.kernels.vocabulary import Rows
+from megatron.zero_bubble.runtime.refusals import refused_together
+from megatron.zero_bubble.wgrad.hooks import has_hooks
 
 
 class EmbeddingShard(torch.nn.Module):
@@ -214,6 +216,8 @@ def shard_vocabulary(models: Sequence[torch.nn.Module], placement: Placement) ->
     roots = placement.stage_to_rank[0], placement.stage_to_rank[-1]
     config, home = chunks[0].config, chunks[0]
     words = None if first is None else first.embedding.word_embeddings
+    with refused_together(group):
+        _check_hooks(words, None if last is None else last.output_layer)
     weight, rows = _own_rows(None if words is None else words.weight, home, roots[0], group)
     scatters = bool(words is not None and words.reduce_scatter_embeddings)
     num_shards = group.size() * parallel_state.get_tensor_model_parallel_group().size()
@@ -234,6 +238,15 @@ def shard_vocabulary(models: Sequence[torch.nn.Module], placement: Placement) ->
     if not tied:
         home.output_layer = output
     home.vocabulary_shards = VocabularyShards(embedding, output)
+
+
+def _check_hooks(*layers: torch.nn.Module | None) -> None:
+    if any(has_hooks(weight) for layer in layers if layer is not None for weight in layer.parameters()):
+        raise UserError(
+            "with vocabulary parallelism, every rank gets new weights in place of the embedding and the output layer; "
+            "got hooks on the old ones, which would be lost; register them on the new ones, once the model is built, "
+            "or train with --zero-bubble-vocabulary-parallel off"
+        )
 
 
 class _LastOutput(torch.nn.Module):
