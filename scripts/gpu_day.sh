@@ -1,18 +1,11 @@
 #!/usr/bin/env bash
 # Checks and measurements on GPUs, in parts of at most nine minutes. Results go to runs/gpu_day/gpu_day.json.
 #
-#   bash scripts/gpu_day.sh pack         collect what a machine without a network needs, in build/gpu_day/piece-*
-#   bash scripts/gpu_day.sh 1            correct: the machine, installation, waiting host calls, kernels
-#   bash scripts/gpu_day.sh 2            fast: passes, predicted bubbles, spinning receives, weight gradients, memory
-#   bash scripts/gpu_day.sh 3            whole runs: fused weight gradients, data parallelism, checkpoints
-#   bash scripts/gpu_day.sh 4            TransformerEngine, if it was packed
-#   bash scripts/gpu_day.sh 5            against stock
-#   bash scripts/gpu_day.sh 6            offloading, slices, vocabulary and shards; the memory checker
-#   bash scripts/gpu_day.sh 7            measured bubbles and bandwidth over NCCL
-#   bash scripts/gpu_day.sh 8            different lengths, and experts with pairs, over NCCL
-#   bash scripts/gpu_day.sh 9            what advise promises and what auto reaches, over NCCL
+#   bash scripts/gpu_day.sh pack         collect what a machine without a network needs, in build/gpu_day/packed
+#   bash scripts/gpu_day.sh PART         run a part; what was packed is unpacked before
 #   bash scripts/gpu_day.sh PART --cpu   the steps of a part that run without a GPU, at tiny sizes
 #   bash scripts/gpu_day.sh PART --steps TEXT ...    only the steps whose names contain one of the texts
+#   bash scripts/gpu_day.sh --help       the parts, in the order of what they are worth
 #   bash scripts/gpu_day.sh page FILE... store the results in docs/gpu_day.json and write docs/gpu.md
 #
 # A part prints a table last; its exit status is the number of steps that failed. scripts/gpu_day/steps.py has the steps.

@@ -1,8 +1,8 @@
 """What ``zero-bubble advise`` promises for a job, and what its changes and ``auto`` reach; ranks may share a GPU.
 
 The bench ``auto_wall`` with real passes: a run records costs, ``advise --costs`` predicts the gains, and the job as it
-is, the advised change, some by name and ``auto`` are run. Ranks that share a GPU run under CUDA's Multi-Process Service
-where that works; without it, their times mean nothing.
+is, the advised change, some by name and ``auto`` are run. Of ranks that share a GPU, times mean nothing without CUDA's
+Multi-Process Service.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ def main() -> int:
         return 0
     per_gpu = -(-options.num_ranks // torch.cuda.device_count())
     memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30 / per_gpu
-    gpu = ["--gpu-memory", f"{memory_gib:.1f}GiB"]
-    with mps.of_ranks(per_gpu) as variables:
-        run = partial(_on_gpus, num_ranks=options.num_ranks, variables=variables)
-        found = compared(run, gpu, options.planning)
-    step.write(options.output, figures(found, bool(variables)))
+    run = partial(_on_gpus, num_ranks=options.num_ranks)
+    found = compared(run, ["--gpu-memory", f"{memory_gib:.1f}GiB"], options.planning)
+    step.write(options.output, figures(found, mps.is_used()))
     return 0
 
 
@@ -61,17 +59,16 @@ def _job(options: argparse.Namespace) -> list[str]:
     return flags.split()
 
 
-def _on_gpus(argv: Sequence[str], num_ranks: int, variables: Mapping[str, str]) -> str:
+def _on_gpus(argv: Sequence[str], num_ranks: int) -> str:
     """Run the script; return what it prints.
 
     Raises:
         RuntimeError: it fails; with what it printed.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    environment = {**ranks.environment(), **variables}
     done = subprocess.run(
         [*command, str(auto_wall.SCRIPT), *argv],
-        env=environment,
+        env=ranks.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,7 +1,7 @@
 """Make megatron-core and the compiled ops usable: from what ``gpu_day.sh pack`` collected, else from the sources.
 
 Packages go into ``build/gpu_day/site``, which ``gpu_day.sh`` puts on Python's path, so the interpreter stays as it is.
-With ``--device cpu`` nothing is installed or built.
+With ``--device cpu`` nothing is built.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import subprocess
 import sys
 import sysconfig
 from importlib.util import find_spec
-from pathlib import Path
 
 from bench.ranks import ROOT
 from gpu_day import shared_nccl, step
 
-PACKED = ROOT / "build/gpu_day"
-SITE = PACKED / "site"
+PACKED = ROOT / "build/gpu_day/packed"
+SITE = ROOT / "build/gpu_day/site"
+ARCHIVE = "site.tar.xz"
 EXTENSIONS = {"_ops": "megatron/zero_bubble", "_planner": "megatron/zero_bubble/search"}
 """The folders of the compiled extensions."""
 _LOAD = """
@@ -30,41 +30,35 @@ print(select(sys.argv[1]).words, version("megatron-core"), sep="\\n")
 
 
 def main() -> int:
-    """Install, build if necessary, and load; return 1 if the ops for the GPU are not compiled."""
+    """Build the ops if necessary, and load; return 1 if the ops for the GPU are not compiled."""
     options = step.parser(__doc__).parse_args()
-    if options.device == "cuda":
-        for packed in PACKED.glob(f"piece-*/{shared_nccl.PACKED}"):
-            shared_nccl.unpack(packed)
-        if find_spec("megatron.core") is None:
-            install(sorted(PACKED.glob("piece-*/wheels/*.whl")))
-        copied = copy_extensions(sorted(PACKED.glob("piece-*/extensions/*.so")))
-        print(f"copied: {', '.join(copied) or 'nothing, no packed extension is for this Python'}")
-        if loaded(options.device)[0] != "compiled":
-            subprocess.run(
-                [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
-                cwd=ROOT,
-                env={**os.environ, "ZB_BUILD": "cuda"},
-                check=True,
-            )
+    if find_spec("megatron.core") is None:
+        raise SystemExit(
+            f"no megatron-core and nothing in {PACKED}; run `bash scripts/gpu_day.sh pack` where there is a network"
+        )
+    if options.device == "cuda" and loaded(options.device)[0] != "compiled":
+        build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        subprocess.run(build, cwd=ROOT, env={**os.environ, "ZB_BUILD": "cuda"}, check=True)
     ops, megatron_core = loaded(options.device)
     step.write(options.output, {"ops": ops, "megatron_core": megatron_core})
     return int(options.device == "cuda" and ops != "compiled")
 
 
-def install(wheels: list[Path], *more: str) -> None:
-    """Install packages into ``SITE`` without a network."""
-    if not wheels:
-        raise SystemExit(
-            f"no packages in {PACKED}/piece-*; run `bash scripts/gpu_day.sh pack` where there is a network"
-        )
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
-    subprocess.run([*command, "--target", str(SITE), *more, *map(str, wheels)], check=True)
+def unpack() -> None:
+    """Unpack, once, what ``pack`` has collected, if it has."""
+    if SITE.exists() or not (PACKED / ARCHIVE).exists():
+        return
+    if (PACKED / shared_nccl.PACKED).exists():
+        shared_nccl.unpack(PACKED / shared_nccl.PACKED)
+    copied = copy_extensions()
+    print(f"unpacked {PACKED}; extensions: {', '.join(copied) or 'none is for this Python'}", flush=True)
+    shutil.unpack_archive(PACKED / ARCHIVE, SITE, filter="data")
 
 
-def copy_extensions(built: list[Path]) -> list[str]:
-    """Copy extensions for this Python into the checkout; return their names."""
+def copy_extensions() -> list[str]:
+    """Copy packed extensions for this Python into the checkout; return their names."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    fitting = [path for path in built if path.name.endswith(suffix)]
+    fitting = sorted(PACKED.glob(f"extensions/*{suffix}"))
     for path in fitting:
         shutil.copy2(path, ROOT / EXTENSIONS[path.name.removesuffix(suffix)])
     return [path.name for path in fitting]

@@ -6,7 +6,6 @@ it. On the CPU the messages go over gloo, where the number has no effect.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -33,12 +32,6 @@ def main() -> int:
     parser.add_argument("--ctas", type=int, nargs="+", required=True)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    per_gpu = -(-int(os.environ["WORLD_SIZE"]) // torch.cuda.device_count()) if options.device == "cuda" else 0
-    with mps.shared_gpu(per_gpu) as is_shared:
-        return _measure_all(options, is_shared)
-
-
-def _measure_all(options: argparse.Namespace, is_shared: bool) -> int:
     platform = select(options.device)
     device = platform.setup(Launch.from_environment().local_rank)
     os.environ.pop("NCCL_MAX_CTAS", None)  # it would win over the numbers of the groups
@@ -49,7 +42,7 @@ def _measure_all(options: argparse.Namespace, is_shared: bool) -> int:
     arrived = [_arrives(send, message) for send in sends.values()]
     product = _product(options.size, device)
     rows = [{"ctas": number, **_measure(send, product, platform, options)} for number, send in sends.items()]
-    step.write(options.output, {**figures(rows), "mps": is_shared, "rows": rows})
+    step.write(options.output, {**figures(rows), "mps": mps.is_used(), "rows": rows})
     dist.destroy_process_group()
     return int(not all(arrived))
 

@@ -1,11 +1,12 @@
-"""Collect in build/gpu_day/piece-* what a GPU machine without a network needs; every piece is at most 56 MiB.
+"""Collect in build/gpu_day/packed what a GPU machine without a network needs, in at most 56 MiB.
 
-Piece 1 has megatron-core's wheel, the extensions compiled for the machine's Python and torch, and the name of the
-commit; with ``--nccl``, also an NCCL with which ranks can share one GPU. With ``--transformer-engine`` the other pieces
-have its library, which is larger than one piece, in parts. The extensions are built and checked by
-``scripts/check_cuda_build.sh`` in build/gpu_day/venv, which stays here.
+That is megatron-core, the extensions compiled for the machine's Python and torch, an NCCL with which ranks can share
+one GPU, and the name of the commit; with ``--transformer-engine``, also TransformerEngine with its torch extension,
+which is built here (half an hour on two cores, once). Of NCCL and TransformerEngine, only the code for one
+architecture is kept. The extensions are built and checked by ``scripts/check_cuda_build.sh`` in build/gpu_day/venv,
+which stays here.
 
-    bash scripts/gpu_day.sh pack [--python PYTHON] [--torch 2.11.0] [--nccl 2.30.7] [--transformer-engine VERSION]
+    bash scripts/gpu_day.sh pack [--python PYTHON] [--torch 2.11.0] [--nccl VERSION] [--transformer-engine VERSION]
 """
 
 from __future__ import annotations
@@ -16,45 +17,55 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from bench import ranks
-from gpu_day import shared_nccl
+from gpu_day import install, shared_nccl
+from gpu_day.slim import slim
 
-PIECE_BYTES = 56 * 2**20
-"""A lent machine may take 64 MiB at a time, the checkout included."""
+LIMIT_BYTES = 56 * 2**20
+"""What can be carried at once with the checkout, where 64 MiB can."""
 FOLDER = ranks.ROOT / "build/gpu_day"
+_ENGINE = "transformer_engine/wheel_lib/libtransformer_engine.so"
+_TOOLS = ("wheel", "ninja", "packaging")
+"""What TransformerEngine's torch extension is built with, besides torch and CUDA's compiler."""
+_OF_ENGINE = {"NVTE_PYTORCH_FORCE_BUILD": "TRUE", "NVTE_BUILD_USE_NVIDIA_WHEELS": "1"}
+"""Without them, it first tries a download without a timeout, and finds no headers of cuDNN and NCCL."""
 
 
 def main() -> int:
-    """Collect, print the size of every piece, and return 1 if one is too large."""
+    """Collect, print the size, and return 1 if it is too large."""
     parser = argparse.ArgumentParser(prog="gpu_day.sh pack", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--python", default="python3.12", help="interpreter of the machine's version (default: 3.12)")
     parser.add_argument("--torch", default="2.11.0", help="the machine's torch (default: 2.11.0)")
-    parser.add_argument("--transformer-engine", metavar="VERSION", help="pack TransformerEngine, too")
-    parser.add_argument("--nccl", metavar="VERSION", help="pack an NCCL with which ranks share a GPU: 2.30 or newer")
-    parser.add_argument("--architecture", type=int, default=90, help="of the GPU, for --nccl (default: 90)")
+    parser.add_argument("--nccl", default=shared_nccl.VERSION, help="NCCL, 2.30 or newer (default: %(default)s)")
+    parser.add_argument("--transformer-engine", metavar="VERSION", help="pack TransformerEngine, too: 2.13 to 2.16")
+    parser.add_argument("--architecture", type=int, default=90, help="of the GPU (default: 90)")
     options = parser.parse_args()
-    for old in FOLDER.glob("piece-*"):
-        shutil.rmtree(old)
-    first = FOLDER / "piece-1"
-    first.mkdir(parents=True)
-    (first / "commit").write_text(ranks.commit() + "\n")
+    wheels, site = FOLDER / "wheels", FOLDER / "packed-site"
+    for old in (install.PACKED, wheels, site):
+        shutil.rmtree(old, ignore_errors=True)
+    install.PACKED.mkdir(parents=True)
+    (install.PACKED / "commit").write_text(ranks.commit() + "\n")
     python = environment(options.python, options.torch)
-    download(f"megatron-core=={pinned('megatron-core')}", first / "wheels", python)
-    build(python, first / "extensions")
-    if options.nccl:
-        work = FOLDER / "nccl-downloads"
-        download(f"nvidia-nccl-cu13=={options.nccl}", work, python, "--only-binary", ":all:")
-        (wheel,) = work.glob(f"*-{options.nccl}-*.whl")
-        shared_nccl.pack(wheel, options.architecture, first)
+    build(python, install.PACKED / "extensions")
+    download(f"nvidia-nccl-cu13=={options.nccl}", wheels, python)
+    (nccl,) = wheels.glob("nvidia_nccl*.whl")
+    shared_nccl.pack(nccl, options.architecture, install.PACKED)
+    nccl.unlink()
+    download(f"megatron-core=={pinned('megatron-core')}", wheels, python)
     if options.transformer_engine:
-        pack_engine(options.transformer_engine, python)
-    sizes = {piece.name: size(piece) for piece in sorted(FOLDER.glob("piece-*"))}
-    for name, num_bytes in sizes.items():
-        print(f"{FOLDER / name}: {num_bytes / 2**20:.1f} MiB")
-    return int(any(num_bytes > PIECE_BYTES for num_bytes in sizes.values()))
+        build_engine(options.transformer_engine, python, wheels)
+    install_together(sorted(wheels.glob("*.whl")), site, python)
+    if (engine := site / _ENGINE).exists():
+        library = bytearray(engine.read_bytes())
+        slim(library, options.architecture)
+        engine.write_bytes(library)
+    shutil.make_archive(str(install.PACKED / "site"), "xztar", site)
+    num_bytes = sum(path.stat().st_size for path in install.PACKED.rglob("*") if path.is_file())
+    print(f"{install.PACKED}: {num_bytes / 2**20:.1f} MiB")
+    return int(num_bytes > LIMIT_BYTES)
 
 
 def environment(python: str, torch: str) -> str:
@@ -74,10 +85,40 @@ def pinned(package: str) -> str:
     return found[1]
 
 
-def download(requirement: str, folder: Path, python: str, *more: str, alone: bool = True) -> None:
-    """Download a package for the interpreter, alone or with its dependencies."""
-    command = [python, "-m", "pip", "download", "--quiet", *(["--no-deps"] if alone else []), "--dest", str(folder)]
-    subprocess.run([*command, *more, requirement], env=_of_pypi(), check=True)
+def download(requirement: str, folder: Path, python: str, alone: bool = True) -> None:
+    """Download a wheel for the interpreter, alone or with those of its dependencies."""
+    others = ["--no-deps"] if alone else []
+    _pip(python, "download", "--only-binary", ":all:", *others, "--dest", str(folder), requirement)
+
+
+def build_engine(version: str, python: str, wheels: Path) -> None:
+    """Put TransformerEngine's wheels into a folder, of which that of the torch extension is built, unless it was."""
+    download(f"transformer-engine=={version}", wheels, python)
+    download(f"transformer-engine-cu13=={version}", wheels, python, alone=False)
+    built = FOLDER / f"engine-{version}-{_ask(python, 'import torch; print(torch.__version__)')}"
+    if not list(built.glob("*.whl")):
+        cuda = _ask(python, "import torch; print(torch.version.cuda)")
+        _pip(python, "install", *_TOOLS, f"nvidia-cuda-nvcc=={cuda}.*")
+        home = _ask(python, "import nvidia; print(nvidia.__path__[0])") + "/cu13"
+        path = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])
+        variables = {**_OF_ENGINE, "CUDA_HOME": home, "PATH": path, "MAX_JOBS": str(os.cpu_count())}
+        own = ["--no-deps", "--no-build-isolation", "--no-binary", ":all:", "--wheel-dir", str(built)]
+        _pip(python, "wheel", *own, f"transformer-engine-torch=={version}", variables=variables)
+    shutil.copytree(built, wheels, dirs_exist_ok=True)
+
+
+def install_together(wheels: Iterable[Path], site: Path, python: str) -> None:
+    """Install packages into a folder by one command: a second one would remove folders that several packages share."""
+    _pip(python, "install", "--no-index", "--no-deps", "--no-compile", "--target", str(site), *map(str, wheels))
+
+
+def _pip(python: str, command: str, *arguments: str, variables: dict[str, str] | None = None) -> None:
+    environment = {**_of_pypi(), **(variables or {})}
+    subprocess.run([python, "-m", "pip", command, "--quiet", *arguments], env=environment, check=True)
+
+
+def _ask(python: str, code: str) -> str:
+    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _of_pypi() -> dict[str, str]:
@@ -98,37 +139,6 @@ def build(python: str, folder: Path) -> None:
     for extension in built.rglob("*.so"):
         shutil.copy2(extension, folder)
     shutil.rmtree(built)
-
-
-def pack_engine(version: str, python: str) -> None:
-    """Put TransformerEngine's library, in parts, and the sources of its torch extension into pieces of their own."""
-    work = FOLDER / "engine-downloads"
-    download(f"transformer-engine-cu13=={version}", work, python, "--only-binary", ":all:")
-    download(f"transformer-engine=={version}", work, python, "--only-binary", ":all:")
-    download("pydantic", work, python, "--only-binary", ":all:", alone=False)
-    download(f"transformer-engine-torch=={version}", work, python, "--no-binary", ":all:", "--no-build-isolation")
-    (wheel,) = work.glob("transformer_engine_cu13*.whl")
-    for number, part in enumerate(split(wheel, PIECE_BYTES, work), start=2):
-        folder = FOLDER / f"piece-{number}/engine"
-        folder.mkdir(parents=True)
-        shutil.move(str(part), folder)
-    wheel.unlink()
-    work.rename(FOLDER / "piece-1/engine")
-
-
-def split(file: Path, num_bytes: int, folder: Path) -> Iterator[Path]:
-    """Write the parts NAME.part-0-of-5, ... of a file; ``engine_install.join`` joins them."""
-    content = file.read_bytes()
-    starts = range(0, len(content), num_bytes)
-    for number, start in enumerate(starts):
-        part = folder / f"{file.name}.part-{number}-of-{len(starts)}"
-        part.write_bytes(content[start : start + num_bytes])
-        yield part
-
-
-def size(folder: Path) -> int:
-    """Bytes of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 if __name__ == "__main__":

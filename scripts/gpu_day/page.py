@@ -17,6 +17,7 @@ from typing import Any
 
 from bench import ranks
 from gpu_day.run import join
+from gpu_day.steps import PARTS
 
 STORED = Path("docs/gpu_day.json")
 _OF_THE_MACHINE = ("command", "last_lines")
@@ -50,7 +51,7 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
                 f"the page shows only runs on GPUs, got part {without[0]} of {file} without; run it where nvidia-smi "
                 "finds a GPU, without --cpu"
             )
-    return {name: {**part, "steps": [*map(_published, part["steps"])]} for name, part in sorted(parts.items())}
+    return {n: {**parts[n], "steps": [*map(_published, parts[n]["steps"])]} for n in PARTS if n in parts}
 
 
 def _published(step: dict[str, Any]) -> dict[str, Any]:

@@ -22,13 +22,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from bench import ranks
-from gpu_day import shared_nccl
+from gpu_day import install, mps, shared_nccl
 from gpu_day.steps import NEEDS_GPU, OK, PART_LIMIT_S, PARTS, SKIPPED, Part, Step
 
 RESULTS = "gpu_day.json"
@@ -39,13 +40,18 @@ _MARK = "ZB_GPU_DAY_STEP"
 _PATIENCE_ON_CPU = 3
 """Factor of the limits with --cpu: the machine may run other programs as well."""
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Defaults; a lent machine may have no network interface but the loopback."""
+"""Defaults; a machine without a network may have no interface but the loopback."""
 
 
 def main() -> int:
     """Run the part; return the number of failed steps."""
-    parser = argparse.ArgumentParser(prog="gpu_day.sh", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("part", choices=PARTS)
+    parser = argparse.ArgumentParser(
+        prog="gpu_day.sh",
+        description=__doc__.splitlines()[0] if __doc__ else None,
+        epilog="\n".join(["parts:", *(f"  {name:20}{part.title}" for name, part in PARTS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("part", choices=PARTS, metavar="PART")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU, to see that the steps run")
     parser.add_argument(
         "--steps", nargs="+", metavar="TEXT", help="only steps whose names contain one of these; other results stay"
@@ -59,6 +65,8 @@ def main() -> int:
         parser.error(
             f"part {options.part} has no step whose name contains {' or '.join(options.steps)}; it has {names}"
         )
+    if not options.cpu:
+        install.unpack()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_day.sh: ended by SIGTERM"))  # ends the running step, too
     record: dict[str, Any] = {}
     if not options.steps:
@@ -137,7 +145,7 @@ def _nvidia_smi(field: str) -> list[str]:
 
 def commit() -> str:
     """The commit of the checkout; where git does not know it, the one that ``pack`` wrote down."""
-    packed = ranks.ROOT / "build/gpu_day/piece-1/commit"
+    packed = install.PACKED / "commit"
     found = ranks.commit()
     return packed.read_text().strip() if found == "unknown" and packed.exists() else found
 
@@ -146,6 +154,9 @@ def _result(step: Step, folder: Path, on_cpu: bool, num_gpus: int, left_s: float
     """Run one step; return its status, seconds and figures, and the end of its log if it failed."""
     if on_cpu and step.on_cpu is None:
         return {"name": step.name, "status": NEEDS_GPU, "seconds": 0.0}
+    if not on_cpu and step.needs and find_spec(step.needs) is None:
+        wanted = f"needs {step.needs}, which is neither installed nor packed"
+        return {"name": step.name, "status": wanted, "seconds": 0.0}
     are_too_few = not on_cpu and num_gpus < step.num_gpus
     sharing = shared_nccl.variables() if are_too_few and num_gpus else {}
     if are_too_few and not sharing:
@@ -158,8 +169,10 @@ def _result(step: Step, folder: Path, on_cpu: bool, num_gpus: int, left_s: float
     limit_s = min(step.limit_s * (_PATIENCE_ON_CPU if on_cpu else 1), max(left_s, 1.0))
     print(f"{step.name}: {shlex.join(words)} (at most {limit_s:.0f} s)", flush=True)
     started = time.monotonic()
-    with log.open("w", encoding="utf-8") as stream:
-        code = _run([sys.executable, "-m", *words], {**_variables(step, on_cpu), **sharing}, stream, limit_s)
+    per_gpu = -(-step.num_gpus // num_gpus) if step.shares_gpu and num_gpus else 1
+    with log.open("w", encoding="utf-8") as stream, mps.shared_gpu(per_gpu) as served:
+        variables = {**_variables(step, on_cpu), **sharing, **served}
+        code = _run([sys.executable, "-m", *words], variables, stream, limit_s)
     seconds = time.monotonic() - started
     figures, problem = _figures(output)
     if code is None:

@@ -1,25 +1,19 @@
-"""NCCL for ranks that share GPUs, carried to a machine whose own NCCL is older than 2.30.
-
-The library has code for many GPUs. ``slim`` keeps that for one architecture, so the compressed library is small: it
-overwrites the others with zeros, which compress well and which CUDA never loads.
-"""
+"""NCCL for ranks that share GPUs, carried to a machine whose own NCCL is older than 2.30."""
 
 from __future__ import annotations
 
 import lzma
-import struct
+import subprocess
 import zipfile
 from pathlib import Path
 
 from bench.ranks import ROOT
+from gpu_day.slim import slim
 
+VERSION = "2.31.2"
+"""2.30.7 is said to hang where a rank sends and receives in one group."""
 LIBRARY = ROOT / "build/gpu_day/nccl/libnccl.so.2"
 PACKED = "libnccl.so.2.xz"
-_MAGIC = (0xBA55ED50).to_bytes(4, "little")
-"""Begins a fat binary: images of kernels for several architectures."""
-_HEADER, _IMAGE = struct.Struct("<4sHHQ"), struct.Struct("<HHIQ12xI")
-"""Of a fat binary: magic number, version, bytes of the header, bytes of the images. Of an image: kind, version, bytes
-of its header, bytes of its content, and the architecture, such as 90."""
 
 
 def variables() -> dict[str, str]:
@@ -33,38 +27,18 @@ def variables() -> dict[str, str]:
 
 
 def pack(wheel: Path, architecture: int, folder: Path) -> None:
-    """Write NCCL's library from its wheel, slimmed and compressed, into ``folder``."""
+    """Write NCCL's library from its wheel into ``folder``, without what a GPU of this architecture does not need."""
+    file = folder / PACKED
     with zipfile.ZipFile(wheel) as files:
         (name,) = (name for name in files.namelist() if name.endswith("/libnccl.so.2"))
-        library = bytearray(files.read(name))
+        file.write_bytes(files.read(name))
+    subprocess.run(["strip", "--strip-debug", str(file)], check=True)
+    library = bytearray(file.read_bytes())
     slim(library, architecture)
-    (folder / PACKED).write_bytes(lzma.compress(library, preset=4))
+    file.write_bytes(lzma.compress(library, preset=4))
 
 
 def unpack(packed: Path) -> None:
     """Make ``LIBRARY`` from what ``pack`` wrote."""
     LIBRARY.parent.mkdir(parents=True, exist_ok=True)
     LIBRARY.write_bytes(lzma.decompress(packed.read_bytes()))
-
-
-def slim(library: bytearray, architecture: int) -> None:
-    """Overwrite the images for other architectures with zeros.
-
-    Raises:
-        SystemExit: there is no image for the architecture.
-    """
-    kept, start = 0, library.find(_MAGIC)
-    while start >= 0:
-        _, _, header, num_bytes = _HEADER.unpack_from(library, start)
-        image, end = start + header, start + header + num_bytes
-        while image < end:
-            _, _, header, num_bytes, of = _IMAGE.unpack_from(library, image)
-            content = slice(image + header, image + header + num_bytes)
-            if of == architecture:
-                kept += 1
-            else:
-                library[content] = bytes(num_bytes)
-            image = content.stop
-        start = library.find(_MAGIC, end)
-    if not kept:
-        raise SystemExit(f"NCCL's library has no code for sm_{architecture}; choose another --architecture")

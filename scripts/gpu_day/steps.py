@@ -10,7 +10,7 @@ OK, NEEDS_GPU = "ok", "needs a GPU"
 SKIPPED = "skipped: "
 """Begins the status of a step that gave a reason, as its figure ``skip_reason``, why this machine cannot run it."""
 PART_LIMIT_S = 540
-"""A part ends within nine minutes, because commands of a lent machine may be limited to ten."""
+"""So that a part fits into ten minutes."""
 
 EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Without a fixed workspace, cuBLAS may give other bits when several streams are in use."""
@@ -29,6 +29,8 @@ class Step:
         num_ranks: number of processes that torchrun starts, at most two of them with ``--cpu``.
         num_gpus: the step needs at least as many, or an NCCL that lets ranks share one (``shared_nccl``).
         environment: additional variables, also with ``--cpu``.
+        needs: a package without which the step cannot run.
+        shares_gpu: ranks that share a GPU compute at the same time, under CUDA's Multi-Process Service (``mps``).
     """
 
     name: str
@@ -40,6 +42,8 @@ class Step:
     num_ranks: int = 1
     num_gpus: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
+    needs: str | None = None
+    shares_gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,13 @@ class Part:
     steps: tuple[Step, ...]
 
 
+ENGINE = "transformer_engine"
 TESTS = "{passed} passed, {skipped} skipped"
 WHOLE = "tests/gpu/test_whole_runs.py"
 WAITS = "of {num_actions} actions wait: {waiting}"
 ALLOCATOR = "reserved / allocated: zb-h2 {zb_h2:.2f}, v-min {v_min:.2f}"
 MODEL = "--hidden-size 4096 --num-layers 8 --seq-length 2048 --micro-batch-size 2"
 ON_RANKS = "--hidden-size 4096 --num-layers 8 --seq-length 1024 --micro-batch-size 2"
-"""Four ranks with it fit into the memory of one GPU of 80 GB, also with the activations of ZB-H2."""
 FEW_MICROBATCHES = "--hidden-size 4096 --num-layers 8 --seq-length 2048 --num-microbatches 2"
 SMALL = "--hidden-size 1024 --num-layers 8 --seq-length 1024 --micro-batch-size 1"
 """Passes for which the host is the limit."""
@@ -72,9 +76,17 @@ def _tests(name: str, selection: str, limit_s: int, on_cpu: str | None, **more: 
     return Step(name, "pytests", selection, limit_s, TESTS, on_cpu, environment={**EXACT, **more})
 
 
-def _over_nccl(name: str, selection: str, limit_s: int, on_cpu: str | None = None, **more: str) -> Step:
-    variables = {**EXACT, QUEUES: "32", **more}
-    return Step(name, "pytests", selection, limit_s, TESTS, on_cpu, num_gpus=2, environment=variables)
+def _over_nccl(
+    name: str,
+    selection: str,
+    limit_s: int,
+    on_cpu: str | None = None,
+    queues: str = "32",
+    needs: str | None = None,
+    **more: str,
+) -> Step:
+    variables = {**EXACT, QUEUES: queues, **more}
+    return Step(name, "pytests", selection, limit_s, TESTS, on_cpu, num_gpus=2, environment=variables, needs=needs)
 
 
 def _decide(name: str, sizes: str, on_cpu: str | None) -> Step:
@@ -87,56 +99,44 @@ def _decide(name: str, sizes: str, on_cpu: str | None) -> Step:
         on_cpu and f"{on_cpu} --num-ranks 2 --rounds 1",
         num_gpus=4,
         environment={QUEUES: "8"},
+        shares_gpu=True,
     )
 
 
 PARTS = {
-    "1": Part(
-        "correct",
+    "transformer-engine": Part(
+        "TransformerEngine",
         (
+            _over_nccl("parity", "tests/gpu/test_transformer_engine.py", 220, needs=ENGINE),
             Step(
-                "machine",
-                "machine",
+                "memory until W in FP8",
+                "engine_memory",
                 "",
-                30,
-                "copy {copy_gb_per_s:.0f} GB/s, bf16 product {bf16_tflops:.0f} TFLOP/s",
-                "--mib 4 --size 128",
-            ),
-            Step("install", "install", "", 75, "ops: {ops}; megatron-core {megatron_core}", ""),
-            Step("host calls next to a spinning kernel", "host_waits", "", 40, WAITS, None),
-            Step(
-                "host calls, modules loaded eagerly",
-                "host_waits",
-                "",
-                60,
-                WAITS,
+                40,
+                "{bytes_per_element:.2f} bytes per element",
                 None,
-                environment={"CUDA_MODULE_LOADING": "EAGER"},
+                needs=ENGINE,
             ),
-            _over_nccl("vocabulary over NCCL", f"{WHOLE} -k 'features and vocabulary'", 75),
-            _tests("kernels and platform", "-m gpu tests/kernels tests/platforms", 80, "tests/kernels/test_wgrad.py"),
         ),
     ),
-    "2": Part(
-        "fast",
+    "vocabulary": Part(
+        "vocabulary parallelism, over NCCL",
         (
-            Step("passes", "passes", f"{MODEL} --num-microbatches 4", 110, PASSES, f"{TINY} --num-microbatches 2"),
+            _over_nccl("one queue", f"{WHOLE} -k one_queue", 120, f"{WHOLE} -k one_queue"),
+            _over_nccl("vocabulary over NCCL", f"{WHOLE} -k 'features and vocabulary'", 75),
+        ),
+    ),
+    "wgrad": Part(
+        "weight gradients",
+        (
             Step(
-                "predicted bubbles",
-                "predict",
-                "--passes {folder}/passes.json --num-ranks 4 8 16",
-                30,
-                "p={num_ranks}: 1f1b {bubble_1f1b:.1%}, zb-v {bubble_zb_v:.1%}, zb-auto {bubble_zb_auto:.1%}",
-                "--passes {folder}/passes.json --num-ranks 2",
-            ),
-            Step("passes, small", "passes", f"{SMALL} --num-microbatches 8", 50, PASSES, None),
-            Step(
-                "spinning receives",
-                "spin",
-                f"{MODEL} --num-microbatches 4 --num-blocks 0 1 2 4 8 16 32",
-                80,
-                "F {forward_over_free:.2f}, B {backward_over_free:.2f}, W {wgrad_over_free:.2f} x with {most} blocks",
-                f"{TINY} --num-microbatches 2 --num-blocks 0 1",
+                "next to TransformerEngine",
+                "products",
+                "--hidden-size 4096 --tokens 4096 --dtype bfloat16",
+                40,
+                "TransformerEngine at {engine:.0%} of the library's speed, ours at {bfloat16:.0%}",
+                None,
+                needs=ENGINE,
             ),
             Step(
                 "weight gradients",
@@ -146,6 +146,12 @@ PARTS = {
                 "of the library's speed: bf16 {bfloat16:.0%}, fp32 {float32:.0%}",
                 "--hidden-size 32 --tokens 64 --rounds 2",
             ),
+        ),
+    ),
+    "memory": Part(
+        "memory",
+        (
+            Step("memory checker", "memory_check", "", 150, "{products} products, {errors} errors", ""),
             Step(
                 "memory",
                 "fragments",
@@ -179,42 +185,42 @@ PARTS = {
             ),
         ),
     ),
-    "3": Part(
-        "whole runs",
+    "correct": Part(
+        "the machine, installation, host calls, kernels",
         (
-            _over_nccl("schedules, fused", f"{WHOLE} -k fused", 75),
-            _over_nccl("data parallel 2", f"{WHOLE} -k data_parallel", 70),
-            _over_nccl("checkpoints, traces, evaluation", f"{WHOLE} -k written", 120, f"{WHOLE} -k costs_are_written"),
-            _tests("one rank over NCCL", f"{WHOLE} -k one_rank", 45, f"{WHOLE} -k one_rank"),
-        ),
-    ),
-    "4": Part(
-        "TransformerEngine",
-        (
-            Step("install", "engine_install", "", 240, "TransformerEngine {version}", None),
-            _over_nccl("parity", "tests/gpu/test_transformer_engine.py", 220),
             Step(
-                "weight gradients",
-                "products",
-                "--hidden-size 4096 --tokens 4096 --dtype bfloat16",
-                40,
-                "TransformerEngine at {engine:.0%} of the library's speed, ours at {bfloat16:.0%}",
-                None,
+                "machine",
+                "machine",
+                "",
+                30,
+                "copy {copy_gb_per_s:.0f} GB/s, bf16 product {bf16_tflops:.0f} TFLOP/s",
+                "--mib 4 --size 128",
             ),
-            Step("memory until W in FP8", "engine_memory", "", 40, "{bytes_per_element:.2f} bytes per element", None),
+            Step("install", "install", "", 75, "ops: {ops}; megatron-core {megatron_core}", ""),
+            Step("host calls next to a spinning kernel", "host_waits", "", 40, WAITS, None),
+            Step(
+                "host calls, modules loaded eagerly",
+                "host_waits",
+                "",
+                60,
+                WAITS,
+                None,
+                environment={"CUDA_MODULE_LOADING": "EAGER"},
+            ),
+            _tests("kernels and platform", "-m gpu tests/kernels tests/platforms", 80, "tests/kernels/test_wgrad.py"),
         ),
     ),
-    "5": Part(
-        "against stock",
+    "stock": Part(
+        "against stock, over NCCL",
         (
             _over_nccl(
                 "against stock, 1 queue",
                 f"{WHOLE} -k same_bits",
                 110,
                 f"{WHOLE} -k 'same_bits and bf16 and linear'",
-                **{QUEUES: "1"},
+                queues="1",
             ),
-            _over_nccl("against stock, 8 queues", f"{WHOLE} -k 'same_bits and bf16'", 60, **{QUEUES: "8"}),
+            _over_nccl("against stock, 8 queues", f"{WHOLE} -k 'same_bits and bf16'", 60, queues="8"),
             _over_nccl("against stock, 32 queues", f"{WHOLE} -k 'same_bits and bf16'", 60),
             _over_nccl(
                 "against stock, eager communicators",
@@ -227,14 +233,30 @@ PARTS = {
                 f"{WHOLE} -k post_validation",
                 90,
                 f"{WHOLE} -k 'post_validation and fp16'",
-                **{QUEUES: "1"},
+                queues="1",
             ),
-            _over_nccl("killed rank", f"{WHOLE} -k killed", 70, f"{WHOLE} -k killed", **{QUEUES: "1"}),
-            _over_nccl("jobs of torchrun", "tests/gpu/test_training_on_gpus.py -k nccl", 80, **{QUEUES: "1"}),
+            _over_nccl("killed rank", f"{WHOLE} -k killed", 70, f"{WHOLE} -k killed", queues="1"),
+            _over_nccl("jobs of torchrun", "tests/gpu/test_training_on_gpus.py -k nccl", 80, queues="1"),
         ),
     ),
-    "6": Part(
-        "offloading, slices, vocabulary, shards, memory checker",
+    "runs": Part(
+        "whole runs, over NCCL",
+        (
+            _over_nccl("schedules, fused", f"{WHOLE} -k fused", 75),
+            _over_nccl("data parallel 2", f"{WHOLE} -k data_parallel", 70),
+            _over_nccl("checkpoints, traces, evaluation", f"{WHOLE} -k written", 120, f"{WHOLE} -k costs_are_written"),
+            _tests("one rank over NCCL", f"{WHOLE} -k one_rank", 45, f"{WHOLE} -k one_rank"),
+        ),
+    ),
+    "lengths": Part(
+        "microbatches of different lengths and pairs, over NCCL",
+        (
+            _over_nccl("pairs", f"{WHOLE} -k pairs", 120, f"{WHOLE} -k 'pairs and 4'"),
+            _over_nccl("lengths", f"{WHOLE} -k lengths", 120, f"{WHOLE} -k 'lengths and dense and h1'"),
+        ),
+    ),
+    "features": Part(
+        "offloading, slices, vocabulary, shards",
         (
             Step(
                 "copies to host memory",
@@ -249,25 +271,34 @@ PARTS = {
             _over_nccl(
                 "against runs without, over NCCL", f"{WHOLE} -k features", 130, f"{WHOLE} -k 'features and all'"
             ),
-            Step("memory checker", "memory_check", "", 150, "{products} products, {errors} errors", ""),
         ),
     ),
-    "7": Part(
+    "passes": Part(
+        "speed of passes",
+        (
+            Step("passes", "passes", f"{MODEL} --num-microbatches 4", 110, PASSES, f"{TINY} --num-microbatches 2"),
+            Step(
+                "predicted bubbles",
+                "predict",
+                "--passes {folder}/passes.json --num-ranks 4 8 16",
+                30,
+                "p={num_ranks}: 1f1b {bubble_1f1b:.1%}, zb-v {bubble_zb_v:.1%}, zb-auto {bubble_zb_auto:.1%}",
+                "--passes {folder}/passes.json --num-ranks 2",
+            ),
+            Step("passes, small", "passes", f"{SMALL} --num-microbatches 8", 50, PASSES, None),
+            Step(
+                "spinning receives",
+                "spin",
+                f"{MODEL} --num-microbatches 4 --num-blocks 0 1 2 4 8 16 32",
+                80,
+                "F {forward_over_free:.2f}, B {backward_over_free:.2f}, W {wgrad_over_free:.2f} x with {most} blocks",
+                f"{TINY} --num-microbatches 2 --num-blocks 0 1",
+            ),
+        ),
+    ),
+    "nccl": Part(
         "speed over NCCL",
         (
-            Step(
-                "measured bubbles",
-                "bubbles",
-                f"{ON_RANKS} --num-microbatches 8 --rounds 3",
-                180,
-                "{ranks_per_gpu} ranks per GPU (MPS: {mps}), measured (predicted): "
-                "1f1b {1f1b_measured:.1%} ({1f1b_predicted:.1%}), "
-                "zb-h1 {zb_h1_measured:.1%} ({zb_h1_predicted:.1%}), zb-v {zb_v_measured:.1%} ({zb_v_predicted:.1%})",
-                "--hidden-size 32 --num-layers 4 --seq-length 16 --num-microbatches 4 --rounds 2",
-                num_ranks=4,
-                num_gpus=4,
-                environment={QUEUES: "8"},
-            ),
             Step(
                 "bandwidth by CTAs",
                 "nccl_bandwidth",
@@ -279,18 +310,12 @@ PARTS = {
                 num_ranks=2,
                 num_gpus=2,
                 environment={QUEUES: "8"},
+                shares_gpu=True,
             ),
         ),
     ),
-    "8": Part(
-        "microbatches of different lengths and pairs, over NCCL",
-        (
-            _over_nccl("pairs", f"{WHOLE} -k pairs", 120, f"{WHOLE} -k 'pairs and 4'"),
-            _over_nccl("lengths", f"{WHOLE} -k lengths", 120, f"{WHOLE} -k 'lengths and dense and h1'"),
-        ),
-    ),
-    "9": Part(
-        "advice and auto, over NCCL",
+    "advice": Part(
+        "advice and auto in whole jobs, over NCCL",
         (
             _decide(
                 "advice",
@@ -305,4 +330,4 @@ PARTS = {
         ),
     ),
 }
-"""The parts by name. Part 4 needs TransformerEngine; many steps need several GPUs, or an NCCL that shares one."""
+"""The parts by name, in the order of what they are worth. Many steps need several GPUs, or an NCCL that shares one."""

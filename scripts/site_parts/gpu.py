@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,21 +32,65 @@ def words(parts: Figures | None = None) -> str:
             "([how to run them](docs/gpu.md))."
         )
     ok, ran = _counts(parts)
-    several = "5" in parts and len(parts["5"]["machine"]["gpus"]) > 1
-    nccl = "" if several else " Not yet run over NCCL between GPUs."
-    gpus = " and ".join(sorted({gpu for part in parts.values() for gpu in part["machine"]["gpus"]}))
-    return f"**On {gpus}**, {ok} of {ran} steps of {_names(parts)} succeeded ([GPU results](docs/gpu.md)).{nccl}"
+    found = ["the same bits as stock"] * _has_bits_of_stock(parts)
+    found += [*_gains(parts), f"{ok} of {ran} checks passed ([GPU results](docs/gpu.md))"]
+    missing = [name for name, is_missing in _MISSING.items() if is_missing(parts)]
+    found += [f"{' and '.join(missing)}: not yet run"] if missing else []
+    return f"**On {_where(parts)}**: {'; '.join(found)}."
 
 
-def _names(parts: Iterable[str]) -> str:
-    *others, last = parts
-    return f"parts {', '.join(others)} and {last}" if others else f"part {last}"
+def _where(parts: Figures) -> str:
+    """The GPUs, and by how many ranks one is shared at most."""
+    found = {tuple(part["machine"]["gpus"]) for part in parts.values()}
+    gpus = " and ".join(sorted(f"{_NUMBERS.get(len(names), len(names))} {names[0]}" for names in found))
+    most = max((s["figures"].get("ranks_per_gpu", 1) for s in _steps(parts) if s.get("figures")), default=1)
+    return gpus if most < 2 else f"{gpus} shared by {_NUMBERS.get(most, most)} ranks"
+
+
+_NUMBERS = {1: "one", 2: "two", 3: "three", 4: "four"}
+_MISSING: dict[str, Callable[[Figures], bool]] = {
+    "TransformerEngine": lambda parts: "transformer-engine" not in parts,
+    "several GPUs": lambda parts: all(len(part["machine"]["gpus"]) < 2 for part in parts.values()),
+}
+
+
+def _steps(parts: Figures) -> Iterator[Figures]:
+    return (step for part in parts.values() for step in part["steps"])
+
+
+def _has_bits_of_stock(parts: Figures) -> bool:
+    """Whether runs were compared with stock bit for bit, and all were equal."""
+    recorded = [r for s in _steps(parts) for r in s.get("figures", {}).get("recorded", {}).values() if "equal" in r]
+    return bool(recorded) and all(_all_true(one["equal"]) for one in recorded)
+
+
+def _all_true(value: Any) -> bool:
+    return all(map(_all_true, value.values())) if isinstance(value, dict) else value is True
+
+
+def _gains(parts: Figures) -> Iterator[str]:
+    """The gain of ``auto`` and of the advised schedule: of ranks that do not slow each other, else of whole jobs."""
+    ran = {step["name"]: step["figures"] for step in _steps(parts) if step["status"] == OK}
+    if (found := ran.get("gains")) is not None:
+        for name in ("auto", "zb_v"):
+            measured, predicted = found[f"{name}_measured"], found[f"{name}_predicted"]
+            yield f"`{name.replace('_', '-')}` {_faster(measured)} where {_percent(predicted)} was predicted"
+    elif (found := ran.get("advice")) is not None:
+        reached, promised = (_percent(found[f"{what}_gain"]) for what in ("measured", "predicted"))
+        yield f"`auto` {_faster(found['auto_gain'])}, `{found['advised']}` {reached} where {promised} was predicted"
+
+
+def _faster(gain: float) -> str:
+    return f"{_percent(abs(gain))} {'faster' if gain >= 0 else 'slower'}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
 
 
 def _counts(parts: Figures) -> tuple[int, int]:
-    statuses = [step["status"] for part in parts.values() for step in part["steps"]]
     # needs a GPU, or more of them
-    ran = [status for status in statuses if not status.startswith(("needs ", day.SKIPPED))]
+    ran = [s["status"] for s in _steps(parts) if not s["status"].startswith(("needs ", day.SKIPPED))]
     return ran.count(OK), len(ran)
 
 
@@ -56,7 +100,7 @@ def verified(parts: Figures | None = None) -> str:
     if not parts:
         return "not yet"
     ok, ran = _counts(parts)
-    return f"{ok} of {ran} steps of {_names(parts)} of `scripts/gpu_day.sh`"
+    return f"{ok} of {ran} checks on {_where(parts)}"
 
 
 def status(parts: Figures | None = None) -> str:
@@ -68,9 +112,11 @@ def status(parts: Figures | None = None) -> str:
             "on a GPU. The steps below are ready; CI runs, with tiny sizes, those that do not need a GPU."
         )
     ok, ran = _counts(parts)
-    missing = [f"part {name} ({part.title})" for name, part in day.PARTS.items() if name not in parts]
-    rest = f" Not yet run: {', '.join(missing)}." if missing else ""
-    return f"{ok} of {ran} steps that ran on a GPU succeeded.{rest}"
+    bad = [f"*{s['name']}* ({s['status']})" for s in _steps(parts) if s["status"] != OK]
+    missing = [f"{part.title} (`{name}`)" for name, part in day.PARTS.items() if name not in parts]
+    rest = f" Without success: {', '.join(bad)}." if bad else ""
+    rest += f" Not yet run: {', '.join(missing)}." if missing else ""
+    return f"On {_where(parts)}, {ok} of {ran} steps succeeded.{rest}"
 
 
 def steps() -> str:
@@ -103,33 +149,29 @@ def _part(name: str, part: Figures) -> str:
     versions = f"torch {machine['torch']}, megatron-core {machine['megatron-core']}, commit {', '.join(commits)}"
     where = f"{gpus}, driver {', '.join(machine['driver'])}, {versions}; {part['began']}, {part['seconds']:.0f} s."
     rows = [(s["name"], s["status"], f"{s['seconds']:.0f}", s.get("shown", "")) for s in part["steps"]]
-    shown = [f"### Part {name}: {part['title']}\n\n{where}", table(("step", "status", "s", "figures"), rows)]
+    shown = [f"### `{name}`: {part['title']}\n\n{where}", table(("step", "status", "s", "figures"), rows)]
     for step in part["steps"]:
-        detail = _DETAILS.get((name, step["name"]))
+        detail = _DETAILS.get(step["name"])
         if detail and step["status"] == OK:
-            shown.append(f"**{step['name'].capitalize()}.** {detail(step['figures'])}")
+            shown.append(f"**{step['name'][:1].upper()}{step['name'][1:]}.** {detail(step['figures'])}")
     return "\n\n".join(shown)
 
 
 def _products(figures: Figures) -> str:
-    def us(row: Figures) -> list[str]:
-        return [f"{row['us'][name]:.0f}" for name in ("library", "fused", "fused, bias", "reference", "unfused")]
-
+    names = {"library": "library us", "fused": "fused us", "fused, bias": "with bias"}
+    names |= {name: name for name in ("reference", "unfused", "TransformerEngine")}
+    names = {name: head for name, head in names.items() if name in figures["rows"][0]["us"]}
     rows = [
-        (str(row["hidden_size"]), row["dtype"], row["weight"], f"{row['tflops']:.0f}", *us(row))
+        (
+            str(row["hidden_size"]),
+            row["dtype"],
+            row["weight"],
+            f"{row['tflops']:.0f}",
+            *(f"{row['us'][name]:.0f}" for name in names),
+        )
         for row in figures["rows"]
     ]
-    head = (
-        "hidden size",
-        "dtype",
-        "weight",
-        "TFLOP/s, fused",
-        "library us",
-        "fused us",
-        "with bias",
-        "reference",
-        "unfused",
-    )
+    head = ("hidden size", "dtype", "weight", "TFLOP/s, fused", *names.values())
     return f"The library's time is that of its bare product.\n\n{table(head, rows)}"
 
 
@@ -285,24 +327,25 @@ def _decide(figures: Figures) -> str:
     return f"{words}\n\n{table(('run', 'iteration ms', 'predicted gain', 'measured gain'), rows)}"
 
 
-_DETAILS: dict[tuple[str, str], Callable[[Figures], str]] = {
-    ("2", "weight gradients"): _products,
-    ("1", "host calls next to a spinning kernel"): _waits,
-    ("1", "host calls, modules loaded eagerly"): _waits,
-    ("2", "passes"): _passes,
-    ("2", "passes, small"): _passes,
-    ("2", "spinning receives"): _spin,
-    ("2", "memory"): _fragments,
-    ("2", "memory, little more than the peak"): _within_limit,
-    ("2", "memory, expandable segments"): _fragments,
-    ("2", "predicted bubbles"): _predicted,
-    ("6", "copies to host memory"): _offload,
-    ("7", "measured bubbles"): _bubbles,
-    ("7", "bandwidth by CTAs"): _bandwidth,
-    ("9", "advice"): _decide,
-    ("9", "advice, few microbatches"): _decide,
+_DETAILS: dict[str, Callable[[Figures], str]] = {
+    "next to TransformerEngine": _products,
+    "weight gradients": _products,
+    "memory": _fragments,
+    "memory, little more than the peak": _within_limit,
+    "memory, expandable segments": _fragments,
+    "host calls next to a spinning kernel": _waits,
+    "host calls, modules loaded eagerly": _waits,
+    "copies to host memory": _offload,
+    "passes": _passes,
+    "predicted bubbles": _predicted,
+    "passes, small": _passes,
+    "spinning receives": _spin,
+    "measured bubbles": _bubbles,
+    "bandwidth by CTAs": _bandwidth,
+    "advice": _decide,
+    "advice, few microbatches": _decide,
 }
-"""What the page shows of a step in addition to its line, by part and step."""
+"""What the page shows of a step besides its line. *Measured bubbles* has stored results, but is no step any more."""
 
 
 def published() -> str:

@@ -26,7 +26,7 @@ from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.launch import Death, run_training
 from tests.helpers.parity import BASE_FLAGS, Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.rank_worker import Group
-from tests.helpers.ranks import RankPool, install_cpu_platform
+from tests.helpers.ranks import RankFailure, RankPool, install_cpu_platform
 from tests.helpers.slices import LONG
 from tests.helpers.training import losses
 from tests.helpers.training import train as train_job
@@ -37,7 +37,7 @@ DEVICE = os.environ.get("ZB_TEST_DEVICE", "cuda")
 ON_CPU = DEVICE == "cpu"
 GROUP = Group() if ON_CPU else Group("nccl", os.environ.get("ZB_TEST_EAGER") == "1")
 RUN_S = 150 if ON_CPU else 45
-"""Limit of the slowest rank: a hang shows the stacks of all ranks, so that it costs little of a lent machine's time."""
+"""Limit of the slowest rank: a hang shows the stacks of all ranks, so that it costs little."""
 NUM_RANKS = 4 if ON_CPU or nccl_shares_gpus() else max(1, min(4, torch.cuda.device_count()))
 ON = f"--zero-bubble-device {DEVICE}"
 
@@ -173,6 +173,28 @@ def test_features_agree_with_runs_without(pool: RankPool, record_property: Recor
     if name.startswith("offload"):
         assert_same_bits(results, schedules)
     assert worst <= TOLERANCES["fp32"]
+
+
+def test_vocabulary_with_one_queue_changes_nothing(record_property: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What shares a hardware queue waits for each other, and must neither hang nor change a result."""
+    if NUM_RANKS < 2:
+        pytest.skip("NCCL needs one GPU per rank")
+    layout, options, (_, divided) = FEATURES["vocabulary"]
+    outcomes: dict[str, list[list[Outcome]]] = {}
+    for queues in ("1", "32"):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+        pool = RankPool(install_cpu_platform if ON_CPU else nothing, GROUP, forked=ON_CPU)
+        try:
+            outcomes[queues] = pool.run(NUM_RANKS, train, layout.flags(5, f"{options} {ON}"), [divided], timeout=RUN_S)
+        except RankFailure as error:
+            if "needs several hardware queues" in str(error):
+                pytest.skip("refused: the plan needs several hardware queues per GPU")
+            raise
+        finally:
+            pool.close()
+    one, many = outcomes.values()
+    record_property("same_bits", one == many)
+    assert one == many
 
 
 @pytest.mark.parametrize("kind", varied.KINDS)

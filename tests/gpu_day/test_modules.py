@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 from bench import ranks
-from gpu_day import engine_install, install, memory_check, pack, passes, predict, shared_nccl
+from gpu_day import install, memory_check, pack, passes, predict, pytests, shared_nccl, slim
 from megatron.zero_bubble.ir import Compute, Kind, Pass
 
 CHECKS = """
@@ -56,6 +57,14 @@ def test_step_whose_tests_are_all_skipped_has_failed(tmp_path: Path) -> None:
     assert code == 1 and figures["skipped"] == 1
 
 
+def test_step_whose_tests_are_refused_is_skipped(tmp_path: Path) -> None:
+    """The package's own refusal on this machine; any other skipped test shows nothing."""
+    refusing = "import pytest\n\ndef test_refused():\n    pytest.skip('refused: needs queues')\n"
+    (tmp_path / "test_refused.py").write_text(refusing)
+    code, figures = run_tests(tmp_path, str(tmp_path / "test_refused.py"), "-k", "refused")
+    assert code == 0 and figures["skip_reason"] == f"{pytests.REFUSED}needs queues"
+
+
 @pytest.mark.parametrize(
     ("spans", "share"),
     [([(0, 10)], 0.0), ([(0, 4), (6, 10)], 0.2), ([(5, 10), (0, 4), (1, 2), (3, 6)], 0.0), ([(3, 3)], 0.0)],
@@ -87,18 +96,59 @@ def test_host_clock_counts_only_passes() -> None:
     assert clock.ms_per_pass() == pytest.approx(3.0)
 
 
-def test_file_is_joined_from_its_parts(tmp_path: Path) -> None:
-    whole = tmp_path / "some-engine-2.0-py3.whl"
-    whole.write_bytes(bytes(range(256)) * 41)
-    parts = list(pack.split(whole, 1000, tmp_path))
-    assert len(parts) == 11 and all(part.stat().st_size <= 1000 for part in parts)
-    (tmp_path / "joined").mkdir()
-    joined = engine_install.join(parts[::-1], tmp_path / "joined")
-    assert joined.name == whole.name and joined.read_bytes() == whole.read_bytes()
-    with pytest.raises(SystemExit, match=r"needs parts 0 to 10 .*, got \[0, 1, 2, 3, 4, 5, 6, 7, 8, 9\]; carry all"):
-        engine_install.join(parts[:-1], tmp_path / "joined")
-    with pytest.raises(SystemExit, match=r"got \[\]"):
-        engine_install.join([], tmp_path / "joined")
+def wheel(folder: Path, name: str, file: str) -> Path:
+    """A wheel with one file."""
+    path, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
+    with ZipFile(path, "w") as files:
+        files.writestr(file, "")
+        files.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        files.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        files.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def test_packages_that_share_a_folder_are_installed_together(tmp_path: Path) -> None:
+    """As TransformerEngine's three: with a command for each, the last one would remove the folder of the others."""
+    wheels = [wheel(tmp_path, name, f"engine/{name}/lib.py") for name in ("core", "python", "torch")]
+    pack.install_together(wheels, tmp_path / "site", sys.executable)
+    assert sorted(path.parent.name for path in (tmp_path / "site").rglob("lib.py")) == ["core", "python", "torch"]
+
+
+def test_packed_packages_are_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, site = tmp_path / "packed", tmp_path / "site"
+    monkeypatch.setattr(install, "PACKED", packed)
+    monkeypatch.setattr(install, "SITE", site)
+    install.unpack()
+    assert not site.exists(), "nothing was packed"
+    (tmp_path / "made/megatron").mkdir(parents=True)
+    (tmp_path / "made/megatron/core.py").write_text("")
+    shutil.make_archive(str(packed / "site"), "xztar", tmp_path / "made")
+    install.unpack()
+    assert (site / "megatron/core.py").exists()
+    (site / "megatron/core.py").unlink()
+    install.unpack()
+    assert not (site / "megatron/core.py").exists(), "unpacked again"
+
+
+def test_torch_extension_is_built_without_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its build script would try one without a timeout, and would not find all headers; built once, it is kept."""
+    calls: list[tuple[str, dict[str, str] | None]] = []
+
+    def pip(_: str, command: str, *arguments: str, variables: dict[str, str] | None = None) -> None:
+        calls.append((command, variables))
+        if command == "wheel":
+            (tmp_path / "engine-2.16.1-2.11.0").mkdir()
+            (tmp_path / "engine-2.16.1-2.11.0/extension.whl").write_text("")
+
+    monkeypatch.setattr(pack, "FOLDER", tmp_path)
+    monkeypatch.setattr(pack, "_pip", pip)
+    monkeypatch.setattr(pack, "_ask", lambda _, code: "2.11.0" if "torch" in code else "/nvidia")
+    for number in range(2):
+        pack.build_engine("2.16.1", "/venv/bin/python", tmp_path / f"wheels-{number}")
+        assert (tmp_path / f"wheels-{number}/extension.whl").exists()
+    ((_, variables),) = (call for call in calls if call[0] == "wheel")
+    assert variables is not None and variables["NVTE_PYTORCH_FORCE_BUILD"] == "TRUE"
+    assert variables["CUDA_HOME"] == "/nvidia/cu13" and variables["NVTE_BUILD_USE_NVIDIA_WHEELS"] == "1"
 
 
 def fat_binary(*images: tuple[int, bytes]) -> bytes:
@@ -114,31 +164,28 @@ def test_packed_nccl_has_the_code_of_one_architecture(tmp_path: Path, monkeypatc
     old, new = b"o" * 24, b"n" * 40
     host = b"\x7fELF host code ."
     library = host + fat_binary((80, old), (90, new)) + host + fat_binary((90, new), (120, old)) + host
-    with zipfile.ZipFile(tmp_path / "nccl.whl", "w") as wheel:
+    with ZipFile(tmp_path / "nccl.whl", "w") as wheel:
         wheel.writestr("nvidia/nccl/lib/libnccl.so.2", library)
         wheel.writestr("nvidia/nccl/include/nccl.h", "")
+    monkeypatch.setattr(shared_nccl.subprocess, "run", lambda *_, **__: None)  # strip, which takes real libraries only
     shared_nccl.pack(tmp_path / "nccl.whl", 90, tmp_path)
     monkeypatch.setattr(shared_nccl, "LIBRARY", tmp_path / "unpacked/libnccl.so.2")
     shared_nccl.unpack(tmp_path / shared_nccl.PACKED)
     assert shared_nccl.LIBRARY.read_bytes() == library.replace(old, bytes(24))
     with pytest.raises(SystemExit, match="no code for sm_75"):
-        shared_nccl.slim(bytearray(library), 75)
-
-
-def test_install_without_packages_names_the_remedy() -> None:
-    with pytest.raises(SystemExit, match=r"gpu_day\.sh pack"):
-        install.install([])
+        slim.slim(bytearray(library), 75)
 
 
 def test_only_extensions_for_this_python_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suffix = install.sysconfig.get_config_var("EXT_SUFFIX")
     monkeypatch.setattr(install, "ROOT", tmp_path)
-    for folder in install.EXTENSIONS.values():
+    monkeypatch.setattr(install, "PACKED", tmp_path / "packed")
+    for folder in (*install.EXTENSIONS.values(), "packed/extensions"):
         (tmp_path / folder).mkdir(parents=True)
-    built = [tmp_path / f"{name}{end}" for name in install.EXTENSIONS for end in (suffix, ".cpython-27-other.so")]
-    for path in built:
-        path.write_text(path.name)
-    assert install.copy_extensions(built) == [f"_ops{suffix}", f"_planner{suffix}"]
+    for name in install.EXTENSIONS:
+        for end in (suffix, ".cpython-27-other.so"):
+            (tmp_path / f"packed/extensions/{name}{end}").write_text(f"{name}{end}")
+    assert install.copy_extensions() == [f"_ops{suffix}", f"_planner{suffix}"]
     assert (tmp_path / f"megatron/zero_bubble/search/_planner{suffix}").read_text() == f"_planner{suffix}"
 
 

@@ -59,12 +59,16 @@ def test_stored_results_are_what_the_pages_show() -> None:
 
 def test_results_show_failures_and_what_is_missing() -> None:
     statuses = {"passes": OK, "memory": "timed out after 80 s", "several": "needs 2 or more GPUs, found 1"}
-    parts = {"2": part("2", statuses, PASSES)}
-    assert gpu.status(parts).startswith("1 of 2 steps that ran on a GPU succeeded. Not yet run: part 1 (correct), ")
-    assert "part 5 (against stock)" in gpu.status(parts)
-    assert gpu.words(parts).startswith("**On NVIDIA X**, 1 of 2 steps of part 2 succeeded")
-    assert "Not yet run over NCCL" in gpu.words(parts)
-    assert "Not yet run over NCCL" in gpu.words({"5": part("5", {"killed rank": OK})}), "ranks shared one GPU"
+    parts = {"passes": part("passes", statuses, PASSES)}
+    assert gpu.status(parts).startswith(
+        "On one NVIDIA X, 1 of 2 steps succeeded. Without success: *memory* (timed out after 80 s), *several* (needs "
+        "2 or more GPUs, found 1). Not yet run: "
+    )
+    assert "against stock, over NCCL (`stock`)" in gpu.status(parts)
+    assert gpu.words(parts) == (
+        "**On one NVIDIA X**: 1 of 2 checks passed ([GPU results](docs/gpu.md)); TransformerEngine and several GPUs: "
+        "not yet run."
+    )
     text = gpu.results(parts)
     assert "| memory | timed out after 80 s | 3 | memory shown |" in text
     assert "| stock 1F1B | 300.2 | 20.50 | 41.50 | - | 1.50 | 12.5% | 1.0 | 2.0 |" in text
@@ -72,39 +76,62 @@ def test_results_show_failures_and_what_is_missing() -> None:
     assert "Peaks after" not in text, "a failed step has no details"
 
 
+def test_words_say_what_was_gained() -> None:
+    advice = {
+        "advised": "zb-v",
+        "auto_gain": 0.089,
+        "measured_gain": 0.016,
+        "predicted_gain": 0.219,
+        "ranks_per_gpu": 4,
+    }
+    parts = {"advice": part("advice", {"advice": OK}, advice), "transformer-engine": part("transformer-engine", {})}
+    gains = "`auto` 9 % faster, `zb-v` 2 % where 22 % was predicted; 1 of 1 checks passed"
+    assert gpu.words(parts).startswith(f"**On one NVIDIA X shared by four ranks**: {gains} (")
+    assert gpu.words(parts).endswith("; several GPUs: not yet run.")
+    assert gpu.verified(parts) == "1 of 1 checks on one NVIDIA X shared by four ranks"
+
+
+@pytest.mark.parametrize(
+    ("equal", "claims"), [({"zb-v": {"all": True}}, True), ({"1f1b": True, "zb-h1": False}, False)]
+)
+def test_words_claim_the_bits_of_stock_only_if_all_were_equal(equal: dict[str, Any], claims: bool) -> None:
+    stock = part("stock", {"bits": OK}, {"recorded": {"test_bits": {"equal": equal}, "test_other": {"steps": 3}}})
+    assert ("the same bits as stock" in gpu.words({"stock": stock})) is claims
+
+
 def test_skipped_steps_did_not_run() -> None:
-    parts = {"6": part("6", {"a": OK, "memory checker": f"{SKIPPED}not this GPU"})}
-    assert gpu.status(parts).startswith("1 of 1 steps that ran on a GPU succeeded.")
+    parts = {"features": part("features", {"a": OK, "memory checker": f"{SKIPPED}not this GPU"})}
+    assert gpu.status(parts).startswith("On one NVIDIA X, 1 of 1 steps succeeded.")
 
 
 def test_details_belong_to_steps() -> None:
-    names = {(name, step.name) for name, one in PARTS.items() for step in one.steps}
-    assert gpu._DETAILS.keys() <= names
+    names = {step.name for one in PARTS.values() for step in one.steps}
+    assert gpu._DETAILS.keys() <= names | {"measured bubbles"}, "of which results are stored"
 
 
 def test_files_are_merged_by_part(tmp_path: Path) -> None:
     one, two = tmp_path / "one.json", tmp_path / "two.json"
-    one.write_text(json.dumps({"3": part("3", {"a": OK}), "1": part("1", {"a": "exit status 1"})}))
-    two.write_text(json.dumps({"1": part("1", {"a": OK})}))
+    one.write_text(json.dumps({"runs": part("runs", {"a": OK}), "correct": part("correct", {"a": "exit status 1"})}))
+    two.write_text(json.dumps({"correct": part("correct", {"a": OK})}))
     merged = page.merged([one, two])
-    assert list(merged) == ["1", "3"] and merged["1"]["steps"][0]["status"] == OK
+    assert list(merged) == ["correct", "runs"] and merged["correct"]["steps"][0]["status"] == OK
 
 
 def test_steps_that_did_not_run_again_stay_with_their_commit(tmp_path: Path) -> None:
-    first, second = (step.name for step in PARTS["1"].steps[:2])
+    first, second = (step.name for step in PARTS["correct"].steps[:2])
     one, two = tmp_path / "one.json", tmp_path / "two.json"
-    one.write_text(json.dumps({"1": part("1", {first: OK, second: "exit status 1"})}))
-    two.write_text(json.dumps({"1": part("1", {second: OK}) | {"machine": {**MACHINE, "commit": "def"}}}))
+    one.write_text(json.dumps({"correct": part("correct", {first: OK, second: "exit status 1"})}))
+    two.write_text(json.dumps({"correct": part("correct", {second: OK}) | {"machine": {**MACHINE, "commit": "def"}}}))
     merged = page.merged([one, two])
-    assert [(s["name"], s["status"]) for s in merged["1"]["steps"]] == [(first, OK), (second, OK)]
+    assert [(s["name"], s["status"]) for s in merged["correct"]["steps"]] == [(first, OK), (second, OK)]
     assert "commit abc, def" in gpu.results(merged)
 
 
 def test_paths_of_the_machine_are_not_published(tmp_path: Path) -> None:
-    ran = part("1", {"a": "exit status 1"})
+    ran = part("correct", {"a": "exit status 1"})
     ran["steps"][0] |= {"command": "gpu_day.a --output /mnt/me/a.json", "last_lines": ["rootdir: /mnt/me"]}
-    (tmp_path / "one.json").write_text(json.dumps({"1": ran}))
-    assert page.merged([tmp_path / "one.json"]) == {"1": part("1", {"a": "exit status 1"})}
+    (tmp_path / "one.json").write_text(json.dumps({"correct": ran}))
+    assert page.merged([tmp_path / "one.json"]) == {"correct": part("correct", {"a": "exit status 1"})}
     stored = ROOT / page.STORED
     assert not stored.exists() or not re.search(r'["\s](/[\w.-]+){2}', stored.read_text())
 
@@ -112,6 +139,6 @@ def test_paths_of_the_machine_are_not_published(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"on_cpu": True}, {"machine": {**MACHINE, "gpus": []}}], ids=["--cpu", "no GPU"])
 def test_runs_without_a_gpu_are_not_published(tmp_path: Path, change: dict[str, Any]) -> None:
     file = tmp_path / "one.json"
-    file.write_text(json.dumps({"1": part("1", {"a": OK}) | change}))
-    with pytest.raises(ValueError, match=re.escape(f"got part 1 of {file} without; run it where")):
+    file.write_text(json.dumps({"correct": part("correct", {"a": OK}) | change}))
+    with pytest.raises(ValueError, match=re.escape(f"got part correct of {file} without; run it where")):
         page.merged([file])

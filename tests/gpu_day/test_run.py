@@ -7,6 +7,9 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +133,34 @@ def test_steps_that_need_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert two == ["needs 2 or more GPUs, or one and a packed NCCL; found 1", OK]
 
 
+def test_step_whose_package_is_missing_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "gpus", lambda: ["one"])
+    needing = replace(step("works"), needs="no_such_package")
+    assert statuses(needing, step("works"), folder=folder, on_cpu=False) == [
+        "needs no_such_package, which is neither installed nor packed",
+        OK,
+    ]
+
+
+def test_ranks_that_share_a_gpu_compute_at_the_same_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as the step has for a GPU share it, and none where every rank has its own."""
+    asked: list[int] = []
+
+    @contextmanager
+    def served(ranks_per_gpu: int) -> Iterator[dict[str, str]]:
+        asked.append(ranks_per_gpu)
+        yield {"ZB_SHARED": str(ranks_per_gpu)}
+
+    monkeypatch.setattr(run.mps, "shared_gpu", served)
+    monkeypatch.setattr(shared_nccl, "variables", lambda: {"ZB_NCCL": "yes"})
+    sharing = replace(step("tells_shared", num_gpus=4), shares_gpu=True)
+    for gpus in (["one"], ["one"] * 4):
+        monkeypatch.setattr(run, "gpus", lambda gpus=gpus: gpus)
+        (found,) = results(sharing, folder=folder, on_cpu=False)
+        assert found["figures"]["shared"] == str(asked[-1])
+    assert asked == [4, 1]
+
+
 def test_packed_nccl_lets_ranks_share_a_gpu(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = tmp_path / "libnccl.so.2"
     monkeypatch.setattr(shared_nccl, "LIBRARY", library)
@@ -148,26 +179,26 @@ def test_exit_status_counts_failures_and_parts_are_added(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     part = Part("fakes", (step("fails"), step("works"), step("forgets"), step("works", on_cpu=None)))
-    monkeypatch.setattr(run, "PARTS", {"6": part, "7": Part("good", (step("works"),))})
+    monkeypatch.setattr(run, "PARTS", {"bad": part, "good": Part("good", (step("works"),))})
     real = run.run_part
     monkeypatch.setattr(run, "run_part", lambda *arguments: real(*arguments, package="fakes"))
-    for name, failures in (("6", 2), ("7", 0)):
+    for name, failures in (("bad", 2), ("good", 0)):
         monkeypatch.setattr(sys, "argv", ["gpu_day.sh", name, "--cpu", "--folder", str(folder)])
         assert run.main() == failures
     parts = json.loads((folder / run.RESULTS).read_text())
-    assert list(parts) == ["6", "7"] and len(parts["6"]["steps"]) == 4 and parts["6"]["on_cpu"]
-    assert parts["6"]["machine"]["torch"] and parts["6"]["machine"]["commit"]
+    assert list(parts) == ["bad", "good"] and len(parts["bad"]["steps"]) == 4 and parts["bad"]["on_cpu"]
+    assert parts["bad"]["machine"]["torch"] and parts["bad"]["machine"]["commit"]
     rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
     assert ["fails", "exit status 1", "0"] in rows and ["works", "ok", "0", "1.5 ms"] in rows, rows
 
 
 def test_steps_are_chosen_by_their_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [step.name for step in run.chosen(PARTS["8"], ["length"]).steps] == ["lengths"]
-    assert run.chosen(PARTS["8"], None) == PARTS["8"]
-    monkeypatch.setattr(sys, "argv", ["gpu_day.sh", "8", "--steps", "vocabulary"])
+    assert [step.name for step in run.chosen(PARTS["lengths"], ["length"]).steps] == ["lengths"]
+    assert run.chosen(PARTS["lengths"], None) == PARTS["lengths"]
+    monkeypatch.setattr(sys, "argv", ["gpu_day.sh", "lengths", "--cpu", "--steps", "vocabulary"])
     with pytest.raises(SystemExit):
         run.main()
-    assert "part 8 has no step whose name contains vocabulary; it has pairs, lengths" in capsys.readouterr().err
+    assert "part lengths has no step whose name contains vocabulary; it has pairs, lengths" in capsys.readouterr().err
 
 
 def test_results_of_a_part_that_is_ended_are_kept(folder: Path) -> None:
@@ -201,5 +232,5 @@ def test_limits_of_the_steps_fit_into_the_part(name: str) -> None:
 
 def test_environment_of_a_step_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZB_TEST_EAGER", "0")
-    (eager,) = (one for one in PARTS["5"].steps if "ZB_TEST_EAGER" in one.environment)
+    (eager,) = (one for one in PARTS["stock"].steps if "ZB_TEST_EAGER" in one.environment)
     assert run._variables(eager, False)["ZB_TEST_EAGER"] == "1"
