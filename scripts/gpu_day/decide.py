@@ -7,7 +7,6 @@ Multi-Process Service.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import torch
 from bench import auto_wall, emulated_device, ranks
 from gpu_day import gpt, mps, step
 
+LOGGED = ("--log-interval", "1", "--eval-iters", "0")
 GFLOPS = 2.0
 """Speed of the devices that CPU ranks seem to have."""
 
@@ -33,7 +33,9 @@ def main() -> int:
     parser.add_argument("--planning", type=int, default=auto_wall.PLANNING, help="iterations until a run has planned")
     options = parser.parse_args()
     named = {name: f"--zero-bubble-schedule {name}" for name in options.named}
-    compared = partial(auto_wall.compared, _job(options), named, None, options.num_ranks, options.rounds)
+    compared = partial(
+        auto_wall.compared, [*gpt.flags(options), *LOGGED], named, None, options.num_ranks, options.rounds
+    )
     if options.device == "cpu":
         torch.set_num_threads(1)
         run = partial(emulated_device.run, auto_wall.SCRIPT, num_ranks=options.num_ranks, gflops=GFLOPS)
@@ -45,18 +47,6 @@ def main() -> int:
     found = compared(run, ["--gpu-memory", f"{memory_gib:.1f}GiB"], options.planning)
     step.write(options.output, figures(found, mps.is_used()))
     return 0
-
-
-def _job(options: argparse.Namespace) -> list[str]:
-    flags = (
-        f"--num-layers {options.num_layers} --hidden-size {options.hidden_size} --seq-length {options.seq_length} "
-        f"--num-attention-heads {max(1, options.hidden_size // 128)} --max-position-embeddings {options.seq_length} "
-        f"--micro-batch-size {options.micro_batch_size} --lr 1e-4 --bf16 --mock-data --tokenizer-type NullTokenizer "
-        f"--global-batch-size {options.micro_batch_size * options.num_microbatches} --log-interval 1 --eval-iters 0 "
-        f"--vocab-size {gpt.VOCABULARY - 1} --make-vocab-size-divisible-by 8 --untie-embeddings-and-output-weights "
-        f"--attention-dropout 0 --hidden-dropout 0 --transformer-impl local --zero-bubble-device {options.device}"
-    )
-    return flags.split()
 
 
 def _on_gpus(argv: Sequence[str], num_ranks: int) -> str:

@@ -35,7 +35,7 @@ def main() -> int:
     options.num_microbatches = 2 * int(os.environ["WORLD_SIZE"])
     rows: list[dict[str, Any]] = []
     for schedule in SCHEDULES:
-        job = gpt.Gpt(options, schedule)
+        job = gpt.Gpt(options, ["--zero-bubble-schedule", schedule])
         gpt.under(ZeroBubbleConfig(schedule=schedule))
         try:
             job.platform.reset_peak_memory()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,27 +35,33 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
 
 
+def flags(options: argparse.Namespace) -> list[str]:
+    """The flags of a job that trains this model, without its pipeline, its schedule and its number of iterations."""
+    length, samples = options.seq_length, options.micro_batch_size * options.num_microbatches
+    return (
+        f"--num-layers {options.num_layers} --hidden-size {options.hidden_size} --seq-length {length} "
+        f"--num-attention-heads {max(1, options.hidden_size // 128)} --max-position-embeddings {length} "
+        f"--micro-batch-size {options.micro_batch_size} --global-batch-size {samples} --lr 1e-4 --bf16 --mock-data "
+        f"--tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --make-vocab-size-divisible-by 8 "
+        "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
+        f"--zero-bubble-device {options.device}"
+    ).split()
+
+
 class Gpt:
     """The model in bfloat16 on all ranks.
 
     Args:
         options: the arguments of ``add_sizes``, and ``device``.
-        schedule: decides the placement of the stages; by default, there is one stage per rank.
+        schedule: the flags of a schedule, which decides the placement of the stages; by default, there is one stage
+            per rank.
     """
 
-    def __init__(self, options: argparse.Namespace, schedule: str | None = None) -> None:
+    def __init__(self, options: argparse.Namespace, schedule: Sequence[str] = ()) -> None:
         self._options = options
         launch = Launch.from_environment()
-        length, samples = options.seq_length, options.micro_batch_size * options.num_microbatches
-        self._args = parse(
-            f"--num-layers {options.num_layers} --hidden-size {options.hidden_size} --seq-length {length} "
-            f"--num-attention-heads {max(1, options.hidden_size // 128)} --max-position-embeddings {length} "
-            f"--micro-batch-size {options.micro_batch_size} --global-batch-size {samples} --train-iters 1 --lr 1e-4 "
-            f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --attention-dropout 0 "
-            "--hidden-dropout 0 --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 8 --bf16 "
-            f"--transformer-impl local --pipeline-model-parallel-size {launch.world_size} "
-            f"--zero-bubble-device {options.device} {f'--zero-bubble-schedule {schedule}' if schedule else ''}".split()
-        )
+        size = ["--pipeline-model-parallel-size", str(launch.world_size), "--train-iters", "1"]
+        self._args = parse([*flags(options), *size, *schedule])
         check(self._args, launch.world_size)
         self.platform = select(options.device)
         self._device = self.platform.setup(launch.local_rank)
@@ -67,7 +74,7 @@ class Gpt:
             distributed.initialize(self._args, launch, self.platform.backend)
         self._take_turn()
         config = model.build_config(self._args, self._device)
-        if self._args.zero_bubble_schedule:
+        if self._args.zero_bubble_schedule or self._args.zero_bubble_schedule_file:
             apply(self._args.zero_bubble)
         try:
             self._chunks = model.build_model(self._args, config, VOCABULARY, self._device)
@@ -101,6 +108,23 @@ class Gpt:
         for chunk in self._chunks:
             for parameter in chunk.parameters():
                 yield parameter.main_grad.detach().cpu().view(torch.int32)
+
+    def layer_passes_ms(self, rounds: int) -> dict[str, float]:
+        """Median times of a forward and of a backward through this rank's transformer layers, without the pipeline."""
+        shape = (self._options.seq_length, self._options.micro_batch_size, self._options.hidden_size)
+        given = torch.randn(shape, device=self._device, dtype=torch.bfloat16, requires_grad=True)
+        times: dict[str, list[float]] = {"forward": [], "backward": []}
+        for _ in range(rounds):
+            start, hidden = self.platform.mark(), given
+            for chunk in self._chunks:
+                for layer in chunk.module.module.decoder.layers:
+                    hidden = layer(hidden_states=hidden, attention_mask=None)[0]
+            between = self.platform.mark()
+            hidden.backward(hidden.detach())
+            end = self.platform.mark()
+            times["forward"].append(self.platform.elapsed_ms(start, between))
+            times["backward"].append(self.platform.elapsed_ms(between, end))
+        return {kind: median(of) for kind, of in times.items()}
 
     def iteration(self) -> None:
         """Run all passes of one global batch under the schedule that is enabled, or under Megatron's 1F1B."""

@@ -61,6 +61,8 @@ WAITS = "of {num_actions} actions wait: {waiting}"
 ALLOCATOR = "reserved / allocated: zb-h2 {zb_h2:.2f}, v-min {v_min:.2f}"
 MODEL = "--hidden-size 4096 --num-layers 8 --seq-length 2048 --micro-batch-size 2"
 ON_RANKS = "--hidden-size 4096 --num-layers 8 --seq-length 1024 --micro-batch-size 2"
+APART = "--hidden-size 4096 --num-layers 8 --seq-length 1024"
+"""Passes of about 20 ms on a tenth of an H200."""
 FEW_MICROBATCHES = "--hidden-size 4096 --num-layers 8 --seq-length 2048 --num-microbatches 2"
 SMALL = "--hidden-size 1024 --num-layers 8 --seq-length 1024 --micro-batch-size 1"
 """Passes for which the host is the limit."""
@@ -104,6 +106,25 @@ def _decide(name: str, sizes: str, on_cpu: str | None) -> Step:
 
 
 PARTS = {
+    "ranks": Part(
+        "ranks that share a GPU and do not slow each other",
+        (
+            Step(
+                "gains",
+                "gains",
+                f"{APART} --num-ranks 4 --batches 8 4 --shares 12 8 --rounds 3",
+                230,
+                "{multiprocessors} multiprocessors each (MPS: {mps}), {slowdown:+.1%} next to the others; measured "
+                "(predicted): zb-h1 {zb_h1_measured:+.1%} ({zb_h1_predicted:+.1%}), zb-v {zb_v_measured:+.1%} "
+                "({zb_v_predicted:+.1%}), zb-auto {zb_auto_measured:+.1%} ({zb_auto_predicted:+.1%}), auto "
+                "{auto_measured:+.1%} ({auto_predicted:+.1%})",
+                "--hidden-size 64 --num-layers 4 --seq-length 32 --num-ranks 2 --batches 4 2 --shares 12 --rounds 1",
+                num_gpus=4,
+                environment={QUEUES: "8"},
+                shares_gpu=True,
+            ),
+        ),
+    ),
     "transformer-engine": Part(
         "TransformerEngine",
         (

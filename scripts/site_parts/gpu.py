@@ -246,6 +246,25 @@ def _waits(figures: Figures) -> str:
     return f"{words}\n\n{table(('call', 'ms', 'waits'), rows)}"
 
 
+def _apart(figures: Figures) -> str:
+    rows = [
+        (
+            str(row["microbatches"]),
+            row["variant"],
+            *(f"{row[f'{what}_ms']:.1f}" for what in ("predicted", "measured")),
+            *(f"{row[what]:+.1%}" if row["variant"] != "stock" else "-" for what in ("predicted", "measured")),
+        )
+        for row in figures["rows"]
+    ]
+    head = ("microbatches", "variant", "predicted ms", "iteration ms", "predicted gain", "measured gain")
+    tries = ", ".join(f"{one['share']} % ({one['slowdown']:+.1%})" for one in figures["tries"])
+    words = (
+        f"{figures['num_ranks']} ranks, {figures['ranks_per_gpu'] or 'none'} per GPU. Shares of the multiprocessors "
+        f"that were tried, and by how much the others slowed the passes of a rank: {tries}; the last counts."
+    )
+    return f"{words}\n\n{table(head, rows)}"
+
+
 def _bubbles(figures: Figures) -> str:
     rows = [
         (
@@ -328,6 +347,7 @@ def _decide(figures: Figures) -> str:
 
 
 _DETAILS: dict[str, Callable[[Figures], str]] = {
+    "gains": _apart,
     "next to TransformerEngine": _products,
     "weight gradients": _products,
     "memory": _fragments,

@@ -1,47 +1,75 @@
-"""Tests of the steps on several ranks: bubbles next to predictions, and bandwidth by CTAs."""
+"""Tests of the steps on several ranks: gains next to predictions, and bandwidth by CTAs."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gpu_day import bubbles, nccl_bandwidth
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import Span, Timeline
-from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.schedules import build
+from gpu_day import gains, mps, nccl_bandwidth
+from site_parts import gpu
+
+SIZES = "--hidden-size 64 --num-layers 4 --seq-length 32 --num-ranks 2 --batches 8 4 --shares 12 8".split()
 
 
-def timeline(name: str, wait_ms: float = 0.0) -> Timeline:
-    """A run of a schedule on two ranks, in which the second waits before its last pass."""
-    schedule = build(name, num_ranks=2, num_microbatches=4)
-    ran = simulate(schedule, PassCosts.uniform(schedule.placement, 2.0, 2.0, 2.0))
-    *others, last = ran.spans[1]
-    late = Span(last.pass_, last.start_ms + wait_ms, last.end_ms + wait_ms)
-    return replace(ran, spans=(ran.spans[0], (*others, late)))
+def started(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, slowdowns: dict[str, float], device: str = "cuda"
+) -> tuple[dict[str, Any], list[str]]:
+    """The figures of the step if ranks with these shares are slowed so much, and the shares that were tried."""
+    tried, output = [], folder / "out.json"
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> None:
+        share, allowed = env[mps.SHARE], float(command[command.index("--allowed") + 1])
+        tried.append(share)
+        found: dict[str, Any] = {"slowdown": slowdowns[share]}
+        output.write_text(json.dumps(found if slowdowns[share] > allowed else {**found, "rows": []}))
+
+    monkeypatch.setattr(gains.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["gains", *SIZES, "--device", device, "--output", str(output)])
+    assert gains.main() == 0
+    return json.loads(output.read_text()), tried
 
 
-def test_run_as_planned_has_the_predicted_bubble() -> None:
-    row = bubbles.compared("zb-h1", [timeline("zb-h1")] * 3)
-    assert row["measured"] == pytest.approx(row["predicted"])
-    assert row["forward_ms"] == pytest.approx([2.0, 2.0]) and row["wgrad_ms"] == pytest.approx([2.0, 2.0])
+@pytest.mark.parametrize(
+    ("slowdowns", "tried"),
+    [({"12": 0.02}, ["12"]), ({"12": 0.05, "8": 0.01}, ["12", "8"]), ({"12": 0.05, "8": 0.04}, ["12", "8"])],
+)
+def test_smaller_shares_are_tried_until_ranks_do_not_slow_each_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slowdowns: dict[str, float], tried: list[str]
+) -> None:
+    """The last one is measured in any case; its slowdown is in the figures."""
+    monkeypatch.setenv(mps.SHARE, "25")
+    found, shares = started(monkeypatch, tmp_path, slowdowns)
+    assert shares == tried and str(found["share"]) == tried[-1] and "rows" in found
+    assert [one["slowdown"] for one in found["tries"]] == [slowdowns[share] for share in tried]
 
 
-def test_wait_is_in_the_measured_bubble_only() -> None:
-    usual, late = (bubbles.compared("zb-h1", [timeline("zb-h1", ms)] * 3) for ms in (0.0, 6.0))
-    assert late["measured"]["ms"] == pytest.approx(usual["measured"]["ms"] + 6.0)
-    assert late["measured"]["bubble"] > usual["measured"]["bubble"] + 0.1
-    assert late["predicted"] == pytest.approx(usual["predicted"])
+def test_gains_mean_nothing_without_the_service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(mps.SHARE, raising=False)
+    found, shares = started(monkeypatch, tmp_path, {})
+    assert "Multi-Process Service" in found["skip_reason"] and not shares
 
 
-def test_passes_without_time_fail_the_step() -> None:
-    ran = timeline("1f1b")
-    stopped = replace(ran, spans=tuple(tuple(Span(p, start, start) for p, start, _ in row) for row in ran.spans))
-    with pytest.raises(RuntimeError, match="1f1b needs a time for F and B of every stage"):
-        bubbles.compared("1f1b", [stopped])
+def test_gains_are_those_over_stock_with_as_many_microbatches() -> None:
+    times = {
+        (8, "stock"): [100.0, 104.0, 90.0],
+        (8, "zb-v"): [80.0, 85.0, 79.0],
+        (4, "stock"): [60.0],
+        (4, "zb-v"): [66.0],
+    }
+    predicted = {(8, "stock"): 50.0, (8, "zb-v"): 40.0, (4, "stock"): 30.0, (4, "zb-v"): 24.0}
+    rows = gains.rows_of(times, predicted)
+    assert [row["measured"] for row in rows] == pytest.approx([0.0, 0.2, 0.0, -0.1])
+    assert [row["predicted"] for row in rows] == pytest.approx([0.0, 0.2, 0.0, 0.2])
+    assert gains.figures_of(rows)["zb_v_measured"] == pytest.approx(0.2)
+    tries = [{"share": 12, "slowdown": 0.05}, {"share": 8, "slowdown": 0.01}]
+    text = gpu._apart({"rows": rows, "tries": tries, "num_ranks": 4, "ranks_per_gpu": 4})
+    assert "12 % (+5.0%), 8 % (+1.0%); the last counts" in text
+    assert "| 8 | zb-v | 40.0 | 80.0 | +20.0% | +20.0% |" in text and "| 4 | stock | 30.0 | 60.0 | - | - |" in text
 
 
 def test_fewest_ctas_that_are_fast_enough() -> None:
