@@ -160,6 +160,14 @@ PARTS = {
                 needs=ENGINE,
             ),
             Step(
+                "algorithms",
+                "algorithms",
+                "--hidden-size 4096 --tokens 4096 --count 8",
+                30,
+                "the best of {count} algorithms: {gain:+.1%} at the median over the first, {most:+.1%} at most",
+                None,
+            ),
+            Step(
                 "weight gradients",
                 "products",
                 "--hidden-size 2048 4096 8192 --tokens 4096",

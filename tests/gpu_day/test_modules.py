@@ -14,7 +14,7 @@ from zipfile import ZipFile
 import pytest
 
 from bench import ranks
-from gpu_day import install, memory_check, pack, passes, predict, pytests, shared_nccl, slim
+from gpu_day import algorithms, install, memory_check, pack, passes, predict, pytests, shared_nccl, slim
 from megatron.zero_bubble.ir import Compute, Kind, Pass
 
 CHECKS = """
@@ -84,6 +84,12 @@ def test_split_passes_are_compared_with_stock() -> None:
 
     figures = passes.figures([row(passes.STOCK, 2.0, 6.0, 0.0), row(predict.FUSED, 2.0, 5.0, 3.0)])
     assert (figures["stock_backward_ms"], figures["wgrad_ms"], figures["split_over_stock"]) == (6.0, 3.0, 1.25)
+
+
+def test_best_algorithm_is_compared_with_the_first() -> None:
+    rows = [{"weight": "qkv", "us": [100.0, 98.0, 120.0]}, {"weight": "fc1", "us": [100.0, 130.0]}]
+    found = algorithms.figures(rows)
+    assert (found["gain"], found["most"], found["count"]) == (pytest.approx(0.01), pytest.approx(0.02), 3)
 
 
 def test_host_clock_counts_only_passes() -> None:
