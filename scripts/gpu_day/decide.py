@@ -27,7 +27,7 @@ GFLOPS = 2.0
 def main() -> int:
     """Measure a job, and write the predicted and the measured gains."""
     parser = step.parser(__doc__)
-    gpt.add_sizes(parser)
+    step.add_sizes(parser)
     parser.add_argument("--num-ranks", type=int, required=True)
     parser.add_argument("--named", nargs="*", default=[], help="schedules to run, besides the advised one")
     parser.add_argument("--planning", type=int, default=auto_wall.PLANNING, help="iterations until a run has planned")

@@ -28,7 +28,7 @@ SCHEDULES = ("zb-h2", "v-min")
 def main() -> int:
     """Run the iterations of every schedule on all ranks."""
     parser = step.parser(__doc__)
-    gpt.add_sizes(parser)
+    step.add_sizes(parser)
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--limit", type=float, help="multiple of the allocated peak that torch may reserve")
     options = parser.parse_args()

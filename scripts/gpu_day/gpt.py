@@ -25,16 +25,6 @@ from megatron.zero_bubble.training.quiet import quiet
 VOCABULARY = 1024
 
 
-def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that ``Gpt`` reads."""
-    parser.add_argument("--hidden-size", type=int, required=True)
-    parser.add_argument("--num-layers", type=int, required=True)
-    parser.add_argument("--seq-length", type=int, required=True)
-    parser.add_argument("--micro-batch-size", type=int, default=1)
-    parser.add_argument("--num-microbatches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-
-
 def flags(options: argparse.Namespace) -> list[str]:
     """The flags of a job that trains this model, without its pipeline, its schedule and its number of iterations."""
     length, samples = options.seq_length, options.micro_batch_size * options.num_microbatches
@@ -52,7 +42,7 @@ class Gpt:
     """The model in bfloat16 on all ranks.
 
     Args:
-        options: the arguments of ``add_sizes``, and ``device``.
+        options: the arguments of ``step.add_sizes``, and ``device``.
         schedule: the flags of a schedule, which decides the placement of the stages; by default, there is one stage
             per rank.
     """

@@ -40,7 +40,7 @@ ALLOWED = 0.9
 def main() -> int:
     """Measure every variant, each with the same model; return 1 if the gradients of one differ."""
     parser = step.parser(__doc__)
-    gpt.add_sizes(parser)
+    step.add_sizes(parser)
     parser.add_argument("--mib", type=int, default=512, help="size of the plain copy")
     options = parser.parse_args()
     job = gpt.Gpt(options)

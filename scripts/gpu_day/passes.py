@@ -41,7 +41,7 @@ VARIANTS: dict[str, ZeroBubbleConfig | None] = {
 def main() -> int:
     """Measure every variant."""
     parser = step.parser(__doc__)
-    gpt.add_sizes(parser)
+    step.add_sizes(parser)
     options = parser.parse_args()
     job = gpt.Gpt(options)
     rows = [{"variant": name, **measure(job, config, options)} for name, config in VARIANTS.items()]

@@ -108,7 +108,7 @@ class Spinner(AbstractContextManager["Spinner"]):
 def main() -> int:
     """Measure the passes next to every number of blocks; on the CPU, the numbers have no effect."""
     parser = step.parser(__doc__)
-    gpt.add_sizes(parser)
+    step.add_sizes(parser)
     parser.add_argument("--num-blocks", type=int, nargs="+", required=True)
     options = parser.parse_args()
     job = gpt.Gpt(options)

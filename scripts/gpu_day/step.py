@@ -20,6 +20,16 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that ``gpt.Gpt`` reads."""
+    parser.add_argument("--hidden-size", type=int, required=True)
+    parser.add_argument("--num-layers", type=int, required=True)
+    parser.add_argument("--seq-length", type=int, required=True)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--num-microbatches", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+
+
 def write(path: Path, figures: dict[str, Any]) -> None:
     """Write the figures of the step; on several ranks, those of rank 0."""
     if os.environ.get("RANK", "0") == "0":

@@ -113,7 +113,7 @@ PARTS = {
                 "gains",
                 "gains",
                 f"{APART} --num-ranks 4 --batches 8 4 --shares 12 8 --rounds 3",
-                230,
+                260,
                 "{multiprocessors} multiprocessors each (MPS: {mps}), {slowdown:+.1%} next to the others; measured "
                 "(predicted): zb-h1 {zb_h1_measured:+.1%} ({zb_h1_predicted:+.1%}), zb-v {zb_v_measured:+.1%} "
                 "({zb_v_predicted:+.1%}), zb-auto {zb_auto_measured:+.1%} ({zb_auto_predicted:+.1%}), auto "

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_day import gains, mps, nccl_bandwidth
+from gpu_day import gains, measured_gains, mps, nccl_bandwidth
 from site_parts import gpu
 
 SIZES = "--hidden-size 64 --num-layers 4 --seq-length 32 --num-ranks 2 --batches 8 4 --shares 12 8".split()
@@ -62,10 +62,10 @@ def test_gains_are_those_over_stock_with_as_many_microbatches() -> None:
         (4, "zb-v"): [66.0],
     }
     predicted = {(8, "stock"): 50.0, (8, "zb-v"): 40.0, (4, "stock"): 30.0, (4, "zb-v"): 24.0}
-    rows = gains.rows_of(times, predicted)
+    rows = measured_gains.rows_of(times, predicted)
     assert [row["measured"] for row in rows] == pytest.approx([0.0, 0.2, 0.0, -0.1])
     assert [row["predicted"] for row in rows] == pytest.approx([0.0, 0.2, 0.0, 0.2])
-    assert gains.figures_of(rows)["zb_v_measured"] == pytest.approx(0.2)
+    assert measured_gains.figures_of(rows)["zb_v_measured"] == pytest.approx(0.2)
     tries = [{"share": 12, "slowdown": 0.05}, {"share": 8, "slowdown": 0.01}]
     text = gpu._apart({"rows": rows, "tries": tries, "num_ranks": 4, "ranks_per_gpu": 4})
     assert "12 % (+5.0%), 8 % (+1.0%); the last counts" in text
