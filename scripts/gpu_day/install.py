@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib import invalidate_caches
 from importlib.util import find_spec
 
 from bench.ranks import ROOT
@@ -53,6 +54,7 @@ def unpack() -> None:
     copied = copy_extensions()
     print(f"unpacked {PACKED}; extensions: {', '.join(copied) or 'none is for this Python'}", flush=True)
     shutil.unpack_archive(PACKED / ARCHIVE, SITE, filter="data")
+    invalidate_caches()  # Python has noted that the folder on its path does not exist
 
 
 def copy_extensions() -> list[str]:

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -126,14 +127,16 @@ def test_packed_packages_are_unpacked_once(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(install, "SITE", site)
     install.unpack()
     assert not site.exists(), "nothing was packed"
-    (tmp_path / "made/megatron").mkdir(parents=True)
-    (tmp_path / "made/megatron/core.py").write_text("")
+    monkeypatch.syspath_prepend(site)
+    assert find_spec("packed_package") is None
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/packed_package.py").write_text("")
     shutil.make_archive(str(packed / "site"), "xztar", tmp_path / "made")
     install.unpack()
-    assert (site / "megatron/core.py").exists()
-    (site / "megatron/core.py").unlink()
+    assert find_spec("packed_package") is not None
+    (site / "packed_package.py").unlink()
     install.unpack()
-    assert not (site / "megatron/core.py").exists(), "unpacked again"
+    assert not (site / "packed_package.py").exists(), "unpacked again"
 
 
 def test_torch_extension_is_built_without_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
