@@ -104,11 +104,11 @@ def build_chunks(
     group = parallel_state.get_pipeline_model_parallel_group()
     _check_sizes(placement, group.size(), parallel_state.get_virtual_pipeline_model_parallel_world_size())
     with refused_together(group):
-        _check_ends(placement, with_embedding, ranks_of(group))
+        check_ends(placement, with_embedding, ranks_of(group))
     stages = placement.stages_of(group.rank())
     chunks = [_chunk(make, placement, stage, chunk) for chunk, stage in enumerate(stages)]
     with refused_together(group):
-        _check_predictions(stages, chunks)
+        check_predictions(stages, chunks)
     if divides_vocabulary:
         shard_vocabulary(chunks, placement)
     copy_embedding(chunks)
@@ -145,7 +145,7 @@ def _check_sizes(placement: Placement, num_ranks: int, virtual_size: int | None)
         )
 
 
-def _check_ends(placement: Placement, with_embedding: Collection[int], ranks: list[int]) -> None:
+def check_ends(placement: Placement, with_embedding: Collection[int], ranks: list[int]) -> None:
     """Check that the ranks with a copy of the embedding form its group.
 
     Ranks sum the initial weights of a tied embedding over this group while they build their chunks, and would wait for
@@ -164,7 +164,7 @@ def _check_ends(placement: Placement, with_embedding: Collection[int], ranks: li
         )
 
 
-def _check_predictions(stages: Sequence[int], chunks: Sequence[torch.nn.Module]) -> None:
+def check_predictions(stages: Sequence[int], chunks: Sequence[torch.nn.Module]) -> None:
     """Check that multi-token prediction shares the embedding: without the group, its copy would stay zero."""
     group = parallel_state.get_embedding_group(check_initialized=False)
     members = [] if group is None else ranks_of(group)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron.zero_bubble.adapter.chunks import check_chunks
+from megatron.zero_bubble.adapter.prepared import PreparedPlan
+from megatron.zero_bubble.ir import Placement
 
 
 class Models:
@@ -20,6 +26,7 @@ class Models:
         self._numbers: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._count = 0
         self._checked: list[tuple[weakref.ref[Any], set[Hashable]]] = []
+        self._placed: weakref.WeakKeyDictionary[torch.nn.Module, Placement] = weakref.WeakKeyDictionary()
 
     def number(self, chunk: torch.nn.Module) -> int:
         """The number of the model with this first chunk, counted from 0; the same on all ranks of the pipeline."""
@@ -27,6 +34,18 @@ class Models:
             self._numbers[chunk] = self._count
             self._count += 1
         return self._numbers[chunk]
+
+    def check_chunks(self, group: dist.ProcessGroup, prepared: PreparedPlan, chunks: Sequence[torch.nn.Module]) -> None:
+        """Check that chunks are the stages of a plan: a collective call in the first iteration of a model.
+
+        Raises:
+            UserError: see ``chunks.check_chunks``.
+        """
+        model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
+        placement = prepared.schedule.placement
+        if self._placed.get(model) != placement:
+            check_chunks(group, prepared.schedule.name, prepared.stages, chunks)
+            self._placed[model] = placement
 
     def is_unchecked(self, config: Any, plan: Hashable) -> bool:
         """Whether the options of a model have not been checked for a plan, which is named by its key."""

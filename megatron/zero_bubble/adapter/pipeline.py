@@ -240,7 +240,7 @@ class Pipeline:
             each.begin(call)
         with compared(call.lengths, self._hosts) as comparison:
             prepared = self._prepare(call.groups.pp, config, comparison, step.forward_only)
-            prepared.check_chunks(chunks)
+            self._models.check_chunks(call.groups.pp, prepared, chunks)
             return self._run_prepared(call, prepared, comparison.agreed(), observer)
 
     def _run_prepared(

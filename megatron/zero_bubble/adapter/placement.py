@@ -9,6 +9,7 @@ one of P..2P-1, and so on.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -29,15 +30,25 @@ def megatron_rank(placement: Placement, rank: int, chunk: int) -> int:
     return placement.stages_of(rank)[chunk] % placement.num_ranks
 
 
+_taken_for: contextvars.ContextVar[int | None] = contextvars.ContextVar("pipeline rank", default=None)
+
+
 @contextlib.contextmanager
 def as_pipeline_rank(rank: int) -> Iterator[None]:
     """Context in which megatron-core sees this process as pipeline rank ``rank``."""
     before = parallel_state._MPU_PIPELINE_MODEL_PARALLEL_RANK
     parallel_state.set_pipeline_model_parallel_rank(rank)
+    token = _taken_for.set(rank)
     try:
         yield
     finally:
+        _taken_for.reset(token)
         parallel_state.set_pipeline_model_parallel_rank(before)
+
+
+def is_taken_for_another() -> bool:
+    """Whether ``as_pipeline_rank`` is in force, so that a stage is already where Megatron expects it."""
+    return _taken_for.get() is not None
 
 
 def groups_as(rank: int, groups: Any = None) -> Any:
@@ -52,6 +63,11 @@ def groups_as(rank: int, groups: Any = None) -> Any:
 def group_as(group: Any, rank: int) -> Any:
     """``group`` with ``rank()`` replaced by ``rank``; only for callers that do not communicate through it."""
     return _GroupAs(group, rank)
+
+
+def original_group(group: Any) -> Any:
+    """The group of which ``group_as`` made ``group``; itself if none did."""
+    return group.original if isinstance(group, _GroupAs) else group
 
 
 class _GroupAs:
@@ -155,9 +171,7 @@ def last_stage_of(placement_on: Callable[[int], Placement], original: Callable[.
     def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
         if ignore_virtual or vp_stage is None:
             return original(ignore_virtual, vp_stage)
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if isinstance(group, _GroupAs):  # while a chunk is built
-            group = group.original
+        group = original_group(parallel_state.get_pipeline_model_parallel_group())  # while a chunk is built
         placement = placement_on(group.size())
         return placement.stages_of(group.rank())[vp_stage] == placement.num_stages - 1
 
@@ -212,7 +226,12 @@ def _copies_of_embedding(model: Sequence[torch.nn.Module]) -> list[Any]:
 
 
 def _has_embedding(chunk: Any) -> bool:
-    """Whether a chunk has the embedding of the first stage, or a copy of it."""
-    if chunk.pre_process or getattr(chunk, "mtp_process", False):
-        return True
-    return bool(chunk.post_process and chunk.share_embeddings_and_output_weights)
+    """Whether a chunk has an embedding of which other chunks have copies, or one of these copies.
+
+    As in megatron-core, a model says so, and only then must have the method that returns the weight.
+    """
+    is_tied = bool(getattr(chunk, "share_embeddings_and_output_weights", False))
+    predicts = bool(getattr(getattr(chunk, "config", None), "mtp_num_layers", None))
+    if chunk.pre_process:
+        return is_tied or predicts
+    return bool(getattr(chunk, "mtp_process", False) or (chunk.post_process and is_tied))

@@ -6,9 +6,7 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.adapter.stage import StageFacts
 from megatron.zero_bubble.adapter.staging import steps_of
@@ -78,24 +76,6 @@ class PreparedPlan:
     @property
     def has_last_stage(self) -> bool:
         return self.last_stage_rank == self.rank
-
-    def check_chunks(self, chunks: list[torch.nn.Module]) -> None:
-        """Raise UserError unless there is one model chunk per stage, with the stage's embedding and output layer."""
-        if len(chunks) != len(self.stages):
-            raise UserError(
-                f"schedule {self.plan.schedule.name!r} has {len(self.stages)} stages on this rank, so the model must "
-                f"have {len(self.stages)} chunks; got {len(chunks)}; build them with "
-                "megatron.zero_bubble.build_stages(make_chunk), as examples/own_loop.py does, or check the virtual "
-                "pipeline options of a Megatron-LM job"
-            )
-        for facts, chunk in zip(self.stages, chunks, strict=True):
-            model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-            if (model.pre_process, model.post_process) != (facts.stage == 0, facts.is_last):
-                raise UserError(
-                    f"stage {facts.stage} of schedule {self.plan.schedule.name!r} has the wrong model chunk: embedding "
-                    f"{model.pre_process}, output layer {model.post_process}; build each chunk for its stage in the "
-                    "schedule's placement, as megatron.zero_bubble.build_stages(make_chunk) does"
-                )
 
 
 def lowered(

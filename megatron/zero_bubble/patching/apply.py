@@ -25,6 +25,7 @@ from megatron.zero_bubble.adapter.on_demand import OnDemand
 from megatron.zero_bubble.adapter.options import Options
 from megatron.zero_bubble.adapter.part import Part
 from megatron.zero_bubble.adapter.pipeline import Pipeline
+from megatron.zero_bubble.adapter.placed import PlacedChunks
 from megatron.zero_bubble.adapter.placement import (
     add_tied_gradients,
     grouping_ends,
@@ -42,8 +43,9 @@ from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
 from megatron.zero_bubble.patching import bodies, dispatchers, transformer_engine, used
+from megatron.zero_bubble.patching.chunk_seams import BLOCK, count_seams, model_seams, segment_seams
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
-from megatron.zero_bubble.patching.seams import installed_seams, segment_seams
+from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.platforms import select
@@ -131,6 +133,10 @@ def apply(
             (seams.process_groups, lambda original: grouping_ends(original, placement_on)),
             *((seam, segment_of_stage) for seam in segment_seams()),
         ]
+        in_force = PlacedChunks(lambda ranks: placement_on(ranks) if _active.pipeline is pipeline else None)
+        replacements += [(seam, in_force.counting) for seam in count_seams()]
+        replacements += [(seam, in_force.constructing_model) for seam in model_seams()]
+        replacements.append((BLOCK, in_force.constructing))
     replacements += dispatchers.timing(observers, seams.all_to_alls)
     engine = transformer_engine.split(pipeline.store, functools.partial(_say_of_stage, say))
 

@@ -7,8 +7,9 @@ import functools
 import importlib
 import inspect
 import itertools
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -39,9 +40,19 @@ class Seam:
     def exists(self) -> bool:
         """Whether the module exists and has the function."""
         try:
-            return hasattr(importlib.import_module(self.module), self.name)
+            found: Any = importlib.import_module(self.module)
         except ModuleNotFoundError:
             return False
+        return all((found := getattr(found, part, None)) is not None for part in self.name.split("."))
+
+    def importers(self) -> tuple[Seam, ...]:
+        """The seam in each loaded module that has the function under its name, after that in its own module.
+
+        A module that imports it later gets the replacement.
+        """
+        _, function = self.resolve()
+        holders = (name for name, module in list(sys.modules.items()) if _has(module, self.name, function))
+        return self, *(replace(self, module=name) for name in sorted(holders) if name != self.module)
 
     def resolve(self) -> tuple[ModuleType | type, Callable]:
         """Look up the function and check its signature; return the module or class that holds it, and the function.
@@ -105,6 +116,12 @@ def _assigned(method: Callable[..., Any]) -> frozenset[str]:
     pairs = ((before.argval, step.argval) for before, step in steps if step.opname == "STORE_ATTR")
     # From Python 3.13 on, one instruction may load both the value and ``self``.
     return frozenset(name for loaded, name in pairs if (loaded[-1] if isinstance(loaded, tuple) else loaded) == "self")
+
+
+def _has(module: ModuleType, name: str, function: Callable[..., Any]) -> bool:
+    """Whether a module has a function, or a replacement that an earlier ``apply`` has left in it."""
+    found = getattr(module, "__dict__", {}).get(name)  # without the hooks of modules that import on demand
+    return callable(found) and inspect.unwrap(found) is inspect.unwrap(function)
 
 
 def _missing(module: str, name: str, verb: str) -> SeamError:

@@ -360,27 +360,6 @@ MINORS: dict[str, Seams] = {
 }
 
 
-_SEGMENTS = tuple(
-    Seam(
-        module,
-        "select_pipeline_segment",
-        ("main_pattern", "pp_group", "vp_stage"),
-        "gives a chunk of a hybrid model the layers of its stage",
-    )
-    for module in (
-        "megatron.core.models.hybrid.hybrid_layer_allocation",
-        "megatron.core.ssm.mamba_hybrid_layer_allocation",
-    )
-)
-
-
-def segment_seams() -> tuple[Seam, ...]:
-    """The function that is replaced with placements other than Megatron's, if hybrid models can have several stages per
-    rank in the installed version; modules that moved import it from where it is now.
-    """
-    return tuple(seam for seam in _SEGMENTS if seam.exists())[:1]
-
-
 def installed_seams() -> Seams:
     """The seams of the megatron-core that this process imports.
 

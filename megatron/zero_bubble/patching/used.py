@@ -52,7 +52,7 @@ USED: tuple[Used, ...] = (
     _function(_SCHEDULES, "finish_embedding_wgrad_compute", "config embedding_module"),
     _function("megatron.core.utils", "get_attr_wrapped_model", "model attr return_model_obj"),
     *_of("megatron.core.utils", "get_model_config get_model_type"),
-    *_of("megatron.core.transformer.moe.moe_utils", "set_loss_scale", "MoEAuxLossAutoScaler"),
+    *_of("megatron.core.transformer.moe.moe_utils", "main_loss_backward_scale set_loss_scale", "MoEAuxLossAutoScaler"),
     *_of("megatron.core.transformer.multi_token_prediction", "set_loss_scale", "MTPLossAutoScaler"),
     *_of(
         "megatron.core.transformer",
@@ -108,7 +108,7 @@ USED: tuple[Used, ...] = (
         "gather_from_sequence_parallel_region reduce_from_tensor_model_parallel_region "
         "reduce_scatter_to_sequence_parallel_region set_tensor_model_parallel_attributes",
     ),
-    *_of("megatron.core.transformer.module", "MegatronModule"),
+    *_of("megatron.core.transformer.module", "Float16Module MegatronModule"),
     *_of("megatron.core.dist_checkpointing", "from_rank_offsets", "ShardedTensor"),
     # gradients
     *_of(
