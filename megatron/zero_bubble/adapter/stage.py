@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.adapter.placement import as_pipeline_rank, megatron_rank
 from megatron.zero_bubble.adapter.slices import SlicedChunk
-from megatron.zero_bubble.adapter.versions import supported_kwargs
+from megatron.zero_bubble.adapter.versions import set_auxiliary_scales, supported_kwargs
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.optimizer.log_sums import counted_in_part
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
@@ -36,25 +35,18 @@ class StepArguments:
     first_val_step: bool | None
 
     def scale_auxiliary_losses(self, device: torch.device, share: float = 1.0) -> None:
-        """Set the loss scale of the auxiliary losses of experts and multi-token prediction.
+        """Set the scales of the auxiliary losses of experts, multi-token prediction and attention.
 
-        Every forward sets it, but the optimizer step may have changed it since the last forward.
+        Every forward sets them, but the optimizer step may have changed them since the last forward.
 
         Args:
-            share: share of a sequence's tokens in the slice whose backward follows. The auxiliary loss of a slice is a
-                mean over its tokens; with a loss per token, Megatron itself multiplies it by their number.
+            share: share of a sequence's tokens in the slice whose backward follows. The auxiliary loss of experts is a
+                mean over the tokens of a slice; with a loss per token, Megatron itself multiplies it by their number.
         """
         config = self.config
-        scale = torch.ones(1, device=device)
-        if config.grad_scale_func is not None:
-            scale = config.grad_scale_func(scale)
-        parts = 1 if config.calculate_per_token_loss else self.num_microbatches
-        if getattr(config, "num_moe_experts", None) is not None:
-            of_ranks = 1 if config.calculate_per_token_loss else self.cp_size
-            of_slice = 1.0 if config.calculate_per_token_loss else share
-            MoEAuxLossAutoScaler.set_loss_scale(scale * of_ranks / parts * of_slice)
-        if getattr(config, "mtp_num_layers", None) is not None:
-            MTPLossAutoScaler.set_loss_scale(scale / parts)
+        set_auxiliary_scales(config, self.num_microbatches, self.cp_size, device)
+        if share != 1.0 and getattr(config, "num_moe_experts", None) and not config.calculate_per_token_loss:
+            MoEAuxLossAutoScaler.set_loss_scale(MoEAuxLossAutoScaler.main_loss_backward_scale * share)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from megatron.core import parallel_state, process_groups_config
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from megatron.zero_bubble.errors import UserError
 
@@ -75,6 +78,28 @@ def process_groups(pg_collection: Any) -> Any:
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
     return groups
+
+
+def set_auxiliary_scales(config: Any, num_microbatches: int, cp_size: int, device: torch.device) -> None:
+    """Set the scales of auxiliary losses as every forward does: of experts, multi-token prediction and attention."""
+    calculate = getattr(schedules, "forward_step_calc_loss", None)  # since 0.14
+    if calculate is None:
+        _set_scales_of_0_13(config, num_microbatches, device)
+        return
+    quiet = copy(config)
+    quiet.timers = None  # this is no forward
+    calculate(None, torch.ones(1, device=device), None, quiet, None, False, num_microbatches, [], cp_size, False)
+
+
+def _set_scales_of_0_13(config: Any, num_microbatches: int, device: torch.device) -> None:
+    scale = torch.ones(1, device=device)
+    if config.grad_scale_func is not None:
+        scale = config.grad_scale_func(scale)
+    parts = 1 if config.calculate_per_token_loss else num_microbatches
+    if getattr(config, "num_moe_experts", None) is not None:
+        MoEAuxLossAutoScaler.set_loss_scale(scale / parts)
+    if getattr(config, "mtp_num_layers", None) is not None:
+        MTPLossAutoScaler.set_loss_scale(scale / parts)
 
 
 def check_one_model(p2p_communicator: Any, pg_collection: Any) -> None:
