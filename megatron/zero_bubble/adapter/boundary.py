@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.adapter.lengths import Lengths
+from megatron.zero_bubble.adapter.placement import group_as
 from megatron.zero_bubble.adapter.versions import supported_kwargs
 from megatron.zero_bubble.costs.lengths import Shape
 from megatron.zero_bubble.errors import UserError
@@ -60,29 +61,13 @@ class Boundary:
             adjust: the job's ``adjust_tensor_shapes_fn``.
 
         Raises:
-            UserError: sequences that cannot be cut into ``slices``.
+            UserError: sequences that cannot be cut into ``slices``, or stages that send different shapes.
         """
         if getattr(config, "variable_seq_lengths", False):  # then upstream has no shape, from 0.18 on
             config = copy(config)
             config.variable_seq_lengths = False
-        of_version = supported_kwargs(
-            schedules.get_tensor_shapes,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-            rank=groups.pp.rank(),
-            model_type=get_model_type(chunk),
-            encoder_decoder_xattn=False,
-        )
-        received, sent = (
-            schedules.get_tensor_shapes(
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
-                config=config,
-                **of_version,
-            )
-            for _ in range(2)
-        )
+        sizes = seq_length, micro_batch_size, decoder_seq_length
+        received = sent = _shape_of_messages(config, groups, sizes, get_model_type(chunk))
         if adjust is not None:
             received, sent = adjust(received, sent)
         length = seq_length if decoder_seq_length is None else decoder_seq_length
@@ -222,6 +207,46 @@ class _ShapedChannels:
                 "hidden size); give the padded lengths that the model gets"
             )
         self._transport.send(message, tensor)
+
+
+def _shape_of_messages(
+    config: Any, groups: Any, sizes: tuple[int, int, int | None], model_type: Any
+) -> Sequence[tuple[int, ...]]:
+    """What Megatron's own schedule sends between any two stages: shapes of tensors, the same on all ranks.
+
+    Newer versions are asked as each rank, because their answer may depend on it.
+    """
+    seq_length, micro_batch_size, decoder_seq_length = sizes
+    shapes = {
+        tuple(
+            schedules.get_tensor_shapes(
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                config=config,
+                **supported_kwargs(
+                    schedules.get_tensor_shapes,
+                    tp_group=groups.tp,
+                    cp_group=groups.cp,
+                    pp_group=group_as(groups.pp, rank),
+                    is_recv=is_received,
+                    rank=groups.pp.rank(),
+                    model_type=model_type,
+                    encoder_decoder_xattn=False,
+                ),
+            )
+        )
+        for rank in range(groups.pp.size())
+        for is_received in (True, False)
+    }
+    if len(shapes) > 1:
+        raise UserError(
+            "zero-bubble schedules send one tensor of the same shape between all stages; Megatron's own would send "
+            f"{' or '.join(str(list(each)) for each in sorted(shapes))} (tokens, sequences, hidden size) in this "
+            "model; leave out the option that makes the stages send more, such as hyper-connections, or train without "
+            "a zero-bubble schedule"
+        )
+    return list(shapes.pop())
 
 
 def _sequences_after_stages(config: Any) -> tuple[int, ...]:

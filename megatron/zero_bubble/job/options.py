@@ -36,6 +36,7 @@ _FSDP = "FSDP does not reduce gradients through DistributedDataParallel"
 _MAXIMUM = "forwards that run again would count twice in the maximum of the attention logits"
 _OFFLOAD = "offloading assumes Megatron's order of backward passes"
 _OVERLAP = "the schedule decides which passes overlap with messages"
+_WIDER = "its stages send more than one hidden state per token, and not all of them equally many"
 _SHARED_MEMORY = "weights are gathered into the memory of the gradients, which the validation may need"
 _COPIES = "TransformerEngine keeps whole copies of the weights in this precision"
 _PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches of their replica"
@@ -68,6 +69,8 @@ OPTIONS = (
     Rule(SCHEDULE, "moe_paged_stash", False, "Megatron resets the pages only in its own schedules"),
     Rule(SCHEDULE, "overlap_p2p_comm_warmup_flush", False, _OVERLAP, _DROP_FLUSH),
     Rule(SCHEDULE, "use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
+    *(Rule(SCHEDULE, f"enable_{name}", False, _WIDER) for name in ("hyper_connections", "mhc_connections")),
+    Rule(SCHEDULE, "enable_attention_residuals", False, _WIDER),
     Rule(SCHEDULE, "use_legacy_models", False, "legacy models bypass the linears that defer W"),
     Rule(SCHEDULE, "use_custom_fsdp", False, _FSDP),
     Rule(SCHEDULE, "use_megatron_fsdp", False, _FSDP),
