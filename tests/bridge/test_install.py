@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,8 +45,14 @@ def pretrain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     megatron.zero_bubble.revert()
 
 
-def run(module: Any, env_vars: dict[str, str], decentralized: bool = False, **of_model: Any) -> Any:
-    """Begin a run; return its configuration."""
+def run(
+    module: Any,
+    env_vars: dict[str, str],
+    decentralized: bool = False,
+    others: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    **of_model: Any,
+) -> Any:
+    """Begin a run; return its configuration. ``others`` has parts of it in addition to that of the model."""
     shapes = {"seq_length": 32, "tensor_model_parallel_size": 1, "sequence_parallel": False}
     cfg = SimpleNamespace(
         env_vars=env_vars,
@@ -55,6 +61,7 @@ def run(module: Any, env_vars: dict[str, str], decentralized: bool = False, **of
         validation=SimpleNamespace(eval_iters=1),
         dist=SimpleNamespace(distributed_timeout_minutes=10, use_decentralized_pg=decentralized),
         data_parallel_size=1,
+        **{name: SimpleNamespace(**options) for name, options in others.items()},
     )
     module.runtime_config_update(cfg)
     return cfg
@@ -123,6 +130,27 @@ def test_options_that_replace_or_need_megatrons_schedule_are_refused(
     with pytest.raises(UserError, match=message):
         run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}, **{option: value})
     assert not megatron.zero_bubble.report()
+
+
+@pytest.mark.parametrize(
+    ("part", "option"), [("ddp", "use_megatron_fsdp"), ("optimizer", "overlap_param_gather_with_optimizer_step")]
+)
+def test_options_of_data_parallelism_and_the_optimizer_are_checked(pretrain: Any, part: str, option: str) -> None:
+    bridge.install()
+    with pytest.raises(UserError, match=f"need {option}=False, .*; got True"):
+        run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}, others={part: {option: True}})
+    assert not megatron.zero_bubble.report()
+    run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}, others={part: {option: False}})
+    assert megatron.zero_bubble.report()
+
+
+def test_overlaps_of_tensor_parallelism_are_checked(pretrain: Any) -> None:
+    bridge.install()
+    overlaps = {"tp_comm_bulk_wgrad": True, "tp_comm_bulk_dgrad": True, "tp_comm_overlap_ag": False}
+    with pytest.raises(UserError, match="got tp_comm_bulk_wgrad=True, tp_comm_bulk_dgrad=True; set them to False"):
+        run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}, tp_comm_overlap=True, **overlaps)
+    run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}, tp_comm_overlap=False, **overlaps)
+    assert megatron.zero_bubble.report()
 
 
 def test_in_batch_packing_runs_without_slices(pretrain: Any) -> None:

@@ -33,6 +33,7 @@ from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seam import Seam
 from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.planning.source import ScheduleSource
+from megatron.zero_bubble.wgrad.overlaps import OVERLAPS, check_overlaps
 
 PRETRAIN = "megatron.bridge.training.pretrain"
 """The module of Megatron-Bridge's ``pretrain``."""
@@ -86,7 +87,7 @@ def _configured(update: Callable[[Any], None], say: Callable[[str], None]) -> Ca
         config, source = place(cfg.model, options, 60.0 * cfg.dist.distributed_timeout_minutes)
         update(cfg)
         megatrons_own = is_megatrons_own(source.placement)
-        check_options(cfg.model, megatrons_own, vocabulary=source.vocabulary is not None, pairs=source.overlaps)
+        _check_options(cfg, source)
         check_schedule(
             options, source, source.placement.num_ranks, num_microbatches(_batches(cfg), has_ramps()), cfg.model
         )
@@ -95,6 +96,17 @@ def _configured(update: Callable[[Any], None], say: Callable[[str], None]) -> Ca
         _put_in_force(config, source, say)
 
     return runtime_config_update
+
+
+def _check_options(cfg: Any, source: ScheduleSource) -> None:
+    """Check the options of the model, of data parallelism and of the optimizer, as in a job of Megatron-LM."""
+    megatrons_own, divides = is_megatrons_own(source.placement), source.vocabulary is not None
+    for options in (cfg.model, getattr(cfg, "ddp", None), getattr(cfg, "optimizer", None)):
+        if options is not None:
+            pairs = source.overlaps and options is cfg.model
+            check_options(options, megatrons_own, vocabulary=divides, pairs=pairs)
+    if getattr(cfg.model, "tp_comm_overlap", False):
+        check_overlaps(lambda name, default: getattr(cfg.model, OVERLAPS[name], default))
 
 
 def _variables(of_run: Mapping[str, Any], of_process: Mapping[str, str]) -> dict[str, str]:

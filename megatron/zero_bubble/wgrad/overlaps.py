@@ -16,18 +16,20 @@ gather W's operands into a buffer that the next layer overwrites."""
 
 
 def check_overlaps(value_of: Callable[[str, bool], bool]) -> None:
-    """Reject an overlap that is enabled.
+    """Reject overlaps that are enabled.
 
     Args:
         value_of: returns the value of one of TransformerEngine's options, given its name and what a missing one counts
             as.
 
     Raises:
-        UserError: the first one, with the flag that disables it.
+        UserError: those that are enabled, with the flags that disable them.
     """
-    for name, option in OVERLAPS.items():
-        if value_of(name, False):
-            raise UserError(
-                "TransformerEngine's weight gradients can be deferred only if their operands are not in the buffers of "
-                f"--tp-comm-overlap; got {option}=True; set it to False (--disable-{option.replace('_', '-')})"
-            )
+    enabled = [option for name, option in OVERLAPS.items() if value_of(name, False)]
+    if enabled:
+        got = ", ".join(f"{option}=True" for option in enabled)
+        flags = " ".join(f"--disable-{option.replace('_', '-')}" for option in enabled)
+        raise UserError(
+            "TransformerEngine's weight gradients can be deferred only if their operands are not in the buffers of "
+            f"--tp-comm-overlap; got {got}; set {'it' if len(enabled) == 1 else 'them'} to False ({flags})"
+        )
