@@ -195,6 +195,41 @@ def test_steps_of_the_batch_size_are_proved(capsys: pytest.CaptureFixture[str]) 
     assert "zb-h1: 2 ranks, 16 microbatches" in out and "Proved free of deadlock for 2 to 16 microbatches" in out
 
 
+def test_a_long_ramp_is_proved_in_part(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run proves every batch size before it begins; to prove all 97 here took half a minute on 16 ranks."""
+    ramp = ["--rampup-batch-size", "8", "2", "1000", "--global-batch-size", "200"]
+    assert main(["dry-run", "--gpus-per-node", "2", "--megatron-lm", "--", *SHAPES, *H1.split(), *ramp]) == 0
+    out = capsys.readouterr().out
+    assert "Proved free of deadlock for 8 to 200 microbatches" in out
+    assert ": 8 of 97 batch sizes, evenly spread; the run proves each before it begins." in out
+
+
+@pytest.mark.parametrize("schedule", ["", H1])
+def test_sequence_parallelism_of_one_rank_is_off(capsys: pytest.CaptureFixture[str], schedule: str) -> None:
+    """Megatron warns and goes on."""
+    out = dry_run(capsys, f"{schedule} --sequence-parallel --global-batch-size 6")
+    assert "--sequence-parallel has no effect with --tensor-model-parallel-size 1, as in Megatron-LM." in out
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "group", "sentence"),
+    [
+        (5, "--microbatch-group-size-per-virtual-pipeline-stage 5", None),
+        (7, "--microbatch-group-size-per-virtual-pipeline-stage 5", None),
+        (6, "--microbatch-group-size-per-virtual-pipeline-stage 5", "got 6 microbatches in groups of 5 on 2 ranks"),
+        (5, "--microbatch-group-size-per-virtual-pipeline-stage 6", "got 5 microbatches in groups of 6 on 2 ranks"),
+        (5, "--microbatch-group-size-per-virtual-pipeline-stage 1", "got 5 microbatches in groups of 1 on 2 ranks"),
+        (5, "", "divisible by the number of pipeline ranks, got 5 and 2"),
+    ],
+)
+def test_groups_of_microbatches_are_those_that_megatron_runs(
+    capsys: pytest.CaptureFixture[str], num_microbatches: int, group: str, sentence: str | None
+) -> None:
+    chunks = f"--num-virtual-stages-per-pipeline-rank 2 {group} --eval-iters 0"
+    out = dry_run(capsys, f"{chunks} --global-batch-size {num_microbatches}")
+    assert (sentence or "The job uses Megatron's built-in schedule") in out
+
+
 def test_job_without_a_batch_size_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     for schedule in ([], H1.split()):
         assert main(["dry-run", "--gpus-per-node", "2", "--megatron-lm", "--", *SHAPES, *schedule]) == 2

@@ -59,6 +59,8 @@ _NODE = "@node@"
 _MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148}
 """Of each GPU that can be estimated for."""
 _GIB = 2**30
+_MOST_PROVED = 8
+"""Batch sizes of a ramp that a dry run proves."""
 
 
 def add_dry_run(verb: argparse.ArgumentParser) -> None:
@@ -217,7 +219,8 @@ def _prove(args: argparse.Namespace, costs: Figures, gpu: str) -> str:
     counts = sorted({size // batches.granule for size in batches.steps})
     if args.zero_bubble_schedule == ZB_AUTO:
         counts = counts[-1:]  # the run plans smaller batches when it reaches them
-    for count in counts:
+    proved = _spread(counts)
+    for count in proved:
         schedule = job_schedule(args, costs, count)
         check_runnable(schedule, costs.num_ranks, count)
         validate(schedule)
@@ -231,7 +234,16 @@ def _prove(args: argparse.Namespace, costs: Figures, gpu: str) -> str:
                 prove_for_queues(own, queues.number, queues.setting, queues.several)
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
     where = f", with {queues.what}" if queues is not None and queues.what else ""
+    if len(proved) < len(counts):
+        where += f": {len(proved)} of {len(counts)} batch sizes, evenly spread; the run proves each before it begins"
     return f"Proved free of deadlock for {listed} microbatches{where}."
+
+
+def _spread(counts: Sequence[int]) -> Sequence[int]:
+    """At most ``_MOST_PROVED`` of ``counts``, evenly spread, with the first and the last."""
+    if len(counts) <= _MOST_PROVED:
+        return counts
+    return [counts[place * (len(counts) - 1) // (_MOST_PROVED - 1)] for place in range(_MOST_PROVED)]
 
 
 def _uses_nccl(args: argparse.Namespace) -> bool:

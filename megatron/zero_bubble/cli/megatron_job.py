@@ -24,7 +24,7 @@ class MegatronJob(NamedTuple):
     Attributes:
         args: the flags that this package knows, with the placement and the batch sizes that follow from them.
         unread: the flags that only Megatron-LM knows.
-        replaced: one sentence per flag of the authors' fork that the launcher replaces or drops.
+        replaced: one sentence per flag that the launcher (those of the authors' fork) or Megatron replaces or drops.
     """
 
     args: argparse.Namespace
@@ -53,6 +53,7 @@ def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -
     check_flags(Job(args, under_launcher=True, train_iters=last_iteration(args)))
     if (pattern := pattern_of(args)) is not None:
         args.num_layers, args.mtp_num_layers = len(pattern.layers), len(pattern.predictions) or args.mtp_num_layers
+    replaced = [*replaced, *_without_sequence_parallelism(args)]
     check_sizes(args, world_size)
     _place(args)
     _read_pattern(args)
@@ -62,6 +63,14 @@ def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -
         checks.check(args, args, args.source, num_microbatches(args))
         checks.check_offload(args, args.zero_bubble, args.source, max(in_training(args)), node_size)
     return MegatronJob(args, unread, tuple(replaced))
+
+
+def _without_sequence_parallelism(args: argparse.Namespace) -> list[str]:
+    """Switch sequence parallelism off where Megatron does, and say so."""
+    if not args.sequence_parallel or args.tensor_model_parallel_size > 1:
+        return []
+    args.sequence_parallel = False
+    return ["--sequence-parallel has no effect with --tensor-model-parallel-size 1, as in Megatron-LM"]
 
 
 def _read_pattern(args: argparse.Namespace) -> None:

@@ -206,12 +206,24 @@ def _check_batch_sizes(args: argparse.Namespace) -> None:
     if has_schedule(args):
         check_schedule(args, args.source, ranks, counts, args)
     elif chunks:
+        group = getattr(args, "microbatch_group_size_per_vp_stage", None) or ranks
         for count in counts:
-            if count % ranks:
-                raise UserError(
-                    "Megatron's interleaved schedule needs a microbatch count divisible by the number of pipeline "
-                    f"ranks, got {count} and {ranks}; change --global-batch-size or --rampup-batch-size"
-                )
+            _check_groups(count, group, ranks)
+
+
+def _check_groups(num_microbatches: int, group: int, num_ranks: int) -> None:
+    """Check that Megatron's interleaved schedule can run its groups of microbatches; by default, one per rank."""
+    if group == num_ranks and num_microbatches % num_ranks:
+        raise UserError(
+            "Megatron's interleaved schedule needs a microbatch count divisible by the number of pipeline "
+            f"ranks, got {num_microbatches} and {num_ranks}; change --global-batch-size or --rampup-batch-size"
+        )
+    if not num_ranks <= group <= num_microbatches or 0 < num_microbatches % group < num_ranks:
+        raise UserError(
+            "Megatron's interleaved schedule needs groups, and a last group, of as many microbatches as pipeline ranks "
+            f"or more, got {num_microbatches} microbatches in groups of {group} on {num_ranks} ranks; change "
+            "--microbatch-group-size-per-virtual-pipeline-stage or --global-batch-size"
+        )
 
 
 def _check_documents(args: argparse.Namespace) -> None:
