@@ -49,6 +49,8 @@ def test_schedules_that_torch_writes_are_read(name: str, tmp_path: Path) -> None
         ("0F0," + 140_000 * "x", "it must be CSV with one action in each cell; field larger than field limit"),
         ("0F\u0663,0B\u0663", "a cell is <stage><action><microbatch>"),  # a digit of another script
         ("0F0,0X0", "a cell is <stage><action><microbatch> .*; got '0X0' on line 1"),
+        ("0F0,0B0,0W0", "got 0B0 and 0W0; in files of torch before 2.6, B is the gradient of the input, .*: write I"),
+        ("0F0,0BW0", r"got '0BW0' on line 1; correct it \(in files of torch before 2.6, B is the gradient of the"),
     ],
 )
 def test_what_is_no_schedule_is_refused(text: str, sentence: str) -> None:

@@ -1,8 +1,9 @@
 """Schedules in the CSV form of torch.distributed.pipelining, so that both can run and check each other's.
 
 A file has one line per rank and one cell per action, ``<stage><action><microbatch>``. torch writes I for our B (the
-gradient of the input) and B for our BW (the whole backward); F and W are the same. An empty cell is a wait. The
-lowered form also has sends and receives, such as ``1SEND_F0``, and actions of sharded weights, such as ``1UNSHARD``.
+gradient of the input) and B for our BW (the whole backward); F and W are the same. Before torch 2.6, B was the gradient
+of the input, and BW the whole backward; such files are refused. An empty cell is a wait. The lowered form also has
+sends and receives, such as ``1SEND_F0``, and actions of sharded weights, such as ``1UNSHARD``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _KINDS = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
 _ACTIONS = {kind: action for action, kind in _KINDS.items()}
 _CELL = re.compile(r"([0-9]{1,9})(F|I|W|B)([0-9]{1,9})")
 _NO_PASS = re.compile(r"[0-9]{1,9}(?:(?:SEND|RECV)_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]{0,9}")
+_OLDER = "in files of torch before 2.6, B is the gradient of the input, and BW the whole backward: write I and B"
 _OVERLAP = "OVERLAP_F_B"
 _PAIR = re.compile(rf"\(([^()]*)\){_OVERLAP}")
 
@@ -60,9 +62,21 @@ def schedule_from_csv(text: str, name: str) -> Schedule:
     placement = Placement(tuple(rank_of[stage] for stage in range(len(rank_of))))
     num_microbatches = 1 + max(p.microbatch for row in rows for p in row)
     check_size(placement.num_ranks, num_microbatches, -(-placement.num_stages // placement.num_ranks))
+    _check_letters(rows)
     schedule = Schedule(name, placement, num_microbatches, tuple(rows))
     validate(schedule)
     return schedule
+
+
+def _check_letters(rows: Iterable[Sequence[Pass]]) -> None:
+    """Reject a backward that has a B and a W, which is no order that newer versions of torch write."""
+    backwards = {(p.kind, p.stage, p.microbatch) for row in rows for p in row}
+    for kind, stage, microbatch in sorted(backwards, key=lambda each: each[1:]):
+        if kind is Kind.BW and (Kind.W, stage, microbatch) in backwards:
+            raise UserError(
+                f"B is the whole backward, which leaves nothing for W; got {stage}B{microbatch} and "
+                f"{stage}W{microbatch}; {_OLDER}"
+            )
 
 
 def schedule_to_csv(schedule: Schedule) -> str:
@@ -130,5 +144,5 @@ def _passes(cells: Iterable[str], rank: int) -> Iterator[Pass]:
                 raise UserError(
                     "a cell is <stage><action><microbatch> with torch's actions F, I, W and B, such as 2F0, or an "
                     f"action without a pass, such as 2SEND_F0 or 2UNSHARD; got {cell[:40]!r} on line {rank + 1}; "
-                    "correct it"
+                    f"correct it ({_OLDER})"
                 )
