@@ -33,6 +33,7 @@ from megatron.zero_bubble.adapter.placement import (
     segment_of_stage,
 )
 from megatron.zero_bubble.adapter.shards import Collectives, ShardedUnits
+from megatron.zero_bubble.adapter.unused import watch_first_step
 from megatron.zero_bubble.adapter.vocabulary.zeros import without_padding
 from megatron.zero_bubble.costs.units import parse_bytes
 from megatron.zero_bubble.errors import PatchError
@@ -141,11 +142,13 @@ def apply(
     engine = transformer_engine.split(pipeline.store, functools.partial(_say_of_stage, say))
 
     def close() -> None:
+        watch.remove()
         engine.close()
         pipeline.finish()
         pipeline.close()
 
     _replace([*replacements, *engine.replacements], close)
+    watch = watch_first_step(config.schedule or str(config.schedule_file), pipeline, _on_first_rank(say))
     _active.pipeline, _active.sources = pipeline, sources
     _name_changed_bodies(config, say)
     return pipeline
@@ -284,6 +287,11 @@ def _say_of_stage(say: Callable[[str], None], line: str) -> None:
     )
     if not any(others):
         say(line)
+
+
+def _on_first_rank(say: Callable[[str], None]) -> Callable[[str], None]:
+    """``say`` on the first rank, as it is known when there is something to say."""
+    return lambda line: say(line) if _is_first_rank() else None
 
 
 def _pipeline(
