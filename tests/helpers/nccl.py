@@ -177,7 +177,7 @@ class Job:
     """
 
     def __init__(self, gpus: GPUs, backend: str) -> None:
-        self.group = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None))
+        self.group = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None, _get_backend=lambda _: None))
         self._gpus, self._backend = gpus, backend
         self._host = threading.local()
         self._given: list[Any] = [None] * gpus.num_ranks

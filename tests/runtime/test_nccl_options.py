@@ -172,7 +172,7 @@ def made_groups(
         get_process_group_ranks=lambda _: [7, 4],
         get_world_size=lambda: 2,
         all_gather_object=lambda wanted, own: wanted.__setitem__(slice(None), [own, own]),
-        group=SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None)),
+        group=SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None, _get_backend=lambda _: None)),
     )
     monkeypatch.setattr(groups, "dist", fake)
     pipeline = pipeline_with()
@@ -214,7 +214,7 @@ def test_ranks_without_gpus_may_name_gloo_by_device(monkeypatch: pytest.MonkeyPa
 
 def test_gloo_gets_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
     for made in made_groups(monkeypatch, "gloo", None, 5):
-        assert made == {"timeout": None, "backend": "gloo", "pg_options": None}
+        assert made == {"timeout": None, "backend": "gloo", "pg_options": None, "group_desc": "zero-bubble"}
 
 
 def warnings_of_the_first_transfers(_rank: int) -> list[str]:

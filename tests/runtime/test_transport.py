@@ -36,7 +36,7 @@ def test_receive_timeout_names_peer_pass_and_channel(ranks: RankPool) -> None:
     assert text.startswith(
         "pipeline rank 0 could not run 0B2: the output of 1B2 did not arrive from pipeline rank 1 on channel 1>0 ("
     )
-    assert text.endswith("; rank 1 has died or hangs: look at its output first")
+    assert text.endswith("; rank 1 has failed or hangs: look at its output first")
     assert "imed out" in text
 
 
@@ -61,7 +61,7 @@ def deliver_to_a_silent_peer(rank: int) -> tuple[str, int] | None:
 def test_send_timeout_names_peer_pass_and_channel(ranks: RankPool) -> None:
     (text, in_flight), _ = ranks.run(2, deliver_to_a_silent_peer)
     assert text.startswith("pipeline rank 0 could not deliver the output of 0F3 to pipeline rank 1 on channel 0>1 (")
-    assert text.endswith("; rank 1 has died or hangs: look at its output first")
+    assert text.endswith("; rank 1 has failed or hangs: look at its output first")
     assert in_flight == 0
 
 

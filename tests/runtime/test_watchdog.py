@@ -32,11 +32,11 @@ from tests.runtime.test_shards import TwoReplicas
 FORWARD = Message(Value(Pass.parse("0F3")), 0, 1)
 NOT_RECEIVED = (
     "pipeline rank 1 could not run 1F3: the output of 0F3 did not arrive from pipeline rank 0 on channel 0>1 (the GPU "
-    "has waited 90 s); rank 0 has died or hangs: look at its output first"
+    "has waited 90 s); rank 0 has failed or hangs: look at its output first"
 )
 NOT_SENT = (
     "pipeline rank 0 could not deliver the output of 0F3 to pipeline rank 1 on channel 0>1 (the GPU has waited 90 s); "
-    "rank 1 has died or hangs: look at its output first"
+    "rank 1 has failed or hangs: look at its output first"
 )
 
 
@@ -114,7 +114,7 @@ def test_every_rank_that_waits_for_a_stopped_rank_says_so(stopped: int) -> None:
         error = each.check(90.0)
         assert (error is None) is (rank == stopped), error
         if abs(rank - stopped) == 1:
-            assert f"; rank {stopped} has died or hangs" in str(error)
+            assert f"; rank {stopped} has failed or hangs" in str(error)
 
 
 class OnLane:
@@ -161,7 +161,7 @@ MISSED = (
     "pipeline rank 1 could not run 1I0: not all ranks took part in the collective for 0I0:tokens (the GPU has waited 90"
 )
 NOT_GATHERED = (
-    "not all data-parallel replicas took part in 0:gather@0 (the GPU has waited 90 s); a rank has died or hangs"
+    "not all data-parallel replicas took part in 0:gather@0 (the GPU has waited 90 s); a rank has failed or hangs"
 )
 
 

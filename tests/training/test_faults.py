@@ -56,7 +56,7 @@ def check_survivors(ended: list[RankExit], victim: int) -> None:
             continue
         assert survivor.exit_code == 1, survivor.output
         assert survivor.ended_s < LIMIT_S
-        sentences = re.findall("^.* (?:stopped because|has died or hangs).*$", survivor.output, re.MULTILINE)
+        sentences = re.findall("^.* (?:stopped because|has failed or hangs).*$", survivor.output, re.MULTILINE)
         assert sentences == [SENTENCE.format(rank, victim)], survivor.output
         assert "Traceback" not in survivor.output
 

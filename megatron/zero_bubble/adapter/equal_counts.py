@@ -16,7 +16,7 @@ class EqualCounts(Part):
     equally many.
 
     Args:
-        timeout: how long a replica may take to begin the same iteration; None for torch's default.
+        timeout: how long a replica may take to begin the same iteration; None for the job's.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:

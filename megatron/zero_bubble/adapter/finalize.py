@@ -53,6 +53,20 @@ def finalized(
     run(chunks, num_tokens)
 
 
+@contextlib.contextmanager
+def timed(config: Any) -> Iterator[None]:
+    """Context that Megatron's timer measures; the timer is stopped after an exception, too."""
+    if config.timers is None:
+        yield
+        return
+    timer = config.timers("forward-backward", log_level=1)
+    timer.start(barrier=config.barrier_with_L1_time)
+    try:
+        yield
+    finally:
+        timer.stop()
+
+
 def per_chunk(functions: Any, num_chunks: int) -> list[Any]:
     """One function per chunk. Megatron's config has a single function for one chunk and a list for several."""
     return list(functions) if isinstance(functions, (list, tuple)) else [functions] * num_chunks

@@ -103,6 +103,10 @@ class LossReports:
         while self._sent:
             self._sent.pop()[0].wait()
 
+    def forget(self) -> None:
+        """Wait for no message, because its iteration has failed; the groups must be ``cut``."""
+        self._sent.clear()
+
     def close(self) -> None:
         """Wait for all messages and destroy the process group."""
         if dist.is_initialized():

@@ -17,7 +17,7 @@ class Options:
     """Options of a pipeline.
 
     Attributes:
-        timeout: how long another rank may take; None for torch's default.
+        timeout: how long another rank may take; None for the job's.
         post_receives, ctas, recompute_logits: see ``ZeroBubbleConfig``.
         rollback: makes what undoes rejected optimizer steps, which the passes then validate, so that ``post_validated``
             must be called; None if steps are final.

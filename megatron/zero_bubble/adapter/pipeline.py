@@ -22,10 +22,9 @@ from megatron.zero_bubble.adapter.boundary import BoundaryMaker
 from megatron.zero_bubble.adapter.connection import Connection
 from megatron.zero_bubble.adapter.equal_counts import EqualCounts
 from megatron.zero_bubble.adapter.expert_overlap import ExpertOverlap
-from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, per_chunk
+from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, per_chunk, timed
 from megatron.zero_bubble.adapter.iteration import Iteration, Slicing
 from megatron.zero_bubble.adapter.lengths import Agreed, GivenShapes, LengthComparison, Lengths, compared
-from megatron.zero_bubble.adapter.loss_reports import LossReportList, LossReports
 from megatron.zero_bubble.adapter.models import Models
 from megatron.zero_bubble.adapter.options import Options
 from megatron.zero_bubble.adapter.part import Call, IterationFacts, Joined, Part
@@ -43,6 +42,7 @@ from megatron.zero_bubble.adapter.recent import Recent
 from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
 from megatron.zero_bubble.adapter.staging import Links
+from megatron.zero_bubble.adapter.unfinished import Unfinished
 from megatron.zero_bubble.adapter.versions import check_one_model, check_one_pipeline, process_groups
 from megatron.zero_bubble.adapter.vocabulary_parallel import VocabularyParallel
 from megatron.zero_bubble.costs.lengths import Shape
@@ -103,7 +103,7 @@ class Pipeline:
         self._observers = Observers((*(() if memory is None else (memory,)), *observers))
         self._options, self._say = options, say
         self._optimizer: PostValidatedOptimizer | None = None
-        self._reports: LossReports | None = None
+        self._unfinished = Unfinished()
         self._prepared: Recent[tuple[int, bool, bool, bool], PreparedPlan] = Recent(_MOST_PLANS)
         self._given: GivenShapes | None = None
         self._models = Models()
@@ -125,7 +125,7 @@ class Pipeline:
 
         It is 0 between iterations; with post-validation, only after ``PostValidatedOptimizer.settle``.
         """
-        under_way = (self._connection, self._reports, self._optimizer)
+        under_way = (self._connection, self._optimizer)
         kept = len(self.store) + sum(each.num_pending for each in self._parts)
         return kept + sum(each.num_in_flight for each in under_way if each is not None)
 
@@ -172,8 +172,8 @@ class Pipeline:
         return self._optimizer
 
     def _settle_reports(self) -> None:
-        if self._reports is not None:
-            self._reports.settle()
+        if self._connection is not None:
+            self._connection.settle()
 
     @contextmanager
     def shapes(self, given: GivenShapes) -> Iterator[None]:
@@ -210,7 +210,7 @@ class Pipeline:
 
         Raises:
             UserError: the schedule cannot be built or does not fit this job, or the model does not support it.
-            PeerError: another rank died or hangs. With NCCL, the watchdog ends the process instead.
+            PeerError: another rank failed or hangs. With NCCL, the watchdog ends the process instead.
         """
         check_one_model(p2p_communicator, pg_collection)
         chunks = list(model) if isinstance(model, list) else [model]
@@ -235,10 +235,12 @@ class Pipeline:
 
     def _run(self, call: Call, observer: IterationObserver | None) -> list[Any]:
         step, config, chunks = call.step, call.step.config, call.chunks
-        self._follow_groups(call.groups.pp)
+        self._unfinished.check(can_join_again=self._optimizer is None)
+        if self._connection is not None and not self._connection.follow(call.groups.pp):
+            self.disconnect()  # the job has rebuilt its process groups, but not those of this pipeline
         for each in self._parts:
             each.begin(call)
-        with compared(call.lengths, self._hosts) as comparison:
+        with self._unfinished.noted(self._forget), compared(call.lengths, self._hosts) as comparison:
             prepared = self._prepare(call.groups.pp, config, comparison, step.forward_only)
             self._models.check_chunks(call.groups.pp, prepared, chunks)
             return self._run_prepared(call, prepared, comparison.agreed(), observer)
@@ -248,38 +250,33 @@ class Pipeline:
     ) -> list[Any]:
         step, config, chunks = call.step, call.step.config, call.chunks
         boundary = call.boundary(agreed.lengths, prepared.schedule.slices)
-        losses: list[Any] = [] if self._reports is None else LossReportList()
+        losses = self._joined.new_losses()
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device), losses)
         self.store.clear()
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         links = self._links(prepared, call)
         if observer is not None:
             observer.planned(prepared.schedule)
         channels = partial(agreed.channels, partial(boundary.channels, links.transport))
         facts = IterationFacts(prepared, call, boundary, links, channels, observer)
         iteration = Iteration(facts, results, self.store, self._slicing.histories, self._parts)
-        if step.forward_only:
-            if self._optimizer is not None:
-                self._optimizer.settle()
-            iteration.evaluate()
-        else:
-            finalizing = [each.finalizing for each in self._parts]
-            with finalized(config, call.groups, prepared, chunks, results, call.force_all_reduce, finalizing):
-                self._train(iteration)
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
-        if self._reports is None or not isinstance(losses, LossReportList):
-            return losses
-        return self._reports.deliver(losses, prepared.last_stage_rank, boundary.device)
+        self._unfinished.begin_passes()
+        with timed(config):
+            if step.forward_only:
+                if self._optimizer is not None:
+                    self._optimizer.settle()
+                iteration.evaluate()
+            else:
+                finalizing = [each.finalizing for each in self._parts]
+                with finalized(config, call.groups, prepared, chunks, results, call.force_all_reduce, finalizing):
+                    self._train(iteration)
+        return self._joined.deliver(losses, prepared.last_stage_rank, boundary.device)
 
     def _links(self, prepared: PreparedPlan, call: Call) -> Links:
         """What moves values between ranks in this iteration."""
-        assert self._connection is not None
         validates = not call.step.forward_only and self._optimizer is not None and self._optimizer.is_pending
         steps = prepared.steps | {"validate"} if validates else prepared.steps
         number = self._models.number(call.chunks[0])  # each model has kernels of its own
-        return self._connection.links({(number, each) for each in steps})
+        return self._joined.links({(number, each) for each in steps})
 
     def _train(self, iteration: Iteration) -> None:
         """Run all passes of a training step, then start the gradient reductions that no pass has started."""
@@ -316,12 +313,6 @@ class Pipeline:
         if self._optimizer is not None:
             self._optimizer.close()
 
-    def _follow_groups(self, group: dist.ProcessGroup) -> None:
-        """Disconnect if the job has rebuilt its process groups, unless it has rebuilt those of this pipeline too."""
-        lost = self._reports is not None and not self._reports.is_connected
-        if self._connection is not None and (lost or not self._connection.follow(group)):
-            self.disconnect()
-
     def disconnect(self) -> None:
         """Disconnect from the other ranks and forget the plans; the next iteration connects them again.
 
@@ -332,10 +323,18 @@ class Pipeline:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        if self._reports is not None:
-            self._reports.close()
-            self._reports = None
         self._prepared.clear()
+        self._unfinished.disconnected()
+
+    def _forget(self) -> None:
+        self.store.clear()
+        if self._connection is not None:
+            self._connection.forget()
+
+    @property
+    def _joined(self) -> Connection:
+        assert self._connection is not None, "the ranks are connected when their plan is prepared"
+        return self._connection
 
     def _hosts(self) -> Hosts | None:
         return None if self._connection is None else self._connection.hosts
@@ -396,5 +395,5 @@ class Pipeline:
         for each in self._parts:
             each.connect(joined)
         connection.open_collectives(plan)
-        if self._reports is None and loss_rank(plan.schedule) != group.size() - 1:
-            self._reports = LossReports(group, wait=options.rollback is None, timeout=options.timeout)
+        if loss_rank(plan.schedule) != group.size() - 1:
+            connection.open_reports(wait=options.rollback is None)

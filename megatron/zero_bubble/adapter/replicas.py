@@ -41,7 +41,7 @@ class Comparison:
 
     Args:
         replicas: their group.
-        timeout: how long a replica may take to begin the same iteration; None for torch's default.
+        timeout: how long a replica may take to begin the same iteration; None for the job's.
     """
 
     def __init__(self, replicas: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
@@ -72,7 +72,7 @@ class Comparison:
             if reason is None:
                 raise
             raise PeerError(
-                f"not all data-parallel replicas began the iteration ({reason}); a rank has died or hangs: look for "
+                f"not all data-parallel replicas began the iteration ({reason}); a rank has failed or hangs: look for "
                 "the first error of the other ranks"
             ) from error
         iterations = [tuple(each.tolist()) for each in every]

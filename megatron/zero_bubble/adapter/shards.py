@@ -134,7 +134,7 @@ class ShardedUnits(Part):
     Args:
         sharding: maps a number of pipeline ranks to how chunks are sharded over their replicas.
         transport: exchanges the shards.
-        timeout: how long a replica may take to begin the same iteration; None for torch's default.
+        timeout: how long a replica may take to begin the same iteration; None for the job's.
 
     Attributes:
         sharder: runs the ops; None until a plan has been made.

@@ -55,7 +55,7 @@ class Staging:
     Args:
         group: the ranks of the pipeline.
         make_lane: makes a lane on a thread.
-        timeout: maximum time that a message may take; None is the default of torch.distributed.
+        timeout: maximum time that a message may take; None is the job's.
     """
 
     def __init__(
@@ -94,6 +94,10 @@ class Staging:
         """Join all groups again, because the job has made them again within their wrappers."""
         join(self._group)
         self._links.rejoin()
+
+    def forget(self) -> None:
+        """See ``Transport.forget``."""
+        self._links.transport.forget()
 
     @property
     def num_in_flight(self) -> int:

@@ -114,10 +114,10 @@ class ZeroBubbleConfig:
         shard_transport: how the replicas of ``shard_weights`` exchange shards: by collectives, or on demand, which is
             experimental.
         measure_memory: measure once how much memory a microbatch holds on each stage (see ``Pipeline.memory``).
-        peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the default of
-            torch.distributed. With gloo, the wait then raises ``PeerError``; with NCCL, a thread prints the same
-            message and ends the process after nine tenths of the time. A peer that exits closes its connections and is
-            detected at once, whatever the timeout.
+        peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the timeout that the
+            job gives to init_process_group. With gloo, the wait then raises ``PeerError``; with NCCL, a thread prints
+            the same message and ends the process after nine tenths of the time. A peer that exits closes its
+            connections and is detected at once, whatever the timeout.
     """
 
     schedule: str | None = None

@@ -82,5 +82,5 @@ class AgreedChannels:
 
 def _lost(rank: int) -> Callable[[str], PeerError]:
     return lambda reason: PeerError(
-        f"pipeline rank {rank} did not begin the iteration ({reason}); it has died or hangs: look at its output first"
+        f"pipeline rank {rank} did not begin the iteration ({reason}); it has failed or hangs: look at its output first"
     )

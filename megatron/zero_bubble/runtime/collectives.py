@@ -107,7 +107,7 @@ class Lanes:
     def close(self, timeout_s: float = _PATIENCE_S) -> None:
         """Stop the lanes, when all collectives are complete, and destroy their groups.
 
-        If another rank died or hangs, collectives may never be complete. After ``timeout_s`` seconds, their lanes and
+        If another rank failed or hangs, collectives may never be complete. After ``timeout_s`` seconds, their lanes and
         groups are left as they are.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -152,7 +152,7 @@ def _blaming_peers(op: Collective, needed_by: object) -> Iterator[None]:
 def _missed(op: Collective, needed_by: object, reason: str) -> PeerError:
     return PeerError(
         f"pipeline rank {op.rank} could not run {needed_by}: not all ranks took part in the collective for "
-        f"{op.key} ({reason}); a rank has died or hangs: look for the first error of the other ranks"
+        f"{op.key} ({reason}); a rank has failed or hangs: look for the first error of the other ranks"
     )
 
 

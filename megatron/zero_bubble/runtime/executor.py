@@ -60,22 +60,29 @@ class Executor:
             are invalid, and the caller must run it again.
 
         Raises:
-            PeerError: another rank died or hangs; the message names the rank, the pass and the channel. With NCCL, the
-                watchdog ends the process with this message instead.
+            PeerError: another rank failed or hangs; the message names the rank, the pass and the channel. With NCCL,
+                the watchdog ends the process with this message instead.
         """
-        if self._execute(self._ops, self._registers.row):
-            assert self._table.count(None) == len(self._table), "a proved plan must leave no values in the table"
-            return True
-        # All ranks stop here. Drain the messages in flight; their contents are discarded.
+        try:
+            if self._execute(self._ops, self._registers.row):
+                assert self._table.count(None) == len(self._table), "a proved plan must leave no values in the table"
+                return True
+            self._stop()
+        except BaseException:
+            self._table.clear()  # an error keeps the frames of its traceback, and they would keep the values
+            raise
+        if self._observer is not None:
+            self._observer.restarted()
+        return False
+
+    def _stop(self) -> None:
+        """Drain the messages in flight, as all ranks do here; their contents are discarded."""
         self._table = [FORGOTTEN if held is None else held for held in self._table]
         self._execute(self._drain, self._registers.drain)
         for held in self._table:
             if isinstance(held, Awaited):
                 held.wait("stop")
         self._table = [None] * len(self._table)
-        if self._observer is not None:
-            self._observer.restarted()
-        return False
 
     def _execute(self, ops: Sequence[Op], registers: Sequence[Registers]) -> bool:
         """Run ``ops``; returns False as soon as a handler returns ``STOP``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -18,6 +18,11 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 from megatron.zero_bubble.ir.ops import Channel
 from megatron.zero_bubble.runtime.backends import is_nccl
 from megatron.zero_bubble.runtime.nccl import DEFAULT_TIMEOUT, options_beside_passes
+
+_OURS = "zero-bubble"
+"""The description in torch of all groups that are made here."""
+_CUT_TAG = 2**20
+"""The tag of messages that nobody sends."""
 
 
 class _Options(NamedTuple):
@@ -58,7 +63,7 @@ class Directions:
         A collective call of all ranks of the job.
 
         Args:
-            timeout: maximum time that a message may take; None is the default of torch.distributed.
+            timeout: maximum time that a message may take; None is the job's.
             nccl_ctas: the largest number of CTAs that a transfer of NCCL occupies, unless ``group`` has its own; None
                 for NCCL's default.
         """
@@ -115,7 +120,7 @@ def _beside_passes(group: dist.ProcessGroup, timeout: timedelta | None, nccl_cta
     backend = backend_of(group)
     if not is_nccl(backend):
         return _Options(backend, timeout)
-    timeout = timeout or DEFAULT_TIMEOUT
+    timeout = timeout or job_timeout() or DEFAULT_TIMEOUT
     return _Options(backend, timeout, partial(options_beside_passes, torchs(group), nccl_ctas, timeout))
 
 
@@ -193,14 +198,38 @@ def _made(wanted: Sequence[Sequence[int]], options: _Options) -> list[Any]:
     own = [(place, tuple(ranks)) for place, ranks in enumerate(wanted)]
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, own)
-    made = {}
+    timeout, made = options.timeout or job_timeout(), {}
     with _created_lazily():
         for place, ranks in sorted(set(chain.from_iterable(of_all))):
-            group = dist.new_group(
-                list(ranks), timeout=options.timeout, backend=options.backend, pg_options=options.nccl()
-            )
-            made[place, ranks] = group
+            how = {"timeout": timeout, "backend": options.backend, "pg_options": options.nccl(), "group_desc": _OURS}
+            made[place, ranks] = dist.new_group(list(ranks), **how)
     return [made[each] for each in own]
+
+
+def job_timeout() -> timedelta | None:
+    """How long ranks of the job wait for each other: ``init_process_group(timeout=...)``; None if torch does not say.
+
+    Without it, torch gives new groups its own default, whatever the job has asked for.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    backend = world._get_backend(torch.device(device_type(backend_of(world))))
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend.
+    return getattr(getattr(getattr(backend, "wrapped_pg", backend), "options", None), "_timeout", None)
+
+
+def cut() -> None:
+    """Close the connections of all groups over gloo that were made here, with everything that is under way on them.
+
+    Ranks that wait for this one, or will, get an error at once. Groups of NCCL stay as they are: their other ranks
+    would not notice.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        if group.group_desc == _OURS and group.size() > 1 and backend_of(group) == "gloo":
+            # A wait that times out closes all connections of its group, whatever still refers to them.
+            with suppress(RuntimeError):
+                other = (group.rank() + 1) % group.size()
+                group.recv([torch.zeros(1)], other, _CUT_TAG).wait(timedelta(milliseconds=1))
 
 
 def destroy(*groups: dist.ProcessGroup) -> None:

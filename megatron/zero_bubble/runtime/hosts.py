@@ -96,7 +96,7 @@ class Hosts:
         except RuntimeError as error:
             raise PeerError(
                 f"pipeline rank {source} did not tell pipeline rank {self.rank} the shapes of its microbatches "
-                f"({reason_of(error)}); a rank has died or hangs: look for the first error of the other ranks"
+                f"({reason_of(error)}); a rank has failed or hangs: look for the first error of the other ranks"
             ) from error
         return list(content)
 

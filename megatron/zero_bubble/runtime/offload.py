@@ -103,7 +103,7 @@ class Offloader:
     def close(self, timeout_s: float = 10.0) -> bool:
         """Stop the lanes and free host memory; returns whether all copies have ended, each lane's within the timeout.
 
-        If not, because another rank died or hangs, host memory stays as it is: a copy may still use it.
+        If not, because another rank failed or hangs, host memory stays as it is: a copy may still use it.
         """
         stopped = [lane.close(timeout_s) for lane in (self._out, self._back)]
         if all(stopped):

@@ -36,7 +36,7 @@ class Exchange:
 
     Args:
         group: the replicas.
-        timeout: how long a message may take before its replica is considered dead; None for torch's default.
+        timeout: how long a message may take before its replica is considered dead; None for the job's.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
@@ -106,7 +106,7 @@ class Exchange:
             if reason is None:
                 raise
             raise PeerError(
-                f"not all data-parallel replicas ended the iteration ({reason}); a rank has died or hangs: look for "
+                f"not all data-parallel replicas ended the iteration ({reason}); a rank has failed or hangs: look for "
                 "the first error of the other ranks"
             ) from error
         return {key: own.total for key, own in self._sums.items()}

@@ -331,7 +331,7 @@ def _blame(op: object, error: RuntimeError) -> RuntimeError | PeerError:
 
 def _missed(op: object, reason: str) -> PeerError:
     return PeerError(
-        f"not all data-parallel replicas took part in {op} ({reason}); a rank has died or hangs: look for the first "
+        f"not all data-parallel replicas took part in {op} ({reason}); a rank has failed or hangs: look for the first "
         "error of the other ranks"
     )
 

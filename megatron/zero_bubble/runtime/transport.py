@@ -203,6 +203,10 @@ class Transport:
         """Whether ``tensor`` is staged in host memory: gloo, which first iterations use, sends only that."""
         return self._is_gloo and not tensor.is_cpu
 
+    def forget(self) -> None:
+        """Release the buffers of all sends, because their iteration has failed; the groups must be ``cut``."""
+        self._in_flight.clear()
+
     def close(self) -> None:
         """Destroy the process groups; no message may be in flight."""
         if self._watchdog is not None:
@@ -236,7 +240,7 @@ def not_received(message: Message, purpose: str, reason: str) -> PeerError:
     m = message
     return PeerError(
         f"pipeline rank {m.target} could not {purpose}: the output of {m.value} did not arrive from pipeline rank "
-        f"{m.source} on channel {m.source}>{m.target} ({reason}); rank {m.source} has died or hangs: look at "
+        f"{m.source} on channel {m.source}>{m.target} ({reason}); rank {m.source} has failed or hangs: look at "
         "its output first"
     )
 
@@ -246,7 +250,7 @@ def not_sent(message: Message, reason: str) -> PeerError:
     m = message
     return PeerError(
         f"pipeline rank {m.source} could not deliver the output of {m.value} to pipeline rank {m.target} on channel "
-        f"{m.source}>{m.target} ({reason}); rank {m.target} has died or hangs: look at its output first"
+        f"{m.source}>{m.target} ({reason}); rank {m.target} has failed or hangs: look at its output first"
     )
 
 

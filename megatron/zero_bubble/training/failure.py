@@ -27,4 +27,4 @@ def lost_peer(error: BaseException) -> str | None:
     reason = lost_connection(error)
     if reason is None:
         return None
-    return f"{activity}: another rank has died or hangs ({reason}); look at the output of the other ranks first"
+    return f"{activity}: another rank has failed or hangs ({reason}); look at the output of the other ranks first"
