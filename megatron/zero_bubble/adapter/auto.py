@@ -2,7 +2,8 @@
 
 Rank 0 starts the planner, a process at the lowest priority (``planner``), so that no rank waits for it. While it runs,
 rank 0 broadcasts in every iteration whether it has finished, so that all ranks switch in the same iteration; they
-receive the schedule from rank 0. The order of passes does not change the results, so the loss curve is unaffected.
+receive the schedule from rank 0. The order of passes does not change the results, with two exceptions where it depends
+on measured times (``docs/exactness.md``): dropout with several stages per rank, and the rounding of fused backwards.
 
 If the lengths of microbatches vary, so may the number of them, from call to call and from replica to replica. Then each
 replica plans for itself, by its own first rank; those that share experts plan together. What is measured is the mean

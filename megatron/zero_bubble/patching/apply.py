@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.adapter.auto_offload import AutoMoves
+from megatron.zero_bubble.adapter.dropout import DropoutNotice
 from megatron.zero_bubble.adapter.lengths import GivenShapes
 from megatron.zero_bubble.adapter.measured import Measured, Replanner
 from megatron.zero_bubble.adapter.model_stages import build_chunks
@@ -304,7 +305,7 @@ def _pipeline(
     memory, said = MemoryMeter(), say if _is_first_rank() else None
     timeout = None if config.peer_timeout_s is None else timedelta(seconds=config.peer_timeout_s)
     make: Callable[[int, int], Schedule] = functools.cache(lambda ranks, count: sources(ranks).make(count))
-    parts: list[Part] = []
+    parts: list[Part] = [DropoutNotice(said)] if config.schedule == ZB_AUTO else []
     planners: list[Replanner] = []
     if (select_moves := config.selection(sources(_ANY))) is not None:
         limit = None if config.host_memory is None else parse_bytes(config.host_memory)
