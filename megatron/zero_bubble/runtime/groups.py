@@ -211,8 +211,8 @@ def job_timeout() -> timedelta | None:
 
     Without it, torch gives new groups its own default, whatever the job has asked for.
     """
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is initialized"
+    if (world := dist.group.WORLD) is None:
+        return None
     backend = world._get_backend(torch.device(device_type(backend_of(world))))
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend.
     return getattr(getattr(getattr(backend, "wrapped_pg", backend), "options", None), "_timeout", None)
