@@ -28,6 +28,7 @@ from site_parts import (
     slices,
     stored,
     vocabulary,
+    wall_clock,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +44,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **stored.PARTS,
     **architecture.PARTS,
     **gpu.PARTS,
+    **wall_clock.PARTS,
 }
 """What writes each part, by its name."""
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
