@@ -30,7 +30,7 @@ _WHEN = {
     "v-min": "the least memory: about a third of 1F1B's activations with many ranks",
     "dualpipe-v": "comparison only: ZB-V has the same makespan, a shorter span and less memory",
     "seq-zb-h1": "long sequences or few microbatches, here with 4 slices: much less memory and bubble",
-    ZB_AUTO: "uneven stages, passes of unequal length, or any other memory limit (experimental)",
+    ZB_AUTO: "uneven stages, passes of unequal length, or any other memory limit",
 }
 
 

@@ -125,4 +125,9 @@ def _minors() -> list[str]:
     raise LookupError("patching/seams.py has no table MINORS")
 
 
-PARTS = {"results": results, "versions": versions, "compatibility": compatibility}
+def site_status() -> str:
+    """The status of GPUs in the head of the README, for the first page of the site."""
+    return gpu.words().replace("(docs/", "(")
+
+
+PARTS = {"site-status": site_status, "results": results, "versions": versions, "compatibility": compatibility}

@@ -89,7 +89,7 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--quick",
         action="store_true",
-        help="plan only schedules by name, without searches, in a second or two",
+        help="plan only schedules by name, without searches, within some seconds",
     )
     verb.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
     add_job_words(verb)
