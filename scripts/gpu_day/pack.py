@@ -40,7 +40,9 @@ def main() -> int:
     parser.add_argument("--python", default="python3.12", help="interpreter of the machine's version (default: 3.12)")
     parser.add_argument("--torch", default="2.11.0", help="the machine's torch (default: 2.11.0)")
     parser.add_argument("--nccl", default=shared_nccl.VERSION, help="NCCL, 2.30 or newer (default: %(default)s)")
-    parser.add_argument("--transformer-engine", metavar="VERSION", help="pack TransformerEngine, too: 2.13 to 2.16")
+    parser.add_argument(
+        "--transformer-engine", metavar="VERSION", help="pack TransformerEngine, too; 2.12.0 for torch 2.11"
+    )
     parser.add_argument("--architecture", type=int, default=90, help="of the GPU (default: 90)")
     options = parser.parse_args()
     wheels, site = FOLDER / "wheels", FOLDER / "packed-site"
