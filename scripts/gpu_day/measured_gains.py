@@ -49,8 +49,9 @@ def main() -> int:
     """Measure if other ranks slow this one by no more than is allowed."""
     parser = step.parser(__doc__)
     step.add_sizes(parser)
-    for name, kind, count in (("num-ranks", int, None), ("batches", int, "+"), ("shares", int, "+")):
-        parser.add_argument(f"--{name}", type=kind, nargs=count, required=True)
+    parser.add_argument("--num-ranks", type=int, required=True)
+    for name in ("batches", "shares"):
+        parser.add_argument(f"--{name}", type=int, nargs="+", required=True)
     parser.add_argument("--allowed", type=float, required=True, help="the largest slowdown with which to go on")
     options = parser.parse_args()
     options.num_microbatches = max(options.batches)
