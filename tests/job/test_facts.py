@@ -43,12 +43,12 @@ def test_a_plan_of_another_job_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*advise.split(), str(file), "--row", "1", "--", *JOB.split()]) == 0
     config = ZeroBubbleConfig(schedule_file=str(file))
     facts = read_plan_file(file).facts
-    assert facts["hidden_size"] == 64 and not list(remarks(config, facts))
+    assert facts["hidden_size"] == 64 and not list(remarks(config, lambda: facts))
     words = (
         "hidden size: 64 there, 128 here; hidden size of an MLP: 256 there, 512 here; size of a head: 16 there, 32 here"
     )
     wide = {**facts, "hidden_size": 128, "ffn_hidden_size": 512, "head_size": 32}
-    assert list(remarks(config, wide)) == [f"{file} has the plan of another job: {words}"]
+    assert list(remarks(config, lambda: wide)) == [f"{file} has the plan of another job: {words}"]
     plan = f"--zero-bubble-schedule {file} --hidden-size 128"
     dry_run = ["dry-run", "--megatron-lm", "--gpus-per-node", "2", "--", *JOB.split(), *plan.split()]
     capsys.readouterr()
@@ -63,7 +63,9 @@ def test_costs_of_another_job_are_named(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(f"advise --gpus-per-node 2 --quick --costs {file} -- {JOB}".split()) == 0
     assert f"The costs in {file} are of another job: layers: 8 there, 4 here." in capsys.readouterr().out
     config = ZeroBubbleConfig("zero-pp", num_chunks=2, costs_file=str(file))
-    assert list(remarks(config, {"num_layers": 4})) == [f"{file} has the costs of another job: layers: 8 there, 4 here"]
+    assert list(remarks(config, lambda: {"num_layers": 4})) == [
+        f"{file} has the costs of another job: layers: 8 there, 4 here"
+    ]
 
 
 def test_costs_per_layer_of_another_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ JOB = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --
 def planned_facts(checkout: Checkout, num_ranks: int, flags: str) -> Facts:
     """What planning knows of a job, which Megatron-LM has not validated."""
     job = gpt_job(checkout, num_ranks, flags, None)
-    return facts_of(checked_megatron_job(job.arguments, num_ranks, num_ranks).args, "cpu")
+    return facts_of(checked_megatron_job(job.flags, num_ranks, num_ranks).args, "cpu")
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)

@@ -135,7 +135,7 @@ def dry_run(options: argparse.Namespace) -> str:
     hidden = experts.remark(args, args.source)
     uneven = None if (found := imbalance(timeline)) is None else f"{found}: {_BALANCE}"
     facts = {name: value for name, value in costs.facts.items() if name != "gpu"}  # which is assumed
-    of_files = of_other_jobs(args.zero_bubble, facts) if has_schedule(args) else ()
+    of_files = of_other_jobs(args.zero_bubble, lambda: facts) if has_schedule(args) else ()
     remarks = filter(None, (*_compared(options, args, timeline, costs), uneven, copied, recomputed, hidden, *of_files))
     missing = (packages_of_megatrons if options.megatron_lm else packages_of_ours)(args)
     needed = (f"The job also needs {package}, which is not installed here." for package in missing)

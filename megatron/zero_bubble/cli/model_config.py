@@ -53,7 +53,7 @@ def read_model(
         _check_divided(args, p, file)
     division = Division(args.num_layers) if any_layers else division_of(args, stated_vocabulary(args))
     model = model_of(args, division.on(Placement.linear(p)), flash)
-    assumed = [] if args.vocab_size else [f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed; vocab-size gives it."]
+    assumed = [] if args.vocab_size else [f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed."]
     if args.global_batch_size:
         assumed.append(
             f"One data-parallel rank is assumed to run the global batch of {batch}; --num-microbatches overrides this."

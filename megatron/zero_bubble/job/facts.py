@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.zero_bubble.costs.estimate import Model
@@ -80,13 +80,15 @@ def job_facts(args: Any) -> Facts:
     }
 
 
-def remarks(config: ZeroBubbleConfig, facts: Facts) -> Iterator[str]:
-    """Yield a sentence for each file of a configuration that is of another job than the one with these facts."""
+def remarks(config: ZeroBubbleConfig, facts: Callable[[], Facts]) -> Iterator[str]:
+    """Yield a sentence for each file of a configuration that is of another job than the one with these facts, which are
+    asked for only if a file has any.
+    """
     files = [] if config.plan is None else [("plan", config.schedule_file, config.plan.facts)]
     if config.costs_file is not None:
         files.append(("costs", config.costs_file, read_costs_file(config.costs_file).facts))
     for what, file, theirs in files:
-        if different := differences(theirs, facts):
+        if theirs and (different := differences(theirs, facts())):
             yield f"{file} has the {what} of another job: {listed(different)}"
 
 

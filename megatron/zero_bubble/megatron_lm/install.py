@@ -198,7 +198,7 @@ def _put_in_force(
     elif pattern is not None and len(pattern.stages) > 1:
         say(f"layers by stage: {pattern.text}")
     own = recomputation.remark(args, source, in_training(args)[-1]), experts.remark(args, source)
-    of_files = remarks(config, facts_of(args, gpu_kind(select("auto").device_name())))
+    of_files = remarks(config, lambda: facts_of(args, gpu_kind(select("auto").device_name())))
     for sentence in filter(None, (*own, *of_files)):
         say(sentence)
     if readers:

@@ -224,7 +224,7 @@ def _print_start(
     if args.zero_bubble_post_validation:
         print(f"zero-bubble: {forecast(args.source, num_microbatches)}", flush=True)
     own = recomputation.remark(args, args.source, num_microbatches), experts.remark(args, args.source)
-    of_files = remarks(args.zero_bubble, _facts(args, platform.device_name())) if has_schedule(args) else ()
+    of_files = remarks(args.zero_bubble, lambda: _facts(args, platform.device_name())) if has_schedule(args) else ()
     for sentence in filter(None, (*own, *of_files)):
         print(f"zero-bubble: {sentence}", flush=True)
     if args.pipeline_model_parallel_layout:
