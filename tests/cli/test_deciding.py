@@ -179,7 +179,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
         (["--num-attention-heads", "8"], 2, "attention heads: 16 there, 8 here"),
         (["--group-query-attention", "--num-query-groups", "2"], 2, "groups of queries: 16 there, 2 here"),
         (["--kv-channels", "32"], 2, "size of a head: 64 there, 32 here"),
-        (["--vocab-size", "1000"], 2, "vocabulary: 32128 there, 1024 here"),
+        (["--vocab-size", "1000"], 2, "vocabulary: 32000 there, 1000 here"),
         (["--num-experts", "4"], 2, "experts: unknown there, 4 here"),
         (["--seq-length", "1024"], 2, "sequence length: 2048 there, 1024 here"),
         (["--micro-batch-size", "2"], 2, "sequences of a microbatch: 1 there, 2 here"),

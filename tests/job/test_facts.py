@@ -31,7 +31,7 @@ def test_the_table_has_all_of_them() -> None:
     facts = facts_of(args, "h100")
     assert list(facts) and set(facts) == {fact.name for fact in FACTS if fact.of_passes}
     assert set(job_facts(args)) < {fact.name for fact in FACTS if not fact.of_passes}
-    assert facts["layer_kinds"] == "tEEE" and facts["vocabulary_size"] == 256 and facts["experts_per_token"] == 2
+    assert facts["layer_kinds"] == "tEEE" and facts["vocabulary_size"] == 100 and facts["experts_per_token"] == 2
 
 
 def test_gpus_have_the_names_of_the_estimates() -> None:

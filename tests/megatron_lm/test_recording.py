@@ -106,7 +106,7 @@ def test_chosen_iterations_are_recorded(
     assert list(recording.traces) == recorded
     assert recording.memory is not None
     facts = read_costs_file(tmp_path / "x/costs.json").facts
-    assert (facts["hidden_size"], facts["vocabulary_size"], facts["gpu"]) == (16, 128, "cpu")
+    assert (facts["hidden_size"], facts["vocabulary_size"], facts["gpu"]) == (16, 32, "cpu")
     assert {path.name for path in (tmp_path / "x").iterdir()} == {
         "trace.json", "timeline.svg", "timeline.html", "perfetto.json", "costs.json",
     }  # fmt: skip

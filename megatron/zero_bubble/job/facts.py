@@ -10,7 +10,7 @@ from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.formats.facts import Facts, differences, listed
 from megatron.zero_bubble.formats.layout import job_layers, stages_text
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.model import has_experts, model_of, stated_vocabulary
+from megatron.zero_bubble.job.model import has_experts, model_of
 
 _GPUS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
 """Parts of the names that drivers give GPUs, and the names of the estimates."""
@@ -27,10 +27,10 @@ def facts_of(args: Any, gpu: str | None = None, vocabulary: int | None = None) -
     Args:
         args: its checked flags, in our loop, in Megatron-LM or in planning.
         gpu: its GPU; None if unknown.
-        vocabulary: its padded vocabulary, if ``args`` do not say it.
+        vocabulary: its vocabulary, if ``args`` do not say it.
     """
     model = model_of(args, (args.num_layers,))
-    size = getattr(args, "padded_vocab_size", None) or vocabulary or stated_vocabulary(args)
+    size = args.vocab_size or vocabulary  # without the padding, which depends on the version of Megatron-LM
     facts: dict[str, str | int | bool | None] = {
         "num_layers": args.num_layers,
         "layer_kinds": _kinds(args, model),
