@@ -20,11 +20,13 @@ def build(
     is_trained: bool = True,
     overlaps: bool = False,
     packs: bool = False,
+    by_framework: bool = False,
     **options: Any,
 ) -> list[Any]:
     """The chunks of a model on this rank; ``edit`` changes each before it is wrapped, ``salt`` its weights.
 
-    With ``packs``, documents of different lengths are packed, and the job says so to Megatron.
+    With ``packs``, documents of different lengths are packed, and the job says so to Megatron. With ``by_framework``,
+    they are built without ``build_stages``.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
@@ -62,7 +64,7 @@ def build(
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
         return chunk
 
-    chunks = megatron.zero_bubble.build_stages(make_chunk)
+    chunks = (built_by_framework if by_framework else megatron.zero_bubble.build_stages)(make_chunk)
     if not is_trained:
         return chunks
     of_ddp = DistributedDataParallelConfig(overlap_grad_reduce=overlaps, use_distributed_optimizer=overlaps)
@@ -71,6 +73,22 @@ def build(
         no_syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_syncs if virtual_size else no_syncs[0]
     return wrapped
+
+
+def built_by_framework(make_chunk: Callable[..., Any]) -> list[Any]:
+    """The chunks of a framework that asks Megatron for the ends of each, as mbridge and mcore-bridge do."""
+    from megatron.core import parallel_state
+
+    size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if size is None:
+        first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        return [make_chunk(pre_process=first, post_process=last)]
+    chunks = []
+    for number in range(size):
+        place: dict[str, Any] = {"ignore_virtual": False, "vp_stage": number}
+        first, last = parallel_state.is_pipeline_first_stage(**place), parallel_state.is_pipeline_last_stage(**place)
+        chunks.append(make_chunk(pre_process=first, post_process=last, vp_stage=number))
+    return chunks
 
 
 def destroy_groups() -> None:

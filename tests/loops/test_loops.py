@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from tests.loops.varied import KINDS
 
 FIXED = ("verl", "slime, loss per token", "slime, mean of microbatches", "nemo-rl", "ms-swift")
 OTHERS = tuple(loop for loop in LOOPS if loop not in FIXED)
+BY_FRAMEWORK = {"by_framework": True}
 QUICK = {
     "verl": ("zb-h1", "zb-v"),
     "slime, loss per token": ("zb-h1", "interleaved-1f1b"),
@@ -37,6 +39,18 @@ def test_a_loop_equals_stock(ranks: RankPool, loop: str, schedules: tuple[str, .
     assert differences(results, schedules) == []
 
 
+@pytest.mark.parametrize(
+    ("loop", "schedules"),
+    [
+        ("ms-swift", ("zb-v",)),
+        *(pytest.param(loop, tuple(SCHEDULES), marks=pytest.mark.full) for loop in ("verl", "slime, packed")),
+    ],
+)
+def test_a_loop_that_builds_its_own_chunks_equals_stock(ranks: RankPool, loop: str, schedules: tuple[str, ...]) -> None:
+    results = ranks.run(2, outcomes, loop, schedules, BY_FRAMEWORK, timeout=120)
+    assert differences(results, schedules) == []
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("names", "num_ranks"),
@@ -47,7 +61,10 @@ def test_a_loop_equals_stock(ranks: RankPool, loop: str, schedules: tuple[str, .
 def test_all_loops_equal_stock_on_other_versions(
     checkout: Checkout, names: Sequence[str], num_ranks: int, tmp_path: Path
 ) -> None:
-    check_on(checkout, {name: (name, {}) for name in names}, tmp_path, num_ranks)
+    rows: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in names}
+    if names == FIXED:
+        rows["verl, whose chunks a framework builds"] = "verl", BY_FRAMEWORK
+    check_on(checkout, rows, tmp_path, num_ranks)
 
 
 def second_model(rank: int) -> list[str]:
