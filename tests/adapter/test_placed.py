@@ -232,6 +232,37 @@ def test_wrong_chunks_are_refused_on_every_rank(ranks: RankPool, build: Any) -> 
     assert "virtual" not in said
 
 
+def groups_before(rank: int, is_tied: bool) -> str | None:
+    """The refusal of chunks whose groups were made before the schedule was applied, or None."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    import megatron.zero_bubble
+
+    destroy_groups()
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2, create_gloo_process_groups=False
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    megatron.zero_bubble.apply("zb-v")
+    row = Row({"schedule": "zb-v"}, num_layers=8, num_ranks=4, tied=is_tied)
+    try:
+        by_framework(settings(row), row)
+    except UserError as error:
+        return str(error)
+    finally:
+        megatron.zero_bubble.revert()
+        destroy_groups()
+    return None
+
+
+def test_only_tied_models_need_the_embedding_group_of_the_placement(ranks: RankPool) -> None:
+    """With another group, ranks would wait for each other while they sum the embedding."""
+    (said,) = set(ranks.run(4, groups_before, True))
+    assert said is not None
+    assert said.startswith("the stages with the embedding are on ranks [0], which must form the embedding group; ")
+    assert ranks.run(4, groups_before, False) == [None] * 4
+
+
 def orders(_rank: int) -> list[bool]:
     from megatron.zero_bubble.adapter.chunks import Layers, wrong_order
 

@@ -92,7 +92,8 @@ class PlacedChunks:
                 return
             if given["vp_stage"] == 0:
                 self._model.clear()
-                self._check_ends()
+                if given.get("share_embeddings_and_output_weights") or getattr(given["config"], "mtp_num_layers", None):
+                    self._check_ends()
             on_rank(*args, **kwargs)
             chunk = given["self"]
             describe_state_as(chunk, rank)
