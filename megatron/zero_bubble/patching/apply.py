@@ -257,10 +257,16 @@ def report() -> list[str]:
 
 
 def in_place_of(config: ZeroBubbleConfig) -> str:
-    """The schedule of ``config`` and the names that it replaces, for a log: one phrase."""
-    replaced = dict.fromkeys(line.partition(":")[0].removeprefix("megatron.") for line in report())
-    name = config.schedule or config.schedule_file
-    return f"schedule {name} in megatron-core {megatron.core.__version__}, in place of {', '.join(replaced)}"
+    """The schedule of ``config`` and the names that it replaces, for a log: one phrase.
+
+    A function that is replaced in several modules is named once.
+    """
+    replaced: dict[str, str] = {}
+    for line in report():
+        place = line.partition(":")[0].removeprefix("megatron.")
+        replaced.setdefault(place if place.endswith("__") else place.rpartition(".")[2], place)
+    name, places = config.schedule or config.schedule_file, ", ".join(replaced.values())
+    return f"schedule {name} in megatron-core {megatron.core.__version__}, in place of {places}"
 
 
 def _replace(replacements: list[Replacement], close: Callable[[], None] = lambda: None) -> None:
