@@ -52,6 +52,7 @@ class Iteration:
         results: losses and token counts, filled while the iteration runs.
         histories: keys and values that the slices of a sequence share.
         parts: the parts of the pipeline.
+        begins: called when the passes begin, and again if they run again.
     """
 
     facts: IterationFacts
@@ -59,6 +60,7 @@ class Iteration:
     store: WgradStore
     histories: Histories
     parts: Sequence[Part]
+    begins: Callable[[], None]
 
     def evaluate(self) -> None:
         """Run the forwards only."""
@@ -129,4 +131,6 @@ class Iteration:
             compute = self.store.saved.around(basic[Compute], facts.call.chunks)
             of_parts = {op: handler for each in self.parts for op, handler in each.handlers(facts).items()}
             by_op = {**basic, Compute: compute, **of_parts}
-            return Executor(prepared.plan, prepared.rank, by_op, observer).run()
+            executor = Executor(prepared.plan, prepared.rank, by_op, observer)
+            self.begins()
+            return executor.run()

@@ -258,8 +258,8 @@ class Pipeline:
             observer.planned(prepared.schedule)
         channels = partial(agreed.channels, partial(boundary.channels, links.transport))
         facts = IterationFacts(prepared, call, boundary, links, channels, observer)
-        iteration = Iteration(facts, results, self.store, self._slicing.histories, self._parts)
-        self._unfinished.begin_passes()
+        of_pipeline = self.store, self._slicing.histories, self._parts, self._unfinished.begin_passes
+        iteration = Iteration(facts, results, *of_pipeline)
         with timed(config):
             if step.forward_only:
                 if self._optimizer is not None:
