@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.optimizer.log_sums import add_predictions, drop_predictions, predictions_so_far
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.streams import HostCopy
 from megatron.zero_bubble.runtime.groups import destroy, is_alive, new_group, ranks_of, torchs
+from megatron.zero_bubble.runtime.transport import lost_connection
 
 
 class LossReportList(list[Any]):
@@ -76,10 +79,11 @@ class LossReports:
             if self._wait:
                 self.settle()
         elif self._rank == self._last:
-            size = torch.empty(1, dtype=torch.int64)
-            group.recv([size], self._peers[holder], 0).wait()
-            message = torch.empty(int(size), dtype=torch.uint8)
-            group.recv([message], self._peers[holder], 0).wait()
+            with _blaming_peers():
+                size = torch.empty(1, dtype=torch.int64)
+                group.recv([size], self._peers[holder], 0).wait()
+                message = torch.empty(int(size), dtype=torch.uint8)
+                group.recv([message], self._peers[holder], 0).wait()
             to_device = select(device.type).to_device
             received, predictions = _replaced(
                 pickle.loads(message.numpy().tobytes()), torch.Tensor, lambda on_host: to_device(on_host, device)
@@ -100,8 +104,9 @@ class LossReports:
 
     def settle(self) -> None:
         """Wait until the last rank has received all messages."""
-        while self._sent:
-            self._sent.pop()[0].wait()
+        with _blaming_peers():
+            while self._sent:
+                self._sent.pop()[0].wait()
 
     def forget(self) -> None:
         """Wait for no message, because its iteration has failed; the groups must be ``cut``."""
@@ -112,6 +117,20 @@ class LossReports:
         if dist.is_initialized():
             self.settle()
         destroy(self._group)
+
+
+@contextmanager
+def _blaming_peers() -> Iterator[None]:
+    """Context that turns a lost connection into a PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (reason := lost_connection(error)) is None:
+            raise
+        raise PeerError(
+            f"the losses did not get from the rank of the last stage to the last rank ({reason}); a rank has failed or "
+            "hangs: look for the first error of the other ranks"
+        ) from error
 
 
 class _Packer(pickle.Pickler):
