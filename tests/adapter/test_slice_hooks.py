@@ -168,9 +168,6 @@ def refusals(rank: int) -> dict[str, str]:
     softmax = model.module.decoder.layers[1].self_attention.core_attention.scale_mask_softmax
     softmax.scaled_masked_softmax_fusion = softmax.input_in_float16 = True
     sentence("fused softmax", model)
-    model = _model()
-    model.module.output_layer.weight.register_hook(lambda grad: grad)
-    sentence("hooks", model)
     return said
 
 
@@ -185,7 +182,6 @@ def test_what_cannot_be_cut_is_refused_in_one_sentence(ranks: RankPool) -> None:
         "length": "must have seq_length = 8 tokens; got 7; pass the length of the batches as seq_length",
         "mask": "attention_mask must have seq_length = 8 tokens; got 1; pass",
         "attention": "in every layer, which they give the keys and values of earlier slices; got Identity; train",
-        "hooks": "output_layer.weight has hooks; remove them, or train without slices",
         "fused softmax": "got masked_softmax_fusion=True; add --no-masked-softmax-fusion",
     }
     assert said.keys() == expected.keys()

@@ -34,7 +34,6 @@ from megatron.zero_bubble.plan.shard import Sharding, check_chunks, shard
 from megatron.zero_bubble.runtime.groups import backend_of
 from megatron.zero_bubble.runtime.handler import Handler
 from megatron.zero_bubble.runtime.shards import Sharder
-from megatron.zero_bubble.wgrad.hooks import name_with_hooks
 
 
 class DistributedChunk:
@@ -51,11 +50,6 @@ class DistributedChunk:
                 f"{type(model).__name__}; wrap it, or leave out shard_weights"
             )
         check_shards(model.ddp_config)
-        if (name := name_with_hooks(model.module)) is not None:
-            raise UserError(
-                "with sharded units, weights are freed between the passes that need them, so hooks on a parameter "
-                f"would find it empty; {name} has hooks; remove them, or train without shard_weights"
-            )
         self.model = model
         self._groups: list[Any] = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
         buffers: list[Any] = [*model.buffers, *model.expert_parallel_buffers]

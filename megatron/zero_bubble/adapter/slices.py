@@ -31,7 +31,6 @@ from megatron.zero_bubble.adapter.versions import given_to
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass
 from megatron.zero_bubble.job.options import check_softmax
-from megatron.zero_bubble.wgrad.hooks import name_with_hooks
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """Arguments of ``GPTModel.forward`` whose last dimension is the sequence."""
@@ -121,7 +120,6 @@ class SlicedChunk:
             yield
             return
         model = _gpt_of(self._chunk)
-        _check_hooks(model)
         handles = [
             model.register_forward_pre_hook(self._cut_inputs, with_kwargs=True),
             model.register_forward_hook(self._whole_output, with_kwargs=True),
@@ -258,14 +256,6 @@ def _attention_of(model: Any) -> Iterator[torch.nn.Module]:
         softmax = getattr(attention, "scale_mask_softmax", None)
         check_softmax(softmax is not None and softmax.scaled_masked_softmax_fusion and softmax.input_in_float16)
         yield attention
-
-
-def _check_hooks(model: torch.nn.Module) -> None:
-    if (name := name_with_hooks(model)) is not None:
-        raise UserError(
-            "with sequence slices, the hooks of a parameter would be called with the gradient of every slice, in "
-            f"place of that of the whole sequence; {name} has hooks; remove them, or train without slices"
-        )
 
 
 def _has_tensors(value: Any) -> bool:

@@ -28,8 +28,8 @@ CLAUSES = (
         "hooks",
         "The hooks of a parameter are called once per microbatch: those before and after the accumulation of its "
         "gradient, and those of the node that accumulates it.",
-        "W gives the gradient of a parameter with hooks to that node; each W asks, since hooks come and go. Sequence "
-        "slices and sharded units refuse such parameters.",
+        "W gives the gradient of a parameter with hooks to that node; each W asks, since hooks come and go. With "
+        "sequence slices, they are called for every slice.",
     ),
     Clause(
         "names",

@@ -72,11 +72,6 @@ def has_hooks(parameter: Any) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def name_with_hooks(module: torch.nn.Module) -> str | None:
-    """The name of the first parameter of ``module`` that has hooks; None if no parameter has."""
-    return next((name for name, parameter in module.named_parameters() if has_hooks(parameter)), None)
-
-
 def _nothing(*_: Any) -> None:
     """A hook without effect."""
 
