@@ -56,10 +56,11 @@ USED: tuple[Used, ...] = (
     *_of("megatron.core.transformer.multi_token_prediction", "set_loss_scale", "MTPLossAutoScaler"),
     *_of(
         "megatron.core.transformer",
-        "barrier_with_L1_time calculate_per_token_loss deallocate_pipeline_outputs expert_model_parallel_size "
-        "finalize_model_grads_func grad_scale_func grad_sync_func no_sync_func "
-        "num_microbatches_with_partial_activation_checkpoints moe_aux_loss_coeff moe_router_load_balancing_type "
-        "moe_z_loss_coeff num_moe_experts pipeline_dtype sequence_parallel timers variable_seq_lengths",
+        "attention_dropout barrier_with_L1_time calculate_per_token_loss deallocate_pipeline_outputs "
+        "expert_model_parallel_size finalize_model_grads_func grad_scale_func grad_sync_func hidden_dropout "
+        "no_sync_func num_microbatches_with_partial_activation_checkpoints moe_aux_loss_coeff "
+        "moe_router_load_balancing_type moe_z_loss_coeff num_moe_experts pipeline_dtype "
+        "sequence_parallel timers variable_seq_lengths",
         "TransformerConfig",
     ),
     # ranks and stages
