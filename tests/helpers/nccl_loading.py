@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +29,7 @@ import torch
 
 from megatron.zero_bubble.ir import Kind, Op, Pass, Plan, Value
 from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, ReleaseWeights, Wait
-from megatron.zero_bubble.runtime.collectives import collective_handlers
+from megatron.zero_bubble.runtime.collectives import Transfer, collective_handlers
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.handler import Awaited, Handler
 from megatron.zero_bubble.runtime.handlers import handlers
@@ -247,11 +247,11 @@ class _Lanes:
     rank: int
     staged: bool
 
-    def start(self, op: Any, work: Callable[[Any], Any], _uses: Iterable[torch.Tensor]) -> Awaited:
+    def start(self, op: Any, transfer: Transfer) -> Awaited:
         gpus = self.gpus
         if not self.staged:
             event = gpus.collective(op.lane, self.rank, [(gpus, rank) for rank in range(gpus.num_ranks)])
-            return _StreamWork(gpus, self.rank, event, work(None))
+            return _StreamWork(gpus, self.rank, event, transfer.result())
         starts = [gpus._started[op.lane, rank] for rank in range(gpus.num_ranks)]
         number = len(starts[self.rank])
         starts[self.rank].append(gpus.record((self.rank, COMPUTE)))
@@ -259,17 +259,20 @@ class _Lanes:
         def done() -> bool:
             return all(len(events) > number and gpus.reached(events[number]) for events in starts)
 
-        return _HostWork(gpus.hosts, done, work(None))
+        return _HostWork(gpus.hosts, done, transfer.result())
 
 
 class _Tensors:
     """The collectives of a model's values, without values."""
 
-    def spread(self, _value: Value, held: Any, _root: int, _group: Any) -> Any:
-        return held
+    def spread(self, _value: Value, held: Any, _root: int) -> Transfer:
+        return Transfer(lambda _group: None, (), lambda: held)
 
-    def total(self, _kind: Kind, _microbatch: int, _part: Any, _root: int, _group: Any) -> Any:
-        return None
+    def gather(self, _kind: Kind, _microbatch: int, part: Any) -> tuple[Transfer, Any]:
+        return Transfer(lambda _group: None), part
+
+    def total(self, _kind: Kind, _microbatch: int, _part: Any, _root: int, _is_root: bool) -> Transfer:
+        return Transfer(lambda _group: None)
 
 
 @dataclass

@@ -10,8 +10,8 @@ import pytest
 from megatron.zero_bubble import PassCosts, Schedule, build, simulate
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.ir import Op, Recv, Send, Validate
-from megatron.zero_bubble.ir.collectives import Collective, Finish, Spread, Sum, collectives_of
+from megatron.zero_bubble.ir import Compute, Op, Recv, Send, Validate
+from megatron.zero_bubble.ir.collectives import AllGather, Collective, Finish, Spread, Sum, collectives_of
 from megatron.zero_bubble.ir.ops import OPS
 from megatron.zero_bubble.ir.vocabulary import HIDDEN, PART, TO_ALL_RANKS, Algorithm
 from megatron.zero_bubble.plan import communicate, lower, lower_forward_only, lower_training, prove
@@ -24,8 +24,10 @@ RANKS, MICROBATCHES = 4, 6
 NAMES = ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-1f1b"]
 
 
-def made(name: str = "zb-h1", algorithm: Algorithm = 2, ranks: int = RANKS) -> tuple[Schedule, PassCosts]:
-    schedule = build(name, num_ranks=ranks, num_microbatches=MICROBATCHES)
+def made(
+    name: str = "zb-h1", algorithm: Algorithm = 2, ranks: int = RANKS, microbatches: int = MICROBATCHES
+) -> tuple[Schedule, PassCosts]:
+    schedule = build(name, num_ranks=ranks, num_microbatches=microbatches)
     costs = PassCosts.uniform(schedule.placement, 18.0, 18.0, 9.0, 0.6)
     costs = replace(costs, vocabulary=VocabularyCosts.uniform(ranks, 4.0, 3.0, 0.5, 0.7))
     return with_vocabulary(schedule, costs, algorithm, 0.5, delay=schedule.num_stages > ranks), costs
@@ -34,12 +36,12 @@ def made(name: str = "zb-h1", algorithm: Algorithm = 2, ranks: int = RANKS) -> t
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("algorithm", [1, 2])
 def test_collectives_replace_messages_at_little_cost(name: str, algorithm: Algorithm) -> None:
-    schedule, costs = made(name, algorithm)
+    schedule, costs = made(name, algorithm, microbatches=2 * MICROBATCHES)
     plan = lower_training(schedule)
     moved = [op.message.value.name for row in plan.ops for op in row if isinstance(op, (Send, Recv))]
     assert not {*TO_ALL_RANKS, PART} & set(moved)
-    assert simulate(plan, costs).makespan_ms <= 1.02 * simulate(schedule, costs).makespan_ms
-    for queues in (Queues.CHANNEL, Queues.DIRECTION):
+    assert simulate(plan, costs).makespan_ms <= 1.01 * simulate(schedule, costs).makespan_ms
+    for queues in (Queues.CHANNEL, Queues.DEVICE):
         prove(plan, queues)
     evaluation = lower_forward_only(schedule)
     assert any(isinstance(op, Collective) for row in evaluation.ops for op in row)
@@ -62,8 +64,10 @@ def test_collective_time_is_added_once() -> None:
     plan = lower_training(schedule)
     slow = replace(costs, vocabulary=replace(costs.vocabulary, collective_ms=5.0))
     assert simulate(plan, slow).makespan_ms > simulate(plan, costs).makespan_ms
-    lasts = [span.end_ms - span.start_ms for row in simulate(plan, slow).lanes for span in row]
-    assert lasts == [pytest.approx(5.0)] * sum(isinstance(op, Collective) for row in plan.ops for op in row)
+    spans = [span for row in simulate(plan, slow).lanes for span in row]
+    assert len(spans) == sum(isinstance(op, Collective) for row in plan.ops for op in row)
+    for span in spans:  # gathering the scales counts as a part of the sum
+        assert span.end_ms - span.start_ms == pytest.approx(0.0 if isinstance(span.op, AllGather) else 5.0)
 
 
 def without_one(row: tuple[Op, ...]) -> tuple[Op, ...]:
@@ -113,19 +117,26 @@ def test_a_collective_that_waits_for_itself_is_rejected() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("algorithm", [1, 2])
-def test_streams_that_share_queues_are_refused_where_collectives_block_passes(name: str, algorithm: Algorithm) -> None:
-    """What follows a collective in its stream holds back its queue, and the first broadcasts start before all passes.
-
-    A rank between two others has a stream for passes, four for messages, and two for each kind of collective.
-    """
+def test_number_of_streams(name: str, algorithm: Algorithm) -> None:
+    """A rank between two others has a stream for passes, four for messages, and two for each kind of collective."""
     plan = lower_training(made(name, algorithm)[0])
-    needed = num_streams(plan)
-    for num_queues in (1, 8, needed - 1):
-        with pytest.raises(PlanError, match=rf"needs several hardware queues per GPU: {needed}, one for each"):
-            prove_for_queues(plan, num_queues)
-    prove_for_queues(plan, needed)
     kinds = {op.lane for op in plan.ops[0] if isinstance(op, Collective)}
-    assert needed == 5 + 2 * len(kinds) <= 32
+    assert num_streams(plan) == 5 + 2 * len(kinds) <= 32
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_sums_of_scaled_parts_follow_what_all_ranks_gather(algorithm: Algorithm) -> None:
+    """Only with algorithm 2 in training, and with a pass in between unless that must follow the sum."""
+    schedule = made("zb-h1", algorithm)[0]
+    gathers = [op for row in lower_training(schedule).ops for op in row if isinstance(op, AllGather)]
+    assert len(gathers) == (RANKS * MICROBATCHES if algorithm == 2 else 0)
+    assert not any(isinstance(op, AllGather) for row in lower_forward_only(schedule).ops for op in row)
+    if algorithm == 2:
+        row = [op for op in lower_training(schedule).ops[1] if isinstance(op, (AllGather, Sum, Compute))]
+        text = [str(op) for op in row if not str(op).startswith("1I")]
+        at = text.index("1S4:part<>*")
+        assert text[at - 1] == "1S4"
+        assert text[at + 2] == "1S4:part>+3"
 
 
 def test_plans_without_collectives_need_no_queues_of_their_own() -> None:

@@ -71,9 +71,14 @@ def collect_on_a_lane(cuda: FakeCuda) -> float:
 
 
 def start_sum(cuda: FakeCuda, lane: Lane) -> Result:
-    part = cuda.on_device(torch.ones(2))
+    part, total = cuda.on_device(torch.ones(2)), cuda.on_device(torch.zeros(2))
     part.mul_(3.0)
-    return lane.start(lambda: (part * 2.0, None), [part])
+
+    def work() -> tuple[torch.Tensor, None]:
+        total.copy_(part).mul_(2.0)
+        return total, None
+
+    return lane.start(work, [part, total])
 
 
 def read_a_loss(cuda: FakeCuda) -> float:
@@ -217,10 +222,28 @@ def test_fake_notices_a_result_that_keeps_nothing(cuda: FakeCuda, monkeypatch: p
         collect_on_a_lane(cuda)
 
 
-def test_fake_notices_a_result_in_memory_of_the_lane(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform_module, "_in_memory_of", lambda _passes, made: made)
-    with pytest.raises(Unordered):
-        collect_on_a_lane(cuda)
+def test_nothing_follows_the_work_of_a_lane(cuda: FakeCuda) -> None:
+    """It would hold back the passes in the same hardware queue until the work has ended."""
+    lane, ran = CudaPlatform().lane(), []
+    queue = lane._stream.queue  # type: ignore[attr-defined]
+    lane._stream.queue = lambda: (ran.append("queued"), queue())  # type: ignore[attr-defined]
+    total = cuda.on_device(torch.ones(2))
+
+    def work() -> torch.Tensor:
+        total.mul_(2.0)
+        ran.append("work")
+        return total
+
+    assert lane.start(work, [total]).wait() is total
+    assert ran == ["queued", "work"]
+
+
+def test_waiting_for_a_result_frees_what_ran_before_it_on_the_lane(cuda: FakeCuda) -> None:
+    """As the gathering before a sum, whose result nobody else waits for."""
+    lane = CudaPlatform().lane()
+    start_sum(cuda, lane)
+    start_sum(cuda, lane).wait()
+    assert not lane._under_way
 
 
 def test_loss_is_read_without_a_wait_for_the_passes_behind_it(cuda: FakeCuda) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from megatron.zero_bubble.ir.collectives import Collective, Sum
 from megatron.zero_bubble.ir.vocabulary import PART, Algorithm
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.runtime.collectives import Lanes, collective_handlers, collective_kinds
+from megatron.zero_bubble.runtime.collectives import Lanes, Transfer, collective_handlers, collective_kinds
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.handler import FORGOTTEN, Awaited
@@ -44,17 +44,36 @@ def plan_of(name: str, algorithm: Algorithm, post_validation: bool = False) -> P
 class Numbers:
     """Values are tensors of one number."""
 
-    def spread(self, value: Value, held: Any, root: int, group: dist.ProcessGroup) -> torch.Tensor:
+    def spread(self, value: Value, held: Any, root: int) -> Transfer:
         assert not torch.is_grad_enabled()
         number = held.clone() if isinstance(held, torch.Tensor) else torch.zeros(1)
-        dist.broadcast(number, group=group, group_src=root)
-        return number
 
-    def total(self, kind: Kind, microbatch: int, part: Any, root: int, group: dist.ProcessGroup) -> torch.Tensor | None:
+        def run(group: dist.ProcessGroup) -> None:
+            assert not torch.is_grad_enabled()
+            dist.broadcast(number, group=group, group_src=root)
+
+        return Transfer(run, (number,), lambda: number)
+
+    def gather(self, kind: Kind, microbatch: int, part: Any) -> tuple[Transfer, Any]:
         assert not torch.is_grad_enabled()
         number = torch.zeros(1) if part is FORGOTTEN else part.clone()
-        dist.reduce(number, group=group, group_dst=root)
-        return number if group.rank() == root else None
+        every = torch.zeros(RANKS)
+        return Transfer(lambda group: dist.all_gather_into_tensor(every, number, group=group), (every,)), (
+            number,
+            every,
+        )
+
+    def total(self, kind: Kind, microbatch: int, part: Any, root: int, is_root: bool) -> Transfer:
+        assert not torch.is_grad_enabled()
+        number, every = part if isinstance(part, tuple) else (part, None)
+        number = torch.zeros(1) if part is FORGOTTEN else number.clone()
+
+        def run(group: dist.ProcessGroup) -> None:
+            if every is not None:
+                assert number in every, "what all ranks have gathered is there before their sum"
+            dist.reduce(number, group=group, group_dst=root)
+
+        return Transfer(run, (number,), lambda: number if is_root else None)
 
 
 class Adding:
@@ -166,12 +185,12 @@ class HostJoins(Lanes):
 
     joined: set[dist.ProcessGroup]
 
-    def start(self, op: Collective, work: Callable[[dist.ProcessGroup], Any], uses: Iterable[torch.Tensor]) -> Awaited:
+    def start(self, op: Collective, transfer: Transfer) -> Awaited:
         group = self._lanes[op.lane][1]
         if group not in self.joined:
             dist.barrier(group)
         self.joined.add(group)
-        return super().start(op, work, uses)
+        return super().start(op, transfer)
 
 
 def run_with_hosts_that_join(rank: int, plan: Plan) -> dict[str, float]:

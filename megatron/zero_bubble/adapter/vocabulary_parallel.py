@@ -77,7 +77,8 @@ class VocabularyParallel(Part):
         if facts is None:
             return {}
         shapes = _shapes(iteration, VocabularyShards.of(iteration.call.chunks[0]))
-        transfers = VocabularyTransfers(shapes, facts.algorithm, trains=not iteration.forward_only)
+        trains, num_ranks = not iteration.forward_only, plan.schedule.num_ranks
+        transfers = VocabularyTransfers(shapes, num_ranks, facts.algorithm, trains)
         return collective_handlers(plan, iteration.links.lanes, transfers, iteration.observer)
 
     @property

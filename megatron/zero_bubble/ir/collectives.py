@@ -2,6 +2,7 @@
 
     7F3:hidden>*     give a value to the collective that moves it to all ranks
     7F3:hidden<*7    take part in that collective as a receiver; rank 7 has the value
+    2S3:part<>*      tell all ranks what they need to know of this rank's part before the parts can be added
     2S3:part>+7      give this rank's part to the collective that adds the parts of all ranks on rank 7
     7S3:part<+7      the same on rank 7, which receives the sum in place of the parts
     2S3:part>+7=     wait until the collective has read this rank's part, then free it
@@ -85,7 +86,7 @@ class Collective(Op):
         for rank, row in enumerate(rows):
             order: dict[str, list[Value]] = {}
             for op in row:
-                if isinstance(op, cls):
+                if isinstance(op, Collective):
                     order.setdefault(op.lane, []).append(op.key)
                     if op.rank != rank:
                         yield f"{op} is not for rank {rank}", rank
@@ -121,6 +122,33 @@ class Spread(Collective):
         if self.operand is not None:
             return Effects(uses=(self.value,), gives=(self.operand,), makes=makes, arrives=self.arrival())
         return Effects(gives=(self.value,), makes=makes, arrives=self.arrival())
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather(Collective):
+    """Gather on every rank what the parts of all ranks have to be scaled by, before a ``Sum`` on the same lane adds
+    them: a few numbers per token, whose time counts as a part of that sum's.
+    """
+
+    def __str__(self) -> str:
+        return f"{self.value}<>*"
+
+    @property
+    def key(self) -> Value:
+        producer, name = self.value
+        return Value(producer._replace(stage=0), f"{name}_scale")
+
+    @property
+    def operand(self) -> Value | None:
+        return None  # every rank has a result
+
+    def duration_ms(self, times: Times, slices: Slices) -> float:
+        return 0.0
+
+    def effects(self, flow: Flow) -> Effects:
+        return Effects(
+            takes=(self.value,), gives=(self.value,), makes=(self.started(self.rank),), arrives=self.arrival()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +195,7 @@ class Finish(Op):
         return Finish(self.collective.later(by))
 
 
-def collectives_of(num_ranks: int) -> tuple[type[Op], type[Op], type[Op]]:
+def collectives_of(num_ranks: int) -> tuple[type[Op], ...]:
     """The ops with a ``parse`` for a pipeline of ``num_ranks`` ranks, which their text does not say."""
 
     class _Spread(Spread):
@@ -177,6 +205,14 @@ def collectives_of(num_ranks: int) -> tuple[type[Op], type[Op], type[Op]]:
         def parse(cls, text: str, rank: int) -> Spread | None:
             match = re.fullmatch(r"(.+)(>\*|<\*([0-9]+))", text)
             return Spread(Value.parse(match[1]), rank, int(match[3] or rank), num_ranks) if match else None
+
+    class _AllGather(AllGather):
+        __slots__ = ()
+
+        @classmethod
+        def parse(cls, text: str, rank: int) -> AllGather | None:
+            match = re.fullmatch(r"(.+)<>\*", text)
+            return AllGather(Value.parse(match[1]), rank, rank, num_ranks) if match else None
 
     class _Sum(Sum):
         __slots__ = ()
@@ -194,4 +230,4 @@ def collectives_of(num_ranks: int) -> tuple[type[Op], type[Op], type[Op]]:
             op = _Spread.parse(text[:-1], rank) or _Sum.parse(text[:-1], rank) if text.endswith("=") else None
             return None if op is None else Finish(op)
 
-    return _Finish, _Spread, _Sum
+    return _Finish, _AllGather, _Spread, _Sum

@@ -147,6 +147,12 @@ class Vocabulary:
             return (Pass(stage, J, microbatch),)
         return self.chain.consumers(value)
 
+    def is_scaled(self, value: Value) -> bool:
+        """Whether all ranks must know something of each other's parts before these can be added: the softmax of a shard
+        is a part of the whole one only after it is scaled, and so is the gradient that S prepares with algorithm 2.
+        """
+        return value.name == PART and value.producer.kind is S and self.algorithm == 2 and not self.chain.forward_only
+
     def _parts(self, kind: Kind, microbatch: int) -> tuple[Value, ...]:
         return tuple([Value(shard, PART) for shard in self.shards(kind, microbatch)])
 

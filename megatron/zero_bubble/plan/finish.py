@@ -3,22 +3,18 @@
 The same rule as for send buffers (``plan.communicate``): a rank frees it after an op that implies that the collective
 has ended, because all ranks that need its result have used it. So ``Finish`` does not wait, delays no pass, and cannot
 make ranks wait for each other. Without such an op, it is freed at the end.
-
-Which ops of other ranks an op implies is found in one run of the plan without time. Every rank and every token has, of
-each rank, the number of ops that must have ended by then (a vector clock).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.zero_bubble.analysis.steps import Step, advance, steps
+from megatron.zero_bubble.analysis.steps import Step, steps
 from megatron.zero_bubble.ir import Op, Plan, Value
 from megatron.zero_bubble.ir.collectives import Collective, Finish
-
-Clock = tuple[int, ...]
+from megatron.zero_bubble.plan.clocks import Clock, clocked
 
 
 def finish(plan: Plan) -> Plan:
@@ -26,15 +22,8 @@ def finish(plan: Plan) -> Plan:
     rows = steps(plan)
     first_uses = _first_uses(rows)
     due = [_Due() for _ in rows]
-    clocks: list[Clock] = [(0,) * len(rows) for _ in rows]
-    made: dict[Hashable, Clock] = {}
-    for rank, position, step in advance(rows, made):
-        due[rank].proceed(step.op, clocks[rank], first_uses)
-        known = [clocks[rank], *(made[token] for token in step.waits)]
-        clock = list(map(max, *known)) if len(known) > 1 else list(known[0])
-        clock[rank] = position + 1
-        clocks[rank] = tuple(clock)
-        made.update(dict.fromkeys(step.makes, clocks[rank]))
+    for rank, _, step, clock, _ in clocked(rows):
+        due[rank].proceed(step.op, clock, first_uses)
     return replace(plan, ops=tuple((*row.ops, *row.left()) for row in due))
 
 

@@ -15,6 +15,7 @@ from megatron.zero_bubble.plan.offload import Move, offload
 from megatron.zero_bubble.plan.post_validation import with_validation
 from megatron.zero_bubble.plan.prove import prove
 from megatron.zero_bubble.plan.shard import Sharding, shard
+from megatron.zero_bubble.plan.turns import in_turn
 from megatron.zero_bubble.plan.unroll import is_alike, unroll
 
 LoweringPass = Callable[[Plan], Plan]
@@ -88,10 +89,10 @@ def lower_forward_only(
     more = [*([] if sharding is None else [partial(shard, sharding=sharding)]), *more]
     for most in (2, schedule.num_ranks + 1, 2 * schedule.num_ranks + 1):
         try:
-            return lower(forwards, (collect, partial(transfers, max_in_flight=most), *more))
+            return lower(forwards, (collect, partial(transfers, max_in_flight=most), in_turn, *more))
         except PlanError:
             continue
-    return lower(forwards, (collect, transfers, *more))
+    return lower(forwards, (collect, transfers, in_turn, *more))
 
 
 def lower_training(
@@ -111,7 +112,7 @@ def lower_training(
         sharding: how chunks are sharded over their replicas; None if each replica has all of them.
         more: lowering passes that follow.
     """
-    passes: list[LoweringPass] = [collect, partial(communicate, post_receives=post_receives)]
+    passes: list[LoweringPass] = [collect, partial(communicate, post_receives=post_receives), in_turn]
     if post_validation:
         passes.append(with_validation)
     if moves:

@@ -18,7 +18,7 @@ from enum import Enum
 
 from megatron.zero_bubble.analysis.steps import Blocked, Step, run_to_end, steps
 from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.ir import Compute, Message, Op, Plan, Recv, Send, Token, Validate
+from megatron.zero_bubble.ir import Compute, Op, Plan, Recv, Send, Token, Validate
 from megatron.zero_bubble.ir.collectives import Collective
 from megatron.zero_bubble.ir.ops import STEPPED
 from megatron.zero_bubble.ir.plan import Unrolled
@@ -35,7 +35,7 @@ class Queues(Enum):
     )
     DEVICE = (
         "one hardware queue per device (CUDA_DEVICE_MAX_CONNECTIONS=1): a transfer that waits for the previous one on "
-        "its channel blocks everything that the rank issues afterwards, and so does a collective until it has ended"
+        "its channel, or a collective for that on its lane, blocks everything that the rank issues afterwards"
     )
 
 
@@ -131,7 +131,7 @@ def _prove_run(plan: Plan, queues: Queues, stopped: bool = False) -> list[list[S
     rows = steps(plan, refuse, stopped)
     transfers: list[list[Step]] = []
     if queues is Queues.DEVICE:
-        rows = _in_one_queue(rows)
+        rows = in_one_queue(rows)
     elif queues is Queues.DIRECTION:
         rows, transfers = _in_queues_of_directions(rows)
     try:
@@ -142,34 +142,34 @@ def _prove_run(plan: Plan, queues: Queues, stopped: bool = False) -> list[list[S
     return rows
 
 
-def _in_one_queue(rows: list[list[Step]]) -> list[list[Step]]:
-    """Make every transfer also wait until the other rank has issued the previous transfer on the same channel, and
-    every op that follows a collective until all ranks have started that.
+def in_one_queue(rows: list[list[Step]]) -> list[list[Step]]:
+    """Make every transfer also wait until its other ranks have issued the one before it in the same stream.
 
-    A transfer is one kernel, which leaves the queue when it starts, before it ends. A collective is followed by others
-    in its stream, which wait for it at the front of the queue: the next tensor, or the copy of its result.
+    A transfer is one kernel, which leaves the queue when it starts, before it ends. The next one of its stream waits at
+    the front of the queue until it has ended.
     """
-    last: dict[tuple[type[Op], tuple[int, int]], Message] = {}
-
-    def held_back(step: Step) -> Step:
-        op = step.op
-        if not isinstance(op, (Send, Recv)):
-            return step
-        before = last.get((type(op), op.message.channel))
-        last[type(op), op.message.channel] = op.message
-        if before is None:
-            return step
-        return step._replace(waits=(*step.waits, Token("posted" if isinstance(op, Send) else "sent", before)))
-
-    return [[*map(held_back, _after_collectives(row))] for row in rows]
+    return [[*_held_back(row)] for row in rows]
 
 
-def _after_collectives(row: Iterable[Step]) -> Iterator[Step]:
-    """Yield the steps of a rank, of which those after a collective also wait for the other ranks."""
-    others: tuple[Hashable, ...] = ()
+def stream_of(op: Op) -> Hashable:
+    """The stream of a rank in which a transfer runs after those issued before it; None for other ops."""
+    if isinstance(op, Collective):
+        return op.lane
+    return (type(op), op.message.channel) if isinstance(op, (Send, Recv)) else None
+
+
+def _held_back(row: Iterable[Step]) -> Iterator[Step]:
+    ends: dict[Hashable, tuple[Token, ...]] = {}  # by stream, the tokens of the other ranks of the last transfer
     for step in row:
-        yield step._replace(waits=(*step.waits, *others)) if others else step
-        others = step.op.arrival() if isinstance(step.op, Collective) else ()
+        op = step.op
+        if (stream := stream_of(op)) is None:
+            yield step
+            continue
+        yield step._replace(waits=(*step.waits, *ends.get(stream, ())))
+        if isinstance(op, Collective):
+            ends[stream] = op.arrival()
+        elif isinstance(op, (Send, Recv)):
+            ends[stream] = (Token("posted" if isinstance(op, Send) else "sent", op.message),)
 
 
 def _in_queues_of_directions(rows: list[list[Step]]) -> tuple[list[list[Step]], list[list[Step]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -70,25 +71,31 @@ _OF_LANES = -1
 class CudaLane:
     """A ``Lane`` on a CUDA stream of its own: it must not wait for other lanes, nor for messages.
 
-    torch's allocator need not know of the lane. Work uses memory of the passes only until a result is waited for, and
-    the lane keeps it until then; later passes may have it, because they wait as well. Results are in memory of the
-    passes, too. With ``record_stream``, memory would come back only when the GPU has proceeded so far: the further the
+    torch's allocator need not know of the lane. Work uses memory of the passes, also for its result, only until they
+    wait for this result or a later one, and the lane keeps ``uses`` until then; later passes may have it, because they
+    wait as well. With ``record_stream``, memory would come back only when the GPU has proceeded so far: the further the
     host runs ahead, the more memory would be in use. Results that nobody waits for, because a pass has failed, are kept
     until the lane is joined or closed.
+
+    Nothing follows the work in the stream: with few hardware queues, what waits for it there would hold back the
+    passes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = take_stream(device, _OF_LANES)
-        self._under_way: set[CudaResult] = set()
+        self._under_way: deque[CudaResult] = deque()
 
     def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> CudaResult:
-        passes = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(passes)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            made = _in_memory_of(passes, work())
-            result = CudaResult(made, tuple(uses), self._stream.record_event(), self._under_way.discard)
-        self._under_way.add(result)
+            result = CudaResult(work(), tuple(uses), self._stream.record_event(), self._ended)
+        self._under_way.append(result)
         return result
+
+    def _ended(self, result: CudaResult) -> None:
+        """Forget a result that the passes wait for, and those before it, which have ended as well."""
+        while result in self._under_way:
+            self._under_way.popleft()
 
     def join(self) -> None:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
@@ -106,22 +113,8 @@ class CudaLane:
         return True
 
 
-def _in_memory_of(passes: torch.cuda.Stream, made: Any) -> Any:
-    """A copy of what the current stream has made, in memory that belongs to the stream of the passes.
-
-    The current stream has waited for the passes, so it may write there. Its own memory is free for its next work.
-    """
-    if isinstance(made, tuple):
-        return tuple(_in_memory_of(passes, tensor) for tensor in made)
-    if not isinstance(made, torch.Tensor):
-        return made
-    with torch.cuda.stream(passes):
-        copy = torch.empty_like(made)
-    return copy.copy_(made)
-
-
 class CudaResult:
-    """The tensors that a work item on a stream makes: None, a tensor, or a tuple of them; and those that it uses.
+    """What a work item on a stream returns, and the tensors that it uses.
 
     ``waited`` is called with this result when the passes wait for it.
     """

@@ -33,7 +33,8 @@ class Lane(Protocol):
     """Runs work items that may wait for other ranks, in order, concurrently with the caller's later work."""
 
     def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> Result:
-        """Run ``work`` after everything queued so far. The result keeps the memory of ``uses``, and must be waited for.
+        """Run ``work`` after everything queued so far. The lane keeps the memory of ``uses``, which includes that of
+        tensors that ``work`` makes for the caller, until the caller waits for the result or a later one.
 
         Raises what an earlier work item raised, if that is known.
         """

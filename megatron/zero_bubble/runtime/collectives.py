@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Kind, Op, Plan, Value
-from megatron.zero_bubble.ir.collectives import Collective, Finish, Spread, Sum
+from megatron.zero_bubble.ir.collectives import AllGather, Collective, Finish, Spread, Sum
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.groups import destroy, group_beside_passes, join, torchs
 from megatron.zero_bubble.runtime.handler import Awaited, Handler
@@ -33,18 +34,40 @@ _LEAST_S = 0.1
 """Time that each lane has in any case, to end when it has nothing to run."""
 
 
-class Transfers(Protocol):
-    """The collectives of a model's values. Its methods run on a lane, may wait for other ranks, and record no gradient.
+@dataclass(frozen=True)
+class Transfer:
+    """One transfer between all ranks, in memory that belongs to the passes.
 
-    ``root`` is the rank within ``group``, which contains all pipeline ranks in order. A value or part may be
+    With few hardware queues, what a lane runs behind a transfer would hold back the passes until that has ended. So
+    everything that follows is computed when the passes wait.
+
+    Attributes:
+        run: takes part, on a lane: a single collective of torch.distributed is the last thing that it starts. It may
+            wait for other ranks, and records no gradient.
+        uses: the tensors that ``run`` reads or writes.
+        result: makes the result, with the passes, when the transfer has ended.
+    """
+
+    run: Callable[[dist.ProcessGroup], object]
+    uses: tuple[torch.Tensor, ...] = ()
+    result: Callable[[], Any] = lambda: None
+
+
+class Transfers(Protocol):
+    """The transfers of a model's values. Its methods allocate memory; they do not wait, and record no gradient.
+
+    ``root`` is the rank within the group, which contains all pipeline ranks in order. A value or part may be
     ``executor.FORGOTTEN`` if the ranks have stopped; the rank then takes part with any tensors of the right shapes.
     """
 
-    def spread(self, value: Value, held: Any, root: int, group: dist.ProcessGroup) -> Any:
-        """Return the value of the root; ``held`` is the value on the root, and None on the other ranks."""
+    def spread(self, value: Value, held: Any, root: int) -> Transfer:
+        """The value of the root is the result; ``held`` is the value on the root, and None on the other ranks."""
 
-    def total(self, kind: Kind, microbatch: int, part: Any, root: int, group: dist.ProcessGroup) -> Any:
-        """Return the sum of the parts of all ranks on the root, and None on the other ranks."""
+    def gather(self, kind: Kind, microbatch: int, part: Any) -> tuple[Transfer, Any]:
+        """Also returns the part for ``total``, which then also has what the parts of all ranks are scaled by."""
+
+    def total(self, kind: Kind, microbatch: int, part: Any, root: int, is_root: bool) -> Transfer:
+        """The sum of the parts of all ranks is the result on the root, and None on the other ranks."""
 
 
 class Lanes:
@@ -88,8 +111,8 @@ class Lanes:
         for group in self.groups:
             join(group)
 
-    def start(self, op: Collective, work: Callable[[dist.ProcessGroup], Any], uses: Iterable[torch.Tensor]) -> Awaited:
-        """Start ``work`` of an op, which gets the group of its kind.
+    def start(self, op: Collective, transfer: Transfer) -> Awaited:
+        """Start the transfer of an op in the group of its kind.
 
         Raises:
             PeerError: an earlier collective of the kind failed, because another rank died or did not take part.
@@ -97,12 +120,12 @@ class Lanes:
         lane, group = self._lanes[op.lane]
         current = torchs(group)
 
-        def run() -> Any:
+        def run() -> None:
             with torch.no_grad():
-                return work(current)
+                transfer.run(current)
 
         with _blaming_peers(op, op):
-            return CollectiveResult(lane.start(run, uses), op, self._watchdog)
+            return CollectiveResult(lane.start(run, transfer.uses), op, transfer.result, self._watchdog)
 
     def close(self, timeout_s: float = _PATIENCE_S) -> None:
         """Stop the lanes, when all collectives are complete, and destroy their groups.
@@ -119,10 +142,12 @@ class Lanes:
 
 
 class CollectiveResult(Awaited):
-    """The result of a collective."""
+    """The result of a collective, which ``make`` makes once the transfer has ended."""
 
-    def __init__(self, result: Result, op: Collective, watchdog: Watchdog | None = None) -> None:
-        self._result, self._op, self._watchdog = result, op, watchdog
+    def __init__(
+        self, ended: Result, op: Collective, make: Callable[[], Any], watchdog: Watchdog | None = None
+    ) -> None:
+        self._ended, self._op, self._make, self._watchdog = ended, op, make, watchdog
 
     def wait(self, needed_by: object) -> Any:
         """Wait for the result.
@@ -134,8 +159,11 @@ class CollectiveResult(Awaited):
         op = self._op  # the watchdog must not keep the result
         with _blaming_peers(op, needed_by):
             if self._watchdog is None:
-                return self._result.wait()
-            return self._watchdog.wait(self._result, lambda reason: _missed(op, needed_by, reason))
+                self._ended.wait()
+            else:
+                self._watchdog.wait(self._ended, lambda reason: _missed(op, needed_by, reason))
+        with torch.no_grad():
+            return self._make()
 
 
 @contextmanager
@@ -167,33 +195,27 @@ def collective_handlers(
     """The handlers of collectives for one iteration of ``plan``; ``observer`` is notified when they run."""
     flow = plan.schedule.flow
 
-    def start(op: Collective, work: Callable[[dist.ProcessGroup], Any], uses: Any) -> Awaited:
-        return lanes.start(op, observed_work(op, work, observer), tensors_of(uses))
+    def start(op: Collective, transfer: Transfer) -> Awaited:
+        return lanes.start(op, replace(transfer, run=observed_work(op, transfer.run, observer)))
 
+    @torch.no_grad()
     def spread(op: Spread, inputs: Sequence[Any]) -> Sequence[Any]:
-        held = inputs[0] if op.is_root else None
+        return (start(op, transfers.spread(op.value, inputs[0] if op.is_root else None, op.root)),)
 
-        def give(group: dist.ProcessGroup) -> None:
-            transfers.spread(op.value, held, op.root, group)  # the root has the value already
+    @torch.no_grad()
+    def gather(op: AllGather, inputs: Sequence[Any]) -> Sequence[Any]:
+        transfer, scaled = transfers.gather(op.value.producer.kind, op.value.producer.microbatch, inputs[0])
+        start(op, transfer)  # the sum follows on the same lane, so nobody else has to wait
+        return (scaled,)
 
-        if op.is_root:
-            return (start(op, give, held),)
-        return (start(op, lambda group: transfers.spread(op.value, None, op.root, group), None),)
-
+    @torch.no_grad()
     def total(op: Sum, inputs: Sequence[Any]) -> Sequence[Any]:
-        (part,) = inputs
         kind, microbatch = op.value.producer.kind, op.value.producer.microbatch
-        result = start(op, lambda group: transfers.total(kind, microbatch, part, op.root, group), part)
+        result = start(op, transfers.total(kind, microbatch, inputs[0], op.root, op.is_root))
         # The sum is in place of the first part.
         return (result, *(None for _ in op.effects(flow).gives[1:]))
 
     def finish(_op: Finish, _inputs: Sequence[Any]) -> None:
         """The executor has waited for the collective, and drops what it has read."""
 
-    return {Spread: spread, Sum: total, Finish: finish}
-
-
-def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors in a value: a tensor, or a tuple that may also have other items."""
-    items = value if isinstance(value, tuple) else (value,)
-    return tuple(item for item in items if isinstance(item, torch.Tensor))
+    return {Spread: spread, AllGather: gather, Sum: total, Finish: finish}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.ir import Message, Op, Plan
-from megatron.zero_bubble.ir.collectives import Finish, Spread, Sum
+from megatron.zero_bubble.ir.collectives import AllGather, Collective, Finish, Spread, Sum
 from megatron.zero_bubble.runtime.collectives import collective_kinds
 from megatron.zero_bubble.runtime.groups import group_beside_passes
 from megatron.zero_bubble.runtime.handler import Awaited, Handler
@@ -63,13 +63,13 @@ class VirtualCollectives:
         """Context with the handlers of the collectives of one iteration, which are complete at its end."""
         exchanges: list[_ExchangedTimes] = []
 
-        def start(op: Spread | Sum, inputs: Sequence[torch.Tensor]) -> list[_ExchangedTimes]:
+        def start(op: Collective, inputs: Sequence[torch.Tensor]) -> list[_ExchangedTimes]:
             ready_ms = max((float(tensor[0]) for tensor in inputs), default=0.0)
-            end = clock.occupy(op, ready_ms, costs.collective())
+            end = clock.occupy(op, ready_ms, op.duration_ms(costs, plan.schedule.slices))
             exchanges.append(_ExchangedTimes(end, op.rank, self._groups[op.lane], costs))
             return exchanges[-1:] * len(op.effects(plan.schedule.flow).gives)
 
-        yield {Spread: start, Sum: start, Finish: lambda _op, _inputs: None}
+        yield {Spread: start, AllGather: start, Sum: start, Finish: lambda _op, _inputs: None}
         for exchange in exchanges:
             exchange.wait("end")
 

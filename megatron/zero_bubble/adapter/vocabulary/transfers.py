@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,9 +12,13 @@ import torch.distributed as dist
 from megatron.zero_bubble.ir import Kind, Value
 from megatron.zero_bubble.ir.vocabulary import FACTORS, HIDDEN, ROWS, TOKENS, Algorithm
 from megatron.zero_bubble.kernels import vocabulary
+from megatron.zero_bubble.runtime.collectives import Transfer
 from megatron.zero_bubble.runtime.handler import FORGOTTEN
 
 Tensors = tuple[torch.Tensor, ...]
+
+_ALIGNMENT = 16
+"""Bytes at a multiple of which each tensor starts that is sent together with others."""
 
 
 @dataclass(frozen=True)
@@ -60,77 +65,123 @@ class Shapes:
         return torch.empty((count, *self.tokens), dtype=torch.float32, device=self.device)
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """The part of a rank, on its way to the sum with algorithm 2.
+
+    Attributes:
+        own: what S made: statistics, and the two parts of the gradient of the hidden states.
+        gathered: the statistics of all ranks, which arrive with a transfer before that of the sum, (ranks, 3, s, b).
+    """
+
+    own: Tensors
+    gathered: torch.Tensor
+
+
 class VocabularyTransfers:
-    """Runs one collective at a time, for ``runtime.collectives``; every method blocks.
+    """The transfers for ``runtime.collectives``.
 
     If the ranks have stopped, the contents do not matter, but every rank still takes part.
 
     Args:
+        num_ranks: the ranks of the pipeline.
         prepares_gradient: whether S computes parts of the gradient of the hidden states: algorithm 2, in training.
     """
 
-    def __init__(self, shapes: Shapes, algorithm: Algorithm, trains: bool) -> None:
-        self._shapes = shapes
+    def __init__(self, shapes: Shapes, num_ranks: int, algorithm: Algorithm, trains: bool) -> None:
+        self._shapes, self._num_ranks = shapes, num_ranks
         self._prepares_gradient = algorithm == 2 and trains
 
-    def spread(self, value: Value, held: Any, root: int, group: dist.ProcessGroup) -> Tensors:
+    def spread(self, value: Value, held: Any, root: int) -> Transfer:
         """Send a value from ``root`` to all ranks.
 
         Args:
             held: on the root, the value; ``FORGOTTEN`` if the ranks have stopped. None elsewhere.
-            root: rank in ``group``.
+            root: rank in the group.
 
         Returns:
-            the tensors of the value, as listed in ``ir.vocabulary``: hidden states (s/t, b, h) and labels (b, s);
-            gradient of the losses, maximum and total, (s, b) in float32; tokens (b, s); or rows (b, s, h).
+            a transfer whose result are the tensors of the value, as listed in ``ir.vocabulary``: hidden states
+            (s/t, b, h) and labels (b, s); gradient of the losses, maximum and total, (s, b) in float32; tokens (b, s);
+            or rows (b, s, h).
         """
-        buffers = self._buffers(value.name) if held is None or held is FORGOTTEN else _sent(value.name, held)
-        source = dist.get_global_rank(group, root)
-        for buffer in buffers:
-            dist.broadcast(buffer, source, group=group)
-        return tuple(buffers[0]) if value.name == FACTORS else buffers
+        if held is None or held is FORGOTTEN:
+            message, tensors = _packed(self._described(value.name))
+        else:
+            sent = _sent(value.name, held)
+            message, tensors = _packed(sent)
+            for tensor, source in zip(tensors, sent, strict=True):
+                tensor.copy_(source)
 
-    def total(self, kind: Kind, microbatch: int, part: Any, root: int, group: dist.ProcessGroup) -> Tensors | None:
+        def run(group: dist.ProcessGroup) -> None:
+            dist.broadcast(message, group=group, group_src=root)
+
+        def result() -> Tensors:
+            return tuple(tensors[0]) if value.name == FACTORS else tensors
+
+        return Transfer(run, (message,), result if held is None else lambda: None)  # the root has the value already
+
+    def gather(self, _kind: Kind, _microbatch: int, part: Any) -> tuple[Transfer, Scaled]:
+        """Gather the statistics of all ranks, by which the parts of the gradient of the hidden states are scaled."""
+        own = self._parts(Kind.S) if part is FORGOTTEN else part
+        transfer, gathered = self._gather(own[0])
+        return transfer, Scaled(own, gathered)
+
+    def total(self, kind: Kind, _microbatch: int, part: Any, root: int, is_root: bool) -> Transfer:
         """Add the parts of all ranks on ``root``.
 
         Args:
-            part: what this rank's pass of ``kind`` made; ``FORGOTTEN`` if the ranks have stopped.
-            root: rank in ``group``.
+            part: what this rank's pass of ``kind`` made, or what ``gather`` returned; ``FORGOTTEN`` if the ranks have
+                stopped.
+            root: rank in the group.
 
         Returns:
-            None except on the root. For S: losses, maximum and total, (s, b) in float32, and with algorithm 2 the
-            gradient of the hidden states for losses of gradient 1, in float32. For T: the gradient of the hidden
-            states, rounded to their dtype after the sum. For I: the looked-up rows.
+            a transfer whose result is None except on the root. For S: losses, maximum and total, (s, b) in float32, and
+            with algorithm 2 the gradient of the hidden states for losses of gradient 1, in float32. For T: the gradient
+            of the hidden states, rounded to their dtype after the sum. For I: the looked-up rows.
         """
-        if part is FORGOTTEN:
-            part = self._parts(kind)
+        if isinstance(part, Scaled):
+            return self._scaled(part, root, is_root)
+        own = self._parts(kind) if part is FORGOTTEN else part
         if kind is Kind.S:
-            return self._statistics(part, root, group)
-        (tensor,) = part
-        added = self._reduce(tensor, root, group)
-        return added and (added[0].to(self._shapes.dtype),)
-
-    def _statistics(self, part: Tensors, root: int, group: dist.ProcessGroup) -> Tensors | None:
-        own = part[0]
-        parts = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(parts, own, group=group)
-        whole = vocabulary.combined(parts)
-        gradient: Tensors | None = ()
-        if self._prepares_gradient:
-            mean, of_labels = part[1:]
-            share = self._shapes.own(vocabulary.share(own, whole))
-            gradient = self._reduce(mean * share[..., None] - of_labels, root, group)
-        if gradient is None or group.rank() != root:
-            return None
-        return vocabulary.cross_entropy(whole), whole[vocabulary.MAXIMUM], whole[vocabulary.TOTAL], *gradient
-
-    def _reduce(self, tensor: torch.Tensor, root: int, group: dist.ProcessGroup) -> Tensors | None:
+            return self._statistics(own[0], is_root)
+        (tensor,) = own
         tensor = tensor.contiguous()
-        dist.reduce(tensor, dist.get_global_rank(group, root), group=group)
-        return (tensor,) if group.rank() == root else None
 
-    def _buffers(self, name: str) -> Tensors:
-        """Uninitialized tensors for a value of this name, as they are sent."""
+        def run(group: dist.ProcessGroup) -> None:
+            dist.reduce(tensor, group=group, group_dst=root)
+
+        return Transfer(run, (tensor,), lambda: (tensor.to(self._shapes.dtype),) if is_root else None)
+
+    def _statistics(self, own: torch.Tensor, is_root: bool) -> Transfer:
+        transfer, gathered = self._gather(own)
+        return replace(transfer, result=lambda: _losses(vocabulary.combined(gathered.unbind())) if is_root else None)
+
+    def _scaled(self, part: Scaled, root: int, is_root: bool) -> Transfer:
+        statistics, gradient, of_labels = part.own
+        gathered, gradient = part.gathered, gradient.contiguous()
+
+        def run(group: dist.ProcessGroup) -> None:
+            whole = vocabulary.combined(gathered.unbind())
+            share = self._shapes.own(vocabulary.share(statistics, whole))
+            gradient.mul_(share[..., None]).sub_(of_labels)
+            dist.reduce(gradient, group=group, group_dst=root)
+
+        def result() -> Tensors | None:
+            return (*_losses(vocabulary.combined(gathered.unbind())), gradient) if is_root else None
+
+        return Transfer(run, (statistics, gradient, of_labels, gathered), result)
+
+    def _gather(self, own: torch.Tensor) -> tuple[Transfer, torch.Tensor]:
+        own = own.contiguous()
+        gathered = own.new_empty((self._num_ranks, *own.shape))
+
+        def run(group: dist.ProcessGroup) -> None:
+            dist.all_gather_into_tensor(gathered, own, group=group)
+
+        return Transfer(run, (own, gathered)), gathered
+
+    def _described(self, name: str) -> Tensors:
+        """Uninitialized tensors like those that are sent for a value of this name."""
         shapes = self._shapes
         if name == HIDDEN:
             return shapes.empty_hidden(), shapes.empty_tokens()
@@ -150,6 +201,20 @@ class VocabularyTransfers:
         return (shapes.empty_hidden(torch.float32) if kind is Kind.T else shapes.empty_rows(),)
 
 
+def _losses(whole: torch.Tensor) -> Tensors:
+    """Losses, maximum and total, from the statistics of all shards."""
+    return vocabulary.cross_entropy(whole), whole[vocabulary.MAXIMUM], whole[vocabulary.TOTAL]
+
+
 def _sent(name: str, held: Tensors) -> Tensors:
     """The tensors of a value, as they are sent."""
-    return (torch.stack(held),) if name == FACTORS else tuple(tensor.contiguous() for tensor in held)
+    return (torch.stack(held),) if name == FACTORS else held
+
+
+def _packed(like: Tensors) -> tuple[torch.Tensor, Tensors]:
+    """One tensor for a transfer, and parts of it with the shapes and dtypes of ``like``."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in like]
+    *starts, end = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0)
+    message = torch.empty(end, dtype=torch.uint8, device=like[0].device)
+    parts = zip(starts, sizes, like, strict=True)
+    return message, tuple(message[at : at + size].view(tensor.dtype).view(tensor.shape) for at, size, tensor in parts)
