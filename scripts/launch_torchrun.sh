@@ -91,8 +91,7 @@ settings=(
     # hides it. In a pipeline, a receive that waits for its sender then delays all work issued after it; our plans are
     # proved free of deadlock under that rule, and rejected at start-up if they are not. 32 is useful without tensor and
     # context parallelism, or from Blackwell on: work issued after a receive then need not wait for it. A rank has eight
-    # or more streams, which share queues at random if there are fewer than 32. breadth-first and vocabulary
-    # parallelism need it.
+    # or more streams, which share queues at random if there are fewer than 32. breadth-first needs it.
     "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     # Load all kernels of CUDA's libraries at start-up. By default, CUDA loads a kernel when it is launched for the first
     # time, and may then wait until everything on the GPU has ended, also a receive of NCCL whose message depends on what
