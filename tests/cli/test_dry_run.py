@@ -292,7 +292,7 @@ def test_transfers_of_nccl_must_leave_half_of_the_gpu(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As in the run, whose GPU has as many multiprocessors."""
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     costs = tmp_path / "costs.json"
     costs.write_text('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "output_ms": 0.2, "output_wgrad_ms": 0.2}')
     own = [*FOUR, "--gpu", "h100", "--costs", str(costs)]

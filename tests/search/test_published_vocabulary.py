@@ -13,6 +13,7 @@ from megatron.zero_bubble.costs.divided_vocabulary import divide
 from megatron.zero_bubble.formats.costs import CostsFile, read_costs_file
 from megatron.zero_bubble.plan import lower_training, prove_for_queues
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary, with_vocabulary
+from tests.helpers.one_queue import timeline_in_one_queue
 
 PUBLISHED = Path(__file__).parents[2] / "configs" / "published"
 _LINES = (PUBLISHED / "vocabulary_a100.csv").read_text(encoding="utf-8").splitlines()
@@ -44,13 +45,17 @@ def test_measured_iteration_is_predicted_within_one_and_a_half_percent(name: str
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name.startswith("vocabulary")])
 def test_collectives_that_leave_one_hardware_queue_free_cost_little(name: str) -> None:
-    """The plan, which proves with one queue, takes at most 1 % longer than the schedule, whose values need no ops."""
+    """The plan, which proves with one queue, takes at most 0.3 % longer than the schedule, whose values need no ops;
+    and 0.6 to 0.8 % with one queue, which a transfer holds back until the one before it has ended.
+    """
     schedule = build("1f1b", num_ranks=8, num_microbatches=int(ROWS[name]["microbatches"]))
     costs, _ = file_of(name).on(schedule.placement)
     schedule = with_vocabulary(schedule, EVEN, 1 if name.startswith("vocabulary_1") else 2, lag=0.5)
     plan = lower_training(schedule)
     prove_for_queues(plan, 1)
-    assert simulate(plan, costs).makespan_ms <= 1.01 * simulate(schedule, costs).makespan_ms
+    bare_ms = simulate(schedule, costs).makespan_ms
+    assert simulate(plan, costs).makespan_ms <= 1.003 * bare_ms
+    assert 1.005 <= timeline_in_one_queue(plan, costs).makespan_ms / bare_ms <= 1.0085
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name.startswith("stock")])
