@@ -176,7 +176,7 @@ class VocabularyTransfers:
         gathered = own.new_empty((self._num_ranks, *own.shape))
 
         def run(group: dist.ProcessGroup) -> None:
-            dist.all_gather_into_tensor(gathered, own, group=group)
+            dist.all_gather_into_tensor(gathered.flatten(0, 1), own, group=group)  # gloo takes no other shape
 
         return Transfer(run, (own, gathered)), gathered
 
