@@ -175,8 +175,9 @@ def test_recomputed_logits_keep_only_hidden_states_and_labels(ranks: RankPool, t
     schedules = divided("zb-h1")[algorithm - 1 : algorithm] + divided("zb-h1", more=AGAIN)[algorithm - 1 : algorithm]
     flags = Layout(2).flags(3, f"{UNTIED} --train-iters 1 --zero-bubble-record-costs {tmp_path}/costs.json")
     for kept, again in ranks.run(2, bytes_from_s_to_t, flags, schedules, timeout=120):
-        assert set(again) == {tokens * (4 * hidden + 8)}, "hidden states in float32, and labels"
-        assert min(kept) >= again[0] + tokens * 4 * rows, "also the softmax in float32"
+        least = tokens * (4 * hidden + 8)  # hidden states in float32, and labels
+        assert set(again) == {least, least + tokens * 8}, "receivers also keep the labels of the message"
+        assert min(kept) >= min(again) + tokens * 4 * rows, "also the softmax in float32"
 
 
 ZEROS = {
