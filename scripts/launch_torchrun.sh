@@ -88,10 +88,12 @@ fi
 settings=(
     # One hardware queue per GPU: kernels start in the order in which the host issued them. Megatron requires it with
     # tensor or context parallelism on GPUs before Blackwell, so that a collective starts before the matrix product that
-    # hides it. In a pipeline, a receive that waits for its sender then delays all work issued after it; our plans are
-    # proved free of deadlock under that rule, and rejected at start-up if they are not. 32 is useful without tensor and
-    # context parallelism, or from Blackwell on: work issued after a receive then need not wait for it. A rank has eight
-    # or more streams, which share queues at random if there are fewer than 32. breadth-first needs it.
+    # hides it. In a pipeline, a receive that waits for its sender then delays all work issued after it. Our plans are
+    # proved free of deadlock under that rule: a schedule that was asked for by name is refused if it is not, and one
+    # that zb-auto plans during the run is then not adopted. 32 is useful without tensor and context parallelism, or from
+    # Blackwell on: work issued after a receive then need not wait for it. A rank has eight or more streams, which share
+    # queues at random if there are fewer than 32. Where a schedule needs it, as breadth-first does, the dry run and
+    # `zero-bubble advise` say so.
     "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     # Load all kernels of CUDA's libraries at start-up. By default, CUDA loads a kernel when it is launched for the first
     # time, and may then wait until everything on the GPU has ended, also a receive of NCCL whose message depends on what

@@ -176,6 +176,8 @@ def _plan_soon(patch: pytest.MonkeyPatch) -> None:
 class _Planner:
     """Plans at once: another schedule than the first, on the same placement, with the same slices and vocabulary."""
 
+    limit = None
+
     def __init__(self, request: Request) -> None:
         ranks, cuts = request.num_ranks, request.slices
         if len(cuts) == 1:

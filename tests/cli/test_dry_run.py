@@ -16,9 +16,8 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.plan import plan_to_json
-from megatron.zero_bubble.job.config import Ctas
-from megatron.zero_bubble.job.nccl import collective_ctas
 from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.plan.nccl import Ctas, collective_ctas
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check

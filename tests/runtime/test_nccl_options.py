@@ -18,9 +18,8 @@ from megatron.zero_bubble import build
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.job.config import Ctas
-from megatron.zero_bubble.job.nccl import MOST_KINDS, collective_ctas
 from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.plan.nccl import MOST_KINDS, Ctas, collective_ctas
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.runtime import groups
 from megatron.zero_bubble.runtime.collectives import collective_kinds

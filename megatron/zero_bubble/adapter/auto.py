@@ -13,17 +13,17 @@ microbatch, for which every number of microbatches is planned when it first occu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron.zero_bubble.adapter.deciders import Deciders
 from megatron.zero_bubble.adapter.measured import Replanner, size_of
 from megatron.zero_bubble.adapter.planner import Planner
+from megatron.zero_bubble.adapter.prepared import queues_of
 from megatron.zero_bubble.adapter.recent import Recent
 from megatron.zero_bubble.adapter.room import measured_limit
 from megatron.zero_bubble.analysis.memory import peaks_in_order
@@ -39,10 +39,12 @@ from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.post_validation import planned_gain
 from megatron.zero_bubble.measure.gather import median_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
+from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.planning import figures
+from megatron.zero_bubble.planning.feasibility import ANY_RUN, Feasibility
 from megatron.zero_bubble.planning.source import AUTO_LIMIT, DEFAULT_LIMIT, ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
-from megatron.zero_bubble.runtime.groups import backend_of, ranks_of, torchs
+from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.observer import IterationStart
 from megatron.zero_bubble.search.placements import PlacementName
 
@@ -67,6 +69,7 @@ class AutoOptions:
             span instead of the makespan.
         slices: the cuts of sequences; they do not change during the run.
         vocabulary: the algorithm of vocabulary parallelism, if any; it does not change during the run.
+        runs: what the run adds to its plans; that of its GPUs is known when an iteration begins.
         warm_up: iterations before the first measurement.
         measured: iterations per measurement.
         check_every: iterations between measurements that check the pass times for drift.
@@ -86,6 +89,7 @@ class AutoOptions:
     check_every: int = 100
     drift: float = 0.1
     keep_faster: bool = False
+    runs: Feasibility = ANY_RUN
 
 
 class AutoSchedule(Replanner):
@@ -113,6 +117,8 @@ class AutoSchedule(Replanner):
         self._waiting = False
         self._memory_of: PassMemory | None = None
         self._limit = options.memory_limit
+        self._runs = options.runs
+        self._used: float | None = None  # the limit in bytes that the last plan was searched with
 
     def make(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """The schedule of the next iteration: the planned one if it is ready, else the first one."""
@@ -124,7 +130,7 @@ class AutoSchedule(Replanner):
             options = self._options
             of_job = options.placement, num_ranks, options.slices, options.vocabulary
             more = self._recomputes, options.num_chunks, options.keep_faster, self._limit
-            source = ScheduleSource.automatic(*of_job, *more)
+            source = ScheduleSource.automatic(*of_job, *more, self._runs.post_receives)
             first = self._first[key] = source.make(num_microbatches)
         return first
 
@@ -133,15 +139,23 @@ class AutoSchedule(Replanner):
         size = start.group.size(), start.num_microbatches
         if start.varies:
             self._check_limit()
+        self._runs = self._found(start)
         if start.chunks:
             self._recomputes = get_model_config(start.chunks[0]).recompute_granularity == "full"
         if self._waiting:
-            self._switch_if_planned(_Deciders.of(start))
+            self._switch_if_planned(Deciders.of(start))
         if start.varies and self._costs is not None:
-            self._plan_from_known(size, _Deciders.of(start))
+            self._plan_from_known(size, Deciders.of(start))
         else:
             self._plan_for(size)
         return not self._waiting and self.iteration >= self._next_measurement
+
+    def _found(self, start: IterationStart) -> Feasibility:
+        """What the run has for its plans on these GPUs."""
+        own = self._options.runs
+        post_receives: PostReceives = "late" if start.has_headers else own.post_receives
+        has = select("auto").num_multiprocessors()
+        return replace(own, queues=queues_of(start.group), post_receives=post_receives, num_multiprocessors=has)
 
     def close(self) -> None:
         """Kill the planner if it is running; called at the end of training."""
@@ -154,7 +168,7 @@ class AutoSchedule(Replanner):
         if size not in self._planned and size not in self._hopeless:
             self._next_measurement = min(self._next_measurement, max(self.iteration, self._options.warm_up))
 
-    def _plan_from_known(self, size: tuple[int, int], deciders: _Deciders) -> None:
+    def _plan_from_known(self, size: tuple[int, int], deciders: Deciders) -> None:
         """Plan for a new number of microbatches; the costs of the mean microbatch do not depend on it."""
         if self._waiting or size in self._planned or size in self._hopeless:
             return
@@ -189,13 +203,14 @@ class AutoSchedule(Replanner):
             options.slices,
             options.vocabulary,
             options.num_chunks,
+            self._runs,
         )
 
     def evaluate(self, timelines: list[Timeline], start: IterationStart) -> None:
         """After a measurement, log predicted and measured times; rank 0 decides whether to start the planner."""
         group, num_microbatches = start.group, start.num_microbatches
         size = group.size(), num_microbatches
-        deciders = _Deciders.of(start)
+        deciders = Deciders.of(start)
         costs = median_costs(timelines, self._costs, varies=start.varies)
         self._memory_of = self._memory.gather(group)
         if self._limit == AUTO_LIMIT:
@@ -250,27 +265,39 @@ class AutoSchedule(Replanner):
                 f"iteration {self.iteration + 1}: back to {first.name}, because the planned schedule takes {times}"
             )
             return True
-        peak = max(peaks_in_order(plan, self._memory_of))
+        peak, limit = max(peaks_in_order(plan, self._memory_of)), self._used_limit(size)
         self._log(
             f"iteration {self.iteration + 1}: the planned schedule takes {times}; its activations take "
-            f"{format_bytes(peak)} on the fullest rank, within the limit of {self._limit}"
+            f"{format_bytes(peak)} on the fullest rank, within the limit of {limit}"
         )
-        self._log(f"to keep this plan: {self._how_to_keep(size)}")
+        self._log(f"to keep this plan: {self._how_to_keep(size, limit)}")
         return False
 
     def _fits(self, schedule: Schedule, size: tuple[int, int]) -> bool:
         """Whether the activations of a schedule are within the memory limit, which the first schedule may not be."""
-        assert self._costs is not None and self._memory_of is not None, "both are measured before the first plan"
         if self._limit == DEFAULT_LIMIT:
             return True  # it is at least the peak of the first schedule
-        own = figures.measured(CostsFile.parse(costs_to_json(self._costs, self._memory_of)), *size)
-        return within(max(peaks_in_order(schedule, self._memory_of)), own.limit(self._limit))
+        assert self._memory_of is not None, "it is measured before the first plan"
+        return within(max(peaks_in_order(schedule, self._memory_of)), self._figures(size).limit(self._limit))
 
-    def _how_to_keep(self, size: tuple[int, int]) -> str:
+    def _used_limit(self, size: tuple[int, int]) -> str:
+        """The memory limit that the last plan was searched with: at least the peak of the first schedule by default,
+        and less where only orders within less could run.
+        """
+        own = self._figures(size)
+        if self._used is None or self._used == own.limit(self._limit):
+            return self._limit
+        return f"{self._used / own.peak_of_1f1b:.10g}p"
+
+    def _figures(self, size: tuple[int, int]) -> figures.Figures:
+        assert self._costs is not None and self._memory_of is not None, "both are measured before the first plan"
+        return figures.measured(CostsFile.parse(costs_to_json(self._costs, self._memory_of)), *size)
+
+    def _how_to_keep(self, size: tuple[int, int], limit: str | None = None) -> str:
         options = self._options
         command = (
             f"zero-bubble plan --costs FILE --schedule zb-auto --num-ranks {size[0]} --num-microbatches {size[1]} "
-            f"--placement {options.placement} --memory-limit {self._limit} "
+            f"--placement {options.placement} --memory-limit {limit or self._limit} "
             f"--objective {'span' if options.post_validation else 'makespan'}"
         )
         if options.num_chunks is not None:
@@ -295,70 +322,33 @@ class AutoSchedule(Replanner):
         )
         return abs(now - before) > self._options.drift * before
 
-    def _switch_if_planned(self, deciders: _Deciders) -> None:
+    def _switch_if_planned(self, deciders: Deciders) -> None:
         if not deciders.number(int(self._planner is not None and self._planner.finished())):
             return
         self._waiting = False
-        box: list[Any] = [None]
+        box: list[Any] = [None, ""]
         if self._planner is not None:
-            box[0], said = self._planner.result()
+            box = list(self._planner.result())
+            self._used = self._planner.limit
             self._planner = None
-            self._log(f"iteration {self.iteration + 1}: {said}")
-            if box[0] is not None and self._options.post_validation and self._costs is not None:
-                self._log(planned_gain(simulate(box[0], self._costs)))
         deciders.broadcast(box)
-        if box[0] is None:
+        schedule, said = box
+        # Environments may differ between nodes, so every rank asks for itself.
+        refused = None if schedule is None else self._runs.refusal(schedule, memory=self._memory_of)
+        if deciders.any(refused is not None):
+            why = refused or "other ranks have another environment"
+            schedule, said = None, f"no plan, the schedule stays as it is: {why}"
+        self._log(f"iteration {self.iteration + 1}: {said}")
+        if schedule is None:
             self._hopeless.add(self._planning_for)
-        else:
-            self._planned[size_of(box[0])] = box[0]
-            if not deciders.of_replica:
-                self._next_measurement = self.iteration + 1
+            return
+        if self._options.post_validation and self._costs is not None:
+            self._log(planned_gain(simulate(schedule, self._costs)))
+        self._planned[size_of(schedule)] = schedule
+        if not deciders.of_replica:
+            self._next_measurement = self.iteration + 1
 
     def _log(self, text: str) -> None:
         """Log on rank 0; other replicas may plan too."""
         if dist.get_rank() == 0:
             self._say(f"zb-auto: {text}")
-
-
-@dataclass(frozen=True)
-class _Deciders:
-    """Who decides for whom: the first of some ranks for all of them.
-
-    Attributes:
-        groups: of the job, in which the first rank's word is passed on, one after the other.
-        of_replica: whether every replica decides for itself, or those together that exchange tokens with experts, which
-            must run the same passes in the same order.
-    """
-
-    groups: tuple[dist.ProcessGroup, ...]
-    of_replica: bool
-
-    @classmethod
-    def of(cls, start: IterationStart) -> _Deciders:
-        if not start.varies:
-            assert dist.group.WORLD is not None
-            return cls((dist.group.WORLD,), False)
-        within = (
-            parallel_state.get_expert_model_parallel_group(),
-            parallel_state.get_context_parallel_group(),
-            parallel_state.get_tensor_model_parallel_group(),
-        )
-        return cls(tuple(map(torchs, (*within, start.group))), True)
-
-    @property
-    def is_first(self) -> bool:
-        return all(group.rank() == 0 for group in self.groups)
-
-    def number(self, own: int) -> int:
-        """The number of the first rank."""
-        for group in self.groups:
-            device = "cpu" if backend_of(group) == "gloo" else "cuda"
-            box = torch.tensor([own], device=device)
-            dist.broadcast(box, ranks_of(group)[0], group)
-            own = int(box.item())
-        return own
-
-    def broadcast(self, box: list[Any]) -> None:
-        """Fill ``box`` with what the first rank has in it."""
-        for group in self.groups:
-            dist.broadcast_object_list(box, ranks_of(group)[0], group)

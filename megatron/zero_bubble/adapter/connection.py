@@ -12,8 +12,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.adapter.loss_reports import LossReportList, LossReports
 from megatron.zero_bubble.adapter.staging import Links, Staging, spins
 from megatron.zero_bubble.ir import Plan
-from megatron.zero_bubble.job.config import Ctas
-from megatron.zero_bubble.job.nccl import collective_ctas
+from megatron.zero_bubble.plan.nccl import Ctas, collective_ctas
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.backends import is_nccl
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from megatron.zero_bubble.job.config import Ctas
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
 from megatron.zero_bubble.plan import PostReceives
+from megatron.zero_bubble.plan.nccl import Ctas
 from megatron.zero_bubble.planning.rule import Choices
 
 

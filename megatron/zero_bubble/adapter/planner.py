@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.files import json_object
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.planning import worker
@@ -15,12 +16,17 @@ from megatron.zero_bubble.planning.worker import Request
 
 
 class Planner:
-    """A planning process. Errors of the operating system do not raise; ``result`` then returns no schedule."""
+    """A planning process. Errors of the operating system do not raise; ``result`` then returns no schedule.
+
+    Attributes:
+        limit: the memory limit that the schedule of ``result`` was searched with, in bytes; None before.
+    """
 
     def __init__(self, request: Request) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._refused: OSError | None = None
+        self.limit: float | None = None
         try:
             self._start(request)
         except OSError as error:
@@ -68,6 +74,7 @@ class Planner:
         folder = Path(self._folder.name)
         if self._process.wait():
             return None, _errors_in(folder).read_text(encoding="utf-8").strip()
+        self.limit = json_object(_plan_in(folder).read_text(encoding="utf-8")).get(worker.MEMORY_LIMIT)
         return read_schedule_file(_plan_in(folder)), ""
 
     def _remove_files(self) -> None:

@@ -16,6 +16,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.ir.queues import HardwareQueues
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.plan import LoweringPass, PostReceives, lower_forward_only, lower_training, prove_for_queues
@@ -129,8 +130,12 @@ def check_same_plan(plan: Plan, group: dist.ProcessGroup, who: str) -> None:
         )
 
 
+def queues_of(group: dist.ProcessGroup) -> HardwareQueues | None:
+    """The hardware queues of the GPUs of a pipeline; None if its messages do not go over NCCL."""
+    return hardware_queues() if is_nccl(backend_of(group)) else None
+
+
 def check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
     """Raise PlanError if ranks could block each other because streams of a GPU share hardware queues."""
-    if is_nccl(backend_of(group)):
-        queues = hardware_queues()
+    if (queues := queues_of(group)) is not None:
         prove_for_queues(plan, queues.number, queues.setting, queues.several)

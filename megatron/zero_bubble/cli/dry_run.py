@@ -35,10 +35,10 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.facts import remarks as of_other_jobs
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.installed import missing_packages as packages_of_megatrons
-from megatron.zero_bubble.job.nccl import collective_ctas
 from megatron.zero_bubble.job.pattern import contents
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
+from megatron.zero_bubble.plan.nccl import collective_ctas
 from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.cuts import balanced
@@ -17,9 +17,11 @@ from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.effects import EFFECTS
 from megatron.zero_bubble.job.planned import decisions, is_file
 from megatron.zero_bubble.plan import PostReceives
+from megatron.zero_bubble.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS, Ctas
 from megatron.zero_bubble.plan.offload import MoveSelection, parse_share, select_longest
 from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS, Sharding
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
+from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.rule import check
 from megatron.zero_bubble.planning.source import (
@@ -34,17 +36,7 @@ from megatron.zero_bubble.schedules import has_units, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.search.placements import HAS_CHUNKS, PlacementName
 
-DEFAULT_NCCL_CTAS = 2
-DEFAULT_NCCL_COLLECTIVE_CTAS = 8
-
 _POSITIVE = ("nccl_ctas", "nccl_collective_ctas", "whole_stages", "unit_microbatches", "peer_timeout_s")
-
-
-class Ctas(NamedTuple):
-    """The largest numbers of CTAs that NCCL occupies alongside passes."""
-
-    message: int = DEFAULT_NCCL_CTAS
-    collective: int = DEFAULT_NCCL_COLLECTIVE_CTAS
 
 
 @dataclass(frozen=True)
@@ -223,6 +215,14 @@ class ZeroBubbleConfig:
         """Whether what moves is planned during the run, from its measurements; ``selection`` is for the time before."""
         return self.offload == AUTO
 
+    @property
+    def runs(self) -> Feasibility:
+        """What a run of ``zb-auto`` adds to its plans; the GPUs are not known here."""
+        moved = 0.0 if self.offload is None else 1.0 if self.plans_offload else parse_share(self.offload)
+        # What is planned during the run is planned within the host memory.
+        host = None if self.host_memory is None or self.plans_offload else parse_bytes(self.host_memory)
+        return Feasibility(None, self.post_receives, self.post_validation, moved, host, self.ctas)
+
     def sharding(self, num_ranks: int) -> Sharding:
         """How chunks are sharded over their replicas with ``shard_weights``."""
         # The units of zero-pp end by themselves: backwards of another stage follow.
@@ -274,7 +274,7 @@ class ZeroBubbleConfig:
         cuts, vocabulary = self.cuts(), self.vocabulary
         if self.schedule == ZB_AUTO:
             make = functools.partial(ScheduleSource.automatic, self.placement, num_chunks=self.num_chunks)
-            return functools.partial(make, slices=cuts, vocabulary=vocabulary)
+            return functools.partial(make, slices=cuts, vocabulary=vocabulary, post_receives=self.post_receives)
         assert self.schedule is not None, "either schedule or schedule_file is given"
         name, chunks = recipe(self.schedule).name, self.num_chunks
         units = self.unit_microbatches if has_units(name) else None

@@ -7,8 +7,8 @@ the core tier, ``--zero-bubble-help-all`` all of them; docs/flags.md is generate
 
 from __future__ import annotations
 
-from megatron.zero_bubble.job.config import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.job.option import NEGATABLE, SWITCH, Option, iterations, token_counts, unit_microbatches
+from megatron.zero_bubble.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
 from megatron.zero_bubble.schedules import SCHEDULES, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES

@@ -323,7 +323,7 @@ def _pipeline(
     if config.schedule == ZB_AUTO:
         of_job = config.memory_limit or DEFAULT_LIMIT, config.placement, config.post_validation
         own = config.cuts() or WHOLE, config.vocabulary, config.num_chunks
-        auto = AutoSchedule(AutoOptions(*of_job, *own, keep_faster=config.keep_faster), memory, say)
+        auto = AutoSchedule(AutoOptions(*of_job, *own, keep_faster=config.keep_faster, runs=config.runs), memory, say)
         make = auto.make
         planners.append(auto)
     if config.shard_weights:

@@ -91,7 +91,7 @@ def num_streams(plan: Plan) -> int:
 
 
 def prove_for_queues(
-    plan: Plan, num_queues: int = 1, setting: str = "CUDA_DEVICE_MAX_CONNECTIONS is 1", several: str = "32"
+    plan: Plan, num_queues: int = 1, setting: str = "CUDA_DEVICE_MAX_CONNECTIONS is 1", several: str | None = "32"
 ) -> None:
     """Prove a plan for GPUs with ``num_queues`` hardware queues each.
 
@@ -101,7 +101,7 @@ def prove_for_queues(
 
     Args:
         setting: why there are so few queues: a variable of the environment and its value.
-        several: the value of the variable with which there are more.
+        several: the value of the variable with which there are more; None where a job cannot choose it.
 
     Raises:
         PlanError: when the ranks could block each other; the message states the remedy.
@@ -112,9 +112,10 @@ def prove_for_queues(
     try:
         prove(plan, Queues.DEVICE)
     except PlanError as error:
+        more = "" if several is None else f"set it to {several}, or "
         raise PlanError(
             f"schedule {plan.schedule.name!r} needs several hardware queues per GPU: {needed}, one for each of its "
-            f"streams; {setting}; set it to {several}, or choose another schedule. {error}"
+            f"streams; {setting}; {more}choose another schedule. {error}"
         ) from error
 
 

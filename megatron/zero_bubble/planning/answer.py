@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from megatron.zero_bubble.errors import PlanError, UserError
 from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.ir.garbage import without_gc
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.choosers import layout, offload, schedules, shards, slices, vocabulary
+from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, Feasibility
 from megatron.zero_bubble.planning.offer import Ask, Chooser, Offer, score
-from megatron.zero_bubble.planning.plans import bound
+from megatron.zero_bubble.planning.plans import bound, peak_memory
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.score import DroppedVariant, best
+from megatron.zero_bubble.planning.score import Best, DroppedVariant, attempt, best
+from megatron.zero_bubble.planning.source import ZB_AUTO
 
 CHOOSERS: tuple[Chooser, ...] = (shards, offload, layout, vocabulary, slices, schedules)
 """Who chooses what, in this order: a chooser sees what those after it offer for each of its values."""
@@ -29,11 +32,13 @@ class Answer(Offer):
     Attributes:
         dropped: the variants without a plan, and why.
         seconds: the time that planning took, in seconds.
+        within: the memory limit that it was searched with: that of the question, unless nothing within it could run.
     """
 
     question: Question
     dropped: tuple[DroppedVariant, ...]
     seconds: float
+    within: float | None
 
     @property
     def recompute_logits(self) -> bool:
@@ -56,20 +61,59 @@ class Answer(Offer):
 
 @without_gc()
 def answer(question: Question, choosers: Sequence[Chooser] = CHOOSERS) -> Answer:
-    """Choose what the question leaves open: the shortest plan within the memory limit, else that with the least peak.
+    """Choose what the question leaves open: the shortest plan within the memory limit, else that with the least peak;
+    of those that can run, if the question says what they must run on.
 
     Args:
         choosers: the last one makes schedules and asks nobody.
 
     Raises:
         UserError: when there is no plan; the reason is that of the first variant.
+        PlanError: when none of the plans can run.
     """
     started = time.perf_counter()
-    asked = replace(question, ends=question.adds_nothing)
-    found = best(_asking(choosers)(asked), partial(score, question))
+    found, within = _found(question, _asking(choosers))
     own, seconds = found.offer, time.perf_counter() - started
     offered = own.schedule, own.costs, own.layouts, own.offloaded, own.shards
-    return Answer(*offered, question=question, dropped=found.dropped, seconds=seconds)
+    return Answer(*offered, question=question, dropped=found.dropped, seconds=seconds, within=within)
+
+
+def _found(question: Question, ask: Ask) -> tuple[Best[Offer], float | None]:
+    """The best offer that can run, and the memory limit that it was searched with.
+
+    A search whose orders cannot run is made again within less memory than they take; not so with vocabulary
+    parallelism, whose collectives are as many within any.
+    """
+    asked, rank = replace(question, ends=question.adds_nothing), partial(score, question)
+    if question.runs is None:
+        return best(ask(asked), rank), question.limit
+    reason = ""
+    while True:
+        left = list(attempt(asked.schedule or "the schedule", partial(ask, asked)))
+        made = [each for each in left if isinstance(each, Offer) and each.schedule not in asked.starts]
+        peaks = [peak_memory(each.timeline, each.costs) for each in made]
+        while any(isinstance(each, Offer) for each in left):
+            found = best(left, rank)
+            if (refused := refusal_of(found.offer, question.runs)) is None:
+                return found, asked.limit
+            reason = reason or refused
+            left = [
+                DroppedVariant(found.offer.schedule.name, refused) if each is found.offer else each for each in left
+            ]
+        divides = any(variant.algorithm for variant in question.variants)
+        if not peaks or divides or asked.limit is None or question.schedule != ZB_AUTO:
+            if reason:
+                raise PlanError(reason)
+            raise UserError(next(each.reason for each in left if isinstance(each, DroppedVariant)))
+        asked = replace(asked, limit=LESS_MEMORY * min(asked.limit, *peaks), starts=question.starts + question.instead)
+
+
+def refusal_of(offer: Offer, runs: Feasibility) -> str | None:
+    """Why a plan cannot run; None if it can."""
+    moves = None if offer.offloaded is None else offer.offloaded.moves
+    sharding = None if offer.shards is None else offer.shards.sharding
+    memory = offer.costs.on(offer.schedule.placement)[1] if offer.costs.in_bytes else None
+    return runs.refusal(offer.schedule, moves, sharding, memory)
 
 
 def _asking(choosers: Sequence[Chooser]) -> Ask:

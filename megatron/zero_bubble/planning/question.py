@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from operator import gt
 
+from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.cuts import Cuts
+from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import NO_LIMITS, HostLimits
 from megatron.zero_bubble.planning.plans import ADAPTING, peak_memory
@@ -18,6 +21,9 @@ from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, Schedul
 from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.schedules import recipe
 from megatron.zero_bubble.search.placements import PlacementName, Placements
+
+_DIGITS = 1e4
+"""A limit in units of 1F1B's peak is rounded to so many parts, so that a command with it asks for the same plan."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class Question:
             schedule has them, else beneath weight gradients.
         ends: whether a search ends at a lower bound; for a schedule to which nothing is added (``adds_nothing``).
         effort: of a search for a schedule, as a share of the default.
+        runs: what the answer must run on; None for any answer.
+        instead: schedules that the answer is not worse than where ``runs`` refuses the best of a search.
     """
 
     costs: Figures
@@ -91,6 +99,8 @@ class Question:
     pairs: bool = False
     ends: bool = False
     effort: float = 1.0
+    runs: Feasibility | None = None
+    instead: tuple[Schedule, ...] = ()
 
     @property
     def adds_nothing(self) -> bool:
@@ -121,25 +131,61 @@ def of_run(
     slices: Slices = WHOLE,
     vocabulary: Algorithm | None = None,
     num_chunks: int | None = None,
+    runs: Feasibility | None = None,
 ) -> Question:
     """What a run of ``zb-auto`` asks.
 
     The default limit is at least the peak of the schedule that the run begins with. With vocabulary parallelism, the
-    answer is not worse than that schedule.
+    answer is not worse than that schedule; so it is where the run could not run what a search finds.
 
     Args:
         costs: with ``vocabulary``, with the times of its passes.
         num_chunks: stages per rank of a placement that has a choice; None for its default.
+        runs: what the run has for its plans; None to ask for any plan.
     """
-    cuts, limit = (slices,) if len(slices) > 1 else None, costs.limit(memory_limit)
-    memory = costs.on(Placement.linear(costs.num_ranks))[1]
-    grows = any(map(gt, memory.wgrad, memory.activation))
-    of_job = placement, costs.num_ranks, slices, vocabulary, grows, num_chunks
-    first = ScheduleSource.automatic(*of_job).make(costs.num_microbatches)
-    if memory_limit == DEFAULT_LIMIT:
-        limit = max(limit, peak_memory(timeline_of(first, *costs.on(first.placement)), costs))
-    own = Question(costs, ZB_AUTO, limit, objective, placement=(first.placement,), slices=cuts)
+    first = _first(costs, placement, slices, vocabulary, num_chunks, runs)
+    limit = costs.limit(_raised(memory_limit, costs, first))
+    cuts = (slices,) if len(slices) > 1 else None
+    known = {"runs": runs, "instead": (first,)}
+    own = Question(costs, ZB_AUTO, limit, objective, placement=(first.placement,), slices=cuts, **known)  # type: ignore[arg-type]
     if vocabulary is None:
         return own
     named = replace(first, name=f"{ZB_AUTO} (vocabulary {vocabulary})")
-    return replace(own, variants=(Variant(vocabulary, costs),), starts=(named,))
+    return replace(own, variants=(Variant(vocabulary, costs),), starts=(named,), instead=())
+
+
+def limit_of_run(
+    costs: Figures,
+    memory_limit: str,
+    placement: PlacementName,
+    slices: Slices = WHOLE,
+    vocabulary: Algorithm | None = None,
+    num_chunks: int | None = None,
+    runs: Feasibility | None = None,
+) -> str:
+    """The memory limit with which ``zero-bubble plan`` asks for the plan of a run; the arguments are of ``of_run``."""
+    return _raised(memory_limit, costs, _first(costs, placement, slices, vocabulary, num_chunks, runs))
+
+
+def _first(
+    costs: Figures,
+    placement: PlacementName,
+    slices: Slices,
+    vocabulary: Algorithm | None,
+    num_chunks: int | None,
+    runs: Feasibility | None,
+) -> Schedule:
+    """The schedule that a run begins with."""
+    memory = costs.on(Placement.linear(costs.num_ranks))[1]
+    grows = any(map(gt, memory.wgrad, memory.activation))
+    of_job = placement, costs.num_ranks, slices, vocabulary, grows, num_chunks
+    how = (runs or Feasibility()).post_receives
+    return ScheduleSource.automatic(*of_job, post_receives=how).make(costs.num_microbatches)
+
+
+def _raised(memory_limit: str, costs: Figures, first: Schedule) -> str:
+    """The default limit, but at least the peak of the first schedule; another limit as it is."""
+    peak = peak_memory(timeline_of(first, *costs.on(first.placement)), costs)
+    if memory_limit != DEFAULT_LIMIT or within(peak, costs.limit(DEFAULT_LIMIT)):
+        return memory_limit
+    return f"{math.ceil(peak / costs.peak_of_1f1b * _DIGITS) / _DIGITS:.10g}p"

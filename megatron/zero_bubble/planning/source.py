@@ -19,8 +19,10 @@ from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.formats.plan import PlanFile
 from megatron.zero_bubble.ir import WHOLE, Kind, Pass, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.plan.offload import Move
 from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS
+from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, ONE_QUEUE, Feasibility
 from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, with_collectives
@@ -140,6 +142,7 @@ class ScheduleSource:
         num_chunks: int | None = None,
         stock: bool = False,
         limit: str = DEFAULT_LIMIT,
+        post_receives: PostReceives = "early",
     ) -> ScheduleSource:
         """The placement of ``zb-auto``, and the schedules that run while it measures, before the planned ones.
 
@@ -148,6 +151,9 @@ class ScheduleSource:
         which only that backward is split, wherever it has one: to compare the plan with it. Without vocabulary
         parallelism, a schedule above a ``limit`` in units of 1F1B's peak is replaced by what a short search finds
         within it, if anything, for equal passes; a limit in bytes says nothing before memory has been measured.
+
+        Whatever the GPUs of the run, its first schedule is proved for one hardware queue: one that needs more is
+        replaced by what a short search finds within less memory. With vocabulary parallelism it is as it is.
 
         Raises:
             UserError: a number of stages per rank that the placement cannot have.
@@ -170,9 +176,11 @@ class ScheduleSource:
                 first = cls(ZB_AUTO, on, functools.cache(lambda count: _with_vocabulary(search(count), vocabulary)))
         make = first.make
         if vocabulary is None:
-            make = functools.cache(functools.partial(_within, limit, slices or WHOLE, first.make))
-        if fused:
-            return cls(ZB_AUTO, on, functools.cache(lambda count: fused_but_last(make(count))), vocabulary)
+            make = functools.partial(_within, limit, slices or WHOLE, first.make)
+            runs = Feasibility(ONE_QUEUE, post_receives)
+            make = functools.cache(functools.partial(_that_runs, runs, slices or WHOLE, fused, make))
+        elif fused:
+            make = functools.cache(lambda count: fused_but_last(first.make(count)))
         return cls(ZB_AUTO, on, make, vocabulary)
 
 
@@ -289,6 +297,23 @@ def _within(limit: str, slices: Slices, make: Callable[[int], Schedule], num_mic
         return _searched(on, slices, num_microbatches, most)
     except UserError:  # not even one microbatch fits
         return schedule
+
+
+def _that_runs(
+    runs: Feasibility, slices: Slices, fused: bool, make: Callable[[int], Schedule], num_microbatches: int
+) -> Schedule:
+    """What ``make`` returns, or what a search finds within less and less memory, the first that runs; the former if
+    none does, so that its refusal says why.
+    """
+    first, limit = make(num_microbatches), math.inf
+    found = first
+    while runs.refusal(own := fused_but_last(found) if fused else found) is not None:
+        limit = LESS_MEMORY * min(limit, max(peaks_in_order(found, PassMemory.uniform(found.placement))))
+        try:
+            found = _searched(found.placement, slices, num_microbatches, limit)
+        except UserError:
+            return fused_but_last(first) if fused else first
+    return own
 
 
 SourceOnRanks = Callable[[int], ScheduleSource]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
@@ -21,14 +21,18 @@ from megatron.zero_bubble.formats.files import is_positive, is_text, json_object
 from megatron.zero_bubble.formats.plan import KEY_VOCABULARY, algorithm_from, plan_to_json
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.ir import WHOLE, Slices
+from megatron.zero_bubble.ir.queues import HardwareQueues
 from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.planning.answer import answer
+from megatron.zero_bubble.plan.nccl import Ctas
+from megatron.zero_bubble.planning.answer import Answer, answer
+from megatron.zero_bubble.planning.feasibility import ANY_RUN, Feasibility
 from megatron.zero_bubble.planning.figures import beyond_floats, measured
 from megatron.zero_bubble.planning.question import of_run
 from megatron.zero_bubble.search.placements import PLACEMENTS, PlacementName
 
 _LOWEST_PRIORITY = 19
-_CHUNKS = "num_chunks"
+MEMORY_LIMIT = "memory_limit"
+_CHUNKS, _RUNS = "num_chunks", "runs"
 
 _KEYS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "costs": ("the text of a costs file", is_text),
@@ -49,6 +53,7 @@ class Request:
         slices: the cuts of every sequence.
         vocabulary: the algorithm of vocabulary parallelism; None without it.
         num_chunks: stages per rank of a placement that has a choice; None for its default.
+        runs: what the run has for its plans.
     """
 
     costs: str
@@ -60,11 +65,12 @@ class Request:
     slices: Slices = WHOLE
     vocabulary: Algorithm | None = None
     num_chunks: int | None = None
+    runs: Feasibility = ANY_RUN
 
     def to_json(self) -> str:
         """Write the request as JSON; ``from_json`` reads it back unchanged."""
         content = {key: getattr(self, key) for key in _KEYS} | slices_content(self.slices)
-        others = {KEY_VOCABULARY: self.vocabulary, _CHUNKS: self.num_chunks}
+        others = {KEY_VOCABULARY: self.vocabulary, _CHUNKS: self.num_chunks, _RUNS: asdict(self.runs)}
         return json.dumps(content | {key: value for key, value in others.items() if value is not None})
 
     @classmethod
@@ -77,30 +83,44 @@ class Request:
         content = json_object(text)
         values = {key: read_key(content, key, form, fits) for key, (form, fits) in _KEYS.items()}
         chunks = read_key(content, _CHUNKS, *_KEYS["num_ranks"]) if _CHUNKS in content else None
-        others: dict[str, Any] = {"vocabulary": algorithm_from(content), _CHUNKS: chunks}
+        runs = _feasibility(content[_RUNS]) if _RUNS in content else Feasibility()
+        others: dict[str, Any] = {"vocabulary": algorithm_from(content), _CHUNKS: chunks, _RUNS: runs}
         return cls(**values, slices=slices_from(content) or WHOLE, **others)
 
 
+def _feasibility(content: Mapping[str, Any]) -> Feasibility:
+    """Read what ``Request.to_json`` has written."""
+    queues, ctas = content["queues"], Ctas(*content["ctas"])
+    own = None if queues is None else HardwareQueues(*queues)
+    return Feasibility(**{**content, "queues": own, "ctas": ctas})
+
+
 def plan(request: Request) -> Timeline:
-    """Search for the shortest schedule and simulate it.
+    """Search for the shortest schedule and simulate it, as ``answered``."""
+    return answered(request).timeline
+
+
+def answered(request: Request) -> Answer:
+    """Search for the shortest schedule that can run.
 
     Raises:
-        UserError: for invalid costs, or a memory limit that admits no schedule.
+        UserError: for invalid costs, a memory limit that admits no schedule, or no schedule that can run.
     """
     figures = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
     wanted = request.memory_limit, request.placement, request.objective, request.slices, request.vocabulary
-    return answer(of_run(figures, *wanted, request.num_chunks)).timeline
+    return answer(of_run(figures, *wanted, request.num_chunks, request.runs))
 
 
 def main() -> int:
     """Answer the request on standard input and return the exit code."""
     os.nice(_LOWEST_PRIORITY)
     try:
-        answer = plan_to_json(plan(Request.from_json(sys.stdin.read())))
+        found = answered(Request.from_json(sys.stdin.read()))
+        text = plan_to_json(found.timeline, more={MEMORY_LIMIT: found.within})
     except (UserError, OverflowError) as error:
         print(beyond_floats(error) if isinstance(error, OverflowError) else error, file=sys.stderr)
         return 2
-    sys.stdout.write(answer)
+    sys.stdout.write(text)
     return 0
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+
+from megatron.zero_bubble.ir.queues import HardwareQueues
 
 
 def is_nccl(backend: str) -> bool:
@@ -18,24 +19,9 @@ def is_nccl(backend: str) -> bool:
     return of_devices.get("cuda", backend.lower()).startswith("nccl")
 
 
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _DEFAULT_QUEUES = 8
-"""CUDA's, without ``CUDA_DEVICE_MAX_CONNECTIONS``."""
-
-
-class HardwareQueues(NamedTuple):
-    """How many queues bring the work of streams to a GPU. Streams that share one start in the order of the host.
-
-    Attributes:
-        number: of queues per GPU.
-        what: the consequence, if there is one queue.
-        setting: the variable and its value.
-        several: the value with which transfers start independently.
-    """
-
-    number: int
-    what: str
-    setting: str
-    several: str
+"""CUDA's, without ``QUEUES``."""
 
 
 def hardware_queues(environment: Mapping[str, str] = os.environ) -> HardwareQueues:
@@ -44,7 +30,7 @@ def hardware_queues(environment: Mapping[str, str] = os.environ) -> HardwareQueu
     If NCCL orders the kernels of all communicators, that has the effect of one queue. Sources: the environment
     variables in CUDA's programming guide; the user guide of NCCL, "NCCL_LAUNCH_ORDER_IMPLICIT".
     """
-    value = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip()
+    value = environment.get(QUEUES, "").strip()
     order = environment.get("NCCL_LAUNCH_ORDER_IMPLICIT", "").strip()
     if value != "1" and order not in ("", "0"):
         setting = f"NCCL_LAUNCH_ORDER_IMPLICIT is {order}, which has the same effect as one queue"
@@ -52,4 +38,4 @@ def hardware_queues(environment: Mapping[str, str] = os.environ) -> HardwareQueu
     number = int(value) if value.isascii() and value.isdecimal() and value != "0" else _DEFAULT_QUEUES
     shown = value or f"not set, which means {_DEFAULT_QUEUES}"
     what = "one hardware queue per GPU" if number == 1 else ""
-    return HardwareQueues(number, what, f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}", "32")
+    return HardwareQueues(number, what, f"{QUEUES} is {shown}", "32")

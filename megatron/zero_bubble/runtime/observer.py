@@ -27,6 +27,7 @@ class IterationStart(NamedTuple):
         saved: collects what forwards save for their backwards; None under Megatron's own schedules.
         histories: returns the tensors that slices of sequences share, of a stage and microbatch or of all.
         varies: whether microbatches may have different lengths, and replicas different numbers of them.
+        has_headers: whether a header comes before each message, so that receives are posted late.
     """
 
     group: dist.ProcessGroup
@@ -36,6 +37,7 @@ class IterationStart(NamedTuple):
     histories: Callable[..., Iterable[torch.Tensor]] = lambda *_: ()
     saved: SavedTensors | None = None
     varies: bool = False
+    has_headers: bool = False
 
 
 class IterationObserver:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.ir.collectives import Collective
-from megatron.zero_bubble.job.config import Ctas
 from megatron.zero_bubble.plan.prove import num_channels
 
+DEFAULT_NCCL_CTAS = 2
+DEFAULT_NCCL_COLLECTIVE_CTAS = 8
 MOST_KINDS = 7
 """Kinds of collectives of vocabulary parallelism, each of which may have one that waits."""
+
+
+class Ctas(NamedTuple):
+    """The largest numbers of CTAs that NCCL occupies alongside passes."""
+
+    message: int = DEFAULT_NCCL_CTAS
+    collective: int = DEFAULT_NCCL_COLLECTIVE_CTAS
 
 
 def collective_ctas(

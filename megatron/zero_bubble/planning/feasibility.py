@@ -1,0 +1,107 @@
+"""What a run can run: the question that every search, every row of advice and every switch of schedules asks.
+
+A schedule that cannot be lowered and proved for the GPUs of a job is no plan for it, however short it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from megatron.zero_bubble.analysis.memory import host_peaks
+from megatron.zero_bubble.analysis.score import within
+from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.costs import PassMemory
+from megatron.zero_bubble.costs.units import format_bytes
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.ir.queues import HardwareQueues
+from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
+from megatron.zero_bubble.plan.nccl import Ctas, collective_ctas
+from megatron.zero_bubble.plan.offload import Move, select_longest
+from megatron.zero_bubble.plan.shard import Sharding
+
+ONE_QUEUE = HardwareQueues(1, "one hardware queue per GPU", "CUDA_DEVICE_MAX_CONNECTIONS is 1", "32")
+"""The fewest that a GPU has: what is proved for them ends with any number."""
+LESS_MEMORY = 0.85
+"""Where an order of passes needs several hardware queues, one within so much of its memory is tried: the less is under
+way at a time, the less waits for each other. Within the least memory, microbatches run one after the other.
+"""
+
+
+@dataclass(frozen=True)
+class Feasibility:
+    """What a run has for its plans, and what it adds to them.
+
+    Attributes:
+        queues: of its GPUs; None for a run without NCCL, in which no transfer holds up others.
+        post_receives: see ``communicate``; ``late`` where headers come before messages.
+        post_validation: whether an iteration validates the optimizer step before it.
+        moved: the share of forwards that move to host memory.
+        host_memory: bytes per rank for what moves; None for no limit.
+        ctas: those of NCCL.
+        num_multiprocessors: of a GPU; None if unknown.
+    """
+
+    queues: HardwareQueues | None = None
+    post_receives: PostReceives = "early"
+    post_validation: bool = False
+    moved: float = 0.0
+    host_memory: int | None = None
+    ctas: Ctas = field(default_factory=Ctas)
+    num_multiprocessors: int | None = None
+
+    def check(
+        self,
+        schedule: Schedule,
+        moves: Collection[Move] | None = None,
+        sharding: Sharding | None = None,
+        memory: PassMemory | None = None,
+    ) -> Plan:
+        """Lower and prove a schedule as the run does, for training and for evaluations; return the plan of training.
+
+        Args:
+            moves: what moves to host memory; None for what the run itself selects.
+            sharding: how weights are sharded, if they are.
+            memory: of microbatches, in bytes; None if unknown.
+
+        Raises:
+            UserError: why it cannot run.
+        """
+        validate(schedule)
+        if moves is None:
+            moves = select_longest(schedule, self.moved) if self.moved else ()
+        training = lower_training(schedule, self.post_receives, self.post_validation, moves, sharding)
+        evaluation = lower_forward_only(schedule, self.post_receives, sharding)
+        if self.queues is not None:
+            collective_ctas(self.ctas, training, self.num_multiprocessors)
+            for plan in (training, evaluation):
+                prove_for_queues(plan, self.queues.number, self.queues.setting, self.queues.several)
+        if moves and memory is not None and self.host_memory is not None:
+            self._check_host(max(host_peaks(training, memory)))
+        return training
+
+    def _check_host(self, peak: float) -> None:
+        if not within(peak, self.host_memory):
+            raise UserError(
+                f"what moves must fit into {format_bytes(self.host_memory or 0)} of host memory per rank; got "
+                f"{format_bytes(peak)}; raise --zero-bubble-host-memory, or move less with --zero-bubble-offload"
+            )
+
+    def refusal(
+        self,
+        schedule: Schedule,
+        moves: Collection[Move] | None = None,
+        sharding: Sharding | None = None,
+        memory: PassMemory | None = None,
+    ) -> str | None:
+        """Why a schedule cannot run, in one sentence; None if it can. The arguments are those of ``check``."""
+        try:
+            self.check(schedule, moves, sharding, memory)
+        except UserError as error:
+            return str(error).splitlines()[0]
+        return None
+
+
+ANY_RUN = Feasibility()
+"""A run without NCCL, options or limits, in which every schedule can run that can be lowered."""

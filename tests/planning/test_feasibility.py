@@ -1,0 +1,124 @@
+"""Every answer of the planner to a run can run: it is lowered with the run's options, and proved for its queues."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble.analysis.memory import peaks_in_order
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.errors import PlanError
+from megatron.zero_bubble.formats.costs import CostsFile, costs_to_json
+from megatron.zero_bubble.ir import WHOLE, Slices
+from megatron.zero_bubble.ir.queues import HardwareQueues
+from megatron.zero_bubble.planning import worker
+from megatron.zero_bubble.planning.answer import answer
+from megatron.zero_bubble.planning.feasibility import ONE_QUEUE, Feasibility
+from megatron.zero_bubble.planning.figures import measured
+from megatron.zero_bubble.planning.question import of_run
+from megatron.zero_bubble.planning.source import ScheduleSource
+from megatron.zero_bubble.planning.worker import Request
+from megatron.zero_bubble.schedules import build
+
+GIB = 2.0**30
+PLACEMENTS: list[tuple[Any, int | None]] = [("linear", None), ("vee", None), ("loop", 2), ("loop", 3), ("wave", 4)]
+
+
+def queues(number: int) -> HardwareQueues:
+    return HardwareQueues(number, "", f"CUDA_DEVICE_MAX_CONNECTIONS is {number}", "32")
+
+
+def random_request(seed: int) -> Request:
+    rng = random.Random(seed)
+    (placement, chunks), ranks = PLACEMENTS[seed % len(PLACEMENTS)], rng.choice((2, 3, 4))
+    count = rng.choice((ranks, ranks + 1, 2 * ranks, 2 * ranks + 1))
+    stages = ranks * {"linear": 1, "vee": 2}.get(placement, chunks or 1)
+
+    def some(least: float, most: float) -> tuple[float, ...]:
+        return tuple(rng.uniform(least, most) for _ in range(stages))
+
+    costs = PassCosts(some(0.5, 2.0), some(0.5, 2.5), some(0.3, 1.5), rng.choice((0.0, 0.2, 0.6)))
+    memory = PassMemory(*(tuple(GIB * of for of in some(*between)) for between in ((0.5, 1.5), (0.2, 0.5))))
+    algorithm = rng.choice((None, None, 1, 2)) if chunks is None else None
+    if algorithm is not None:
+        times = VocabularyCosts.uniform(ranks, rng.uniform(0.2, 1.0), rng.uniform(0.1, 0.6))
+        costs, memory = replace(costs, vocabulary=times), replace(memory, logits=(GIB / 8,) * ranks)
+    own = queues(rng.choice((1, 1, 2, 8, 32))), rng.choice(("early", "late")), rng.random() < 0.3
+    runs = Feasibility(*own, moved=rng.choice((0.0, 0.0, 0.5, 1.0)) if algorithm is None else 0.0)
+    wanted: Any = rng.choice(("1p", "2p")), placement, rng.choice(("span", "makespan"))
+    return Request(costs_to_json(costs, memory), ranks, count, *wanted, WHOLE, algorithm, chunks, runs)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 10 else pytest.mark.full) for seed in range(150)]
+)
+def test_every_answer_to_a_run_can_run(seed: int) -> None:
+    """A search with little effort; refused is only what has vocabulary parallelism, with the reason."""
+    request = random_request(seed)
+    assert Request.from_json(request.to_json()) == request
+    costs = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
+    wanted = request.memory_limit, request.placement, request.objective, request.slices, request.vocabulary
+    asked = replace(of_run(costs, *wanted, request.num_chunks, request.runs), effort=0.01)
+    try:
+        found = answer(asked).schedule
+    except PlanError:  # no search within less memory helps collectives
+        assert request.vocabulary is not None
+        return
+    assert request.runs.refusal(found) is None
+
+
+def test_an_order_that_needs_several_queues_is_planned_within_less_memory() -> None:
+    """With late receives, what is shortest on a V needs two queues or more."""
+    costs, memory = PassCosts((1.0,) * 8, (1.0,) * 8, (1.0,) * 8), PassMemory((GIB,) * 8, (GIB / 2,) * 8)
+    plain = Request(costs_to_json(costs, memory), 4, 8, "1p", "vee", "makespan")
+    late = replace(plain, runs=Feasibility(queues(1), "late"))
+    refused, proved = worker.plan(plain), worker.plan(late)
+    assert "needs several hardware queues per GPU" in str(late.runs.refusal(refused.schedule))
+    assert late.runs.refusal(proved.schedule) is None
+    assert max(proved.peak_activation) < max(refused.peak_activation)
+    assert proved.makespan_ms < 1.1 * refused.makespan_ms
+
+
+@pytest.mark.parametrize(("placement", "chunks"), PLACEMENTS)
+@pytest.mark.parametrize("slices", [WHOLE, Slices.even(2)])
+def test_first_schedules_run_with_one_queue(placement: Any, chunks: int | None, slices: Slices) -> None:
+    """For every size of a batch that grows, early and late, Megatron's own included."""
+    for ranks in (2, 3) if len(slices) > 1 else (2, 3, 4):
+        for post_receives, fused, stock in (("early", False, False), ("late", False, True), ("late", True, False)):
+            more = {"fused": fused, "stock": stock, "post_receives": post_receives}
+            source = ScheduleSource.automatic(placement, ranks, slices, num_chunks=chunks, **more)  # type: ignore[arg-type]
+            for count in (1, ranks, ranks + 1, 2 * ranks, 3 * ranks):
+                first = source.make(count)
+                assert Feasibility(ONE_QUEUE, post_receives).refusal(first) is None, first.name  # type: ignore[arg-type]
+
+
+def test_host_memory_is_part_of_what_can_run() -> None:
+    schedule, memory = build("zb-h2", num_ranks=4, num_microbatches=8), PassMemory((GIB,) * 4, (GIB,) * 4)
+    roomy = Feasibility(moved=1.0, host_memory=int(100 * GIB))
+    assert roomy.refusal(schedule, memory=memory) is None
+    reason = str(replace(roomy, host_memory=int(GIB)).refusal(schedule, memory=memory))
+    assert reason.startswith("what moves must fit into 1 GiB of host memory per rank; got ")
+
+
+def test_shorter_schedules_lose_to_those_that_run() -> None:
+    """The schedule that the run begins with counts where the best of a search is refused."""
+    found = 0
+    for seed in range(5):
+        request = random_request(5 * seed + 2)  # on a loop
+        costs = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
+        runs = Feasibility(queues(1), "late")
+        wanted = "1p", request.placement, request.objective, WHOLE, None, request.num_chunks
+        asked = replace(of_run(costs, *wanted, runs), effort=0.01)
+        (first,) = asked.instead
+        least = simulate(first, *costs.on(first.placement)).makespan_ms
+        best = answer(replace(asked, objective="makespan"))
+        if runs.refusal(answer(replace(asked, runs=None)).schedule) is not None:
+            found += 1
+            assert best.timeline.makespan_ms <= least * (1 + 1e-9)
+        assert max(peaks_in_order(best.schedule, costs.on(best.schedule.placement)[1])) <= asked.limit * (1 + 1e-9)  # type: ignore[operator]
+    assert found
