@@ -28,7 +28,7 @@ _WHEN = {
     "zb-interleaved": "jobs with a virtual pipeline: change nothing else",
     "v-half": "too little memory for 1F1B: about half of its activations with many ranks",
     "v-min": "the least memory: about a third of 1F1B's activations with many ranks",
-    "dualpipe-v": "comparison only: ZB-V has the same makespan, a shorter span and less memory",
+    "dualpipe-v": "comparison only: ZB-V is within about 1 % of its makespan, with a shorter span and less memory",
     "seq-zb-h1": "long sequences or few microbatches, here with 4 slices: much less memory and bubble",
     ZB_AUTO: "uneven stages, passes of unequal length, or any other memory limit",
 }

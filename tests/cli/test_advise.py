@@ -16,16 +16,20 @@ from megatron.zero_bubble import PassCosts, PassMemory
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.adapter.tracer import LAST_ITERATIONS, end_of_run
 from megatron.zero_bubble.cli.advise import changed
+from megatron.zero_bubble.cli.job_runs import SEVERAL
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
 from megatron.zero_bubble.costs.layers import LayerCosts, Part
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.ir.queues import HardwareQueues
 from megatron.zero_bubble.job.changes import Pipeline
 from megatron.zero_bubble.plan.timelines import timeline_of
-from megatron.zero_bubble.planning.advice import NUMBERS, Adviser, Today, need_of
+from megatron.zero_bubble.planning.advice import Adviser, Setting, Tried
 from megatron.zero_bubble.planning.answer import answer
+from megatron.zero_bubble.planning.change import NUMBERS, Row, Today, need_of
 from megatron.zero_bubble.planning.cuts import Cuts
 from megatron.zero_bubble.planning.division import Division
+from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.vocabulary import variants
@@ -48,10 +52,22 @@ def advice(capsys: Capture, flags: list[str], *own: str) -> dict[str, Any]:
 
 
 def check_rows(capsys: Capture, found: dict[str, Any], flags: list[str], *own: str) -> None:
-    """A dry run accepts the flags of every row."""
+    """A dry run accepts the flags of every row, and gives it the same time and memory."""
     for row in found["advice"]:
         job = changed(flags, row["flags"], row["leave_out"])
-        assert main(["dry-run", *own, "--megatron-lm", "--", *job]) == 0, f"{row['name']}: {capsys.readouterr().err}"
+        with pytest.MonkeyPatch.context() as patch:
+            for variable in row["environment"]:
+                patch.setenv(*variable.split("="))
+            code = main(["dry-run", *own, "--megatron-lm", "--", *job])
+        out, err = capsys.readouterr()
+        assert code == 0, f"{row['name']}: {err}"
+        if "--zero-bubble-offload" in row["flags"]:
+            continue  # what moves is planned from measured copies
+        assert f" microbatches, {row['makespan_ms']:,.1f} ms, " in out, row["name"]
+        if row["memory_bytes"] is not None:
+            table = out[out.index("pipeline rank ") :].partition("\n\n")[0].splitlines()[1:]
+            totals = [float(line.split()[-1]) for line in table]
+            assert max(totals) == pytest.approx(row["memory_bytes"] / 2**30, abs=0.051), row["name"]
 
 
 def check_trained(found: dict[str, Any], flags: list[str], name: str) -> None:
@@ -78,7 +94,7 @@ def test_published_recipes_with_even_passes(capsys: Capture, tmp_path: Path, nam
     found = advice(capsys, flags, *own, "--quick", "--costs", str(file))
     assert found["job"]["bubble_rate"] == pytest.approx(RECIPES[name].bubble, abs=0.003)
     assert found["worth_it"] is (RECIPES[name].bubble > 0.02)
-    check_rows(capsys, found, flags, *own)
+    check_rows(capsys, found, flags, *own, "--costs", str(file))
     check_trained(found, flags, name)
 
 
@@ -95,6 +111,111 @@ def test_published_recipes_with_estimates(capsys: Capture, name: str) -> None:
     assert found["worth_it"] is RECIPES[name].pays
     check_rows(capsys, found, flags, *own)
     check_trained(found, flags, name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("queues", ["1", None])
+@pytest.mark.parametrize("name", RECIPES)
+def test_rows_run_as_they_are_advised(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, queues: str | None
+) -> None:
+    """With searches: where the launch script sets the hardware queues, and where CUDA's default holds."""
+    set_queues(monkeypatch, queues)
+    flags, own = job_of(name)
+    found = advice(capsys, flags, *own)
+    check_rows(capsys, found, flags, *own)
+
+
+TENSOR = [*SMALL, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param(["--quick"], id="quick"), pytest.param([], id="searches", marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize(
+    ("job", "gpu"), [(SMALL, "h100"), pytest.param(TENSOR, "b200", marks=pytest.mark.full), (TENSOR, "h100")]
+)
+def test_rows_run_where_megatron_wants_one_queue(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, job: list[str], gpu: str, more: list[str]
+) -> None:
+    """With tensor parallelism before Blackwell no row may ask for more."""
+    set_queues(monkeypatch, "1")
+    flags = changed(job, ["--vocab-size", "256000"], ())
+    own = ("--gpus-per-node", "8", "--gpu", gpu)
+    found = advice(capsys, flags, *own, *more)
+    assert found["advice"]
+    if job is TENSOR and gpu == "h100":
+        assert not any(row["environment"] for row in found["advice"])
+    check_rows(capsys, found, flags, *own)
+
+
+def set_queues(monkeypatch: pytest.MonkeyPatch, number: str | None) -> None:
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    if number is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", number)
+
+
+def test_what_needs_more_queues_says_so_or_drops_out() -> None:
+    """Megatron's own schedules need no proof."""
+    pipeline, today = random_pipeline(17)
+    one, several = (HardwareQueues(number, "", f"there are {number} queues", "32") for number in (1, 32))
+    settings = Setting(Feasibility(one, "late")), Setting(Feasibility(several, "late"), (SEVERAL,))
+    changes = [change for change in pipeline.named_changes() if change.question.schedule == "breadth-first"]
+    stock = [change for change in pipeline.named_changes() if not change.is_ours]
+    advisers = [
+        Adviser(today, "makespan", None, lambda *_: None, 0.01, settings=settings[:number]) for number in (1, 2)
+    ]
+    for adviser in advisers:
+        adviser.advise([*changes, *stock])
+    assert changes and [len(adviser.rows) for adviser in advisers] == [len(stock), len(changes) + len(stock)]
+    assert all("needs several hardware queues" in each.reason for each in advisers[0].dropped)
+    assert {row.environment for row in advisers[1].rows if row.change.is_ours} == {(SEVERAL,)}
+
+
+def test_a_row_has_the_figures_of_its_dry_run() -> None:
+    """One that the dry run refuses drops out, and the next best is tried."""
+    pipeline, today = random_pipeline(1)
+    refused: list[str] = []
+
+    def messages(row: Row) -> tuple[float, ...]:
+        return (1.0,) * len(row.need.activations)
+
+    def tried(row: Row) -> Tried:
+        if not refused or row.change.name == refused[0]:
+            refused.append(row.change.name)
+            raise UserError("not this one")
+        return Tried(row.plan.timeline, replace(row.need, messages=messages(row)), None)
+
+    adviser = Adviser(today, "makespan", None, lambda *_: None, 0.01, tried=tried)
+    found = adviser.advise(pipeline.named_changes())
+    assert refused[0] not in {row.change.name for row in found.rows} and len(found.rows) > 0
+    assert [each.reason for each in found.dropped if each.name == refused[0]] == ["not this one"]
+    assert all(row.need.messages == messages(row) for row in found.rows)
+
+
+def test_plans_as_long_go_to_less_memory() -> None:
+    """Within half a percent; and what is only for comparison is no advice."""
+    pipeline, today = random_pipeline(1)
+    changes = list(pipeline.named_changes())
+    assert not any(change.question.schedule == "dualpipe-v" for change in changes)
+    adviser = Adviser(today, "makespan", None, lambda *_: None, 0.01)
+    adviser.advise(changes)
+    row = max(adviser.rows, key=lambda row: row.gain)
+    larger = replace(row, need=replace(row.need, activations=tuple(2 * each for each in row.need.activations)))
+    adviser.rows = [larger, replace(row, change=replace(row.change, name="small"))]
+    assert {own.change.name for own in adviser._chosen() if "fastest" in own.titles} == {"small"}
+
+
+def test_one_rule_that_refuses_most_is_printed_once(capsys: Capture) -> None:
+    """Nothing is said of the gain of what was not planned."""
+    job = [*TENSOR, "--tp-comm-overlap"]
+    assert main(["advise", "--quick", "--gpus-per-node", "8", "--", *job]) == 0
+    out = capsys.readouterr().out
+    (line,) = (line for line in out.splitlines() if "more changes are refused for one reason: " in line)
+    assert "tp_comm_bulk_wgrad" in line and "--disable-tp-comm-bulk-wgrad" in line
+    assert "no change gains anything" not in out
 
 
 @pytest.mark.full
@@ -179,7 +300,7 @@ def test_weights_are_sharded_for_memory(capsys: Capture) -> None:
     """Wide layers on few tokens: weights take most of the memory."""
     sizes = "--num-layers 32 --hidden-size 8192 --num-attention-heads 64 --seq-length 1024 --global-batch-size 64"
     flags = changed(SMALL, [*sizes.split(), "--use-distributed-optimizer"], ())
-    own = ("--nodes", "4")
+    own = ("--nodes", "4", "--gpu", "h100")
     found = advice(capsys, flags, *own, "--network-bandwidth", "400")
     (row,) = (row for row in found["advice"] if "--zero-bubble-shard-weights" in row["flags"])
     assert "least memory" in row["best_at"] and row["bits"] == NUMBERS["rounded differently"]
@@ -189,7 +310,7 @@ def test_weights_are_sharded_for_memory(capsys: Capture) -> None:
     assert static < row["memory_bytes"] < 0.95 * found["job"]["memory_bytes"] and row["gain"] > 0
     slow = advice(capsys, flags, *own, "--link-bandwidth", "5")  # that of replicas, which share a node
     assert all(each["gain"] < 0 for each in slow["advice"] if "--zero-bubble-shard-weights" in each["flags"])
-    check_rows(capsys, {"advice": [row]}, flags, *own)
+    check_rows(capsys, {"advice": [row]}, flags, *own, "--network-bandwidth", "400")
 
 
 def test_no_memory_is_no_advice_to_take_more(capsys: Capture) -> None:
@@ -310,7 +431,8 @@ def test_pruned_search_finds_what_all_questions_find(seed: int) -> None:
             best = min(best, plan.timeline.makespan_ms)
             least = least if change.searches else min(least, need.most)
     found = {title: row for row in rows for title in row.titles}
-    assert min([today.timeline.makespan_ms, *(row.ms for row in rows)]) == pytest.approx(best, rel=2e-6)
+    fastest = min([today.timeline.makespan_ms, *(row.ms for row in rows)])
+    assert best * (1 - 2e-6) <= fastest <= 1.005 * best  # of plans that are as long, the one with less memory
     assert ("least memory" not in found) or found["least memory"].need.most <= least * (1 + 2e-6)
 
 
@@ -325,7 +447,7 @@ def single_features(pipeline: Pipeline) -> Iterator[Question]:
     for name, recipe in SCHEDULES.items():
         if recipe.sliced and recipe.shape == "linear":
             yield replace(whole, schedule=name, slices=Cuts(None))
-        elif not (recipe.sliced or recipe.has_units):
+        elif not (recipe.sliced or recipe.has_units or recipe.only_compared):
             yield replace(whole, schedule=name)
 
 
@@ -344,7 +466,7 @@ def test_joint_search_is_never_worse_than_one_feature(seed: int) -> None:
         except UserError:
             continue
         if need_of(plan.timeline, plan.costs).most <= pipeline.limit * (1 + 1e-9):
-            assert fastest <= plan.timeline.makespan_ms * (1 + 2e-6), question.schedule
+            assert fastest <= 1.005 * plan.timeline.makespan_ms, question.schedule
 
 
 def test_flags_to_leave_out_are_listed_once() -> None:

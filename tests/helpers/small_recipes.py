@@ -9,7 +9,7 @@ import shlex
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.advise import changed
-from megatron.zero_bubble.planning.advice import ORDER, ROUNDED, SAME
+from megatron.zero_bubble.planning.change import ORDER, ROUNDED, SAME
 from tests.helpers.recipes import COMMON, RECIPES
 
 _SIZES = {
@@ -100,7 +100,7 @@ _AUTO = "--zero-bubble-placement {} --zero-bubble-memory-limit {}GiB"
 SMALL = {
     "DeepSeek-V3, 256 GB300": Pipeline(2, 16, 4, (_in_place("gis-h"),), "Et*2|(t|)*14mL", 3),
     "DeepSeek-V3, 256 GB200": Pipeline(
-        2, 9, 4, (_moved("v-min"), _in_place("zb-interleaved"), _in_place("gis")), "Et*2|(t|)*6tmL", 3
+        2, 9, 4, (_moved("v-min"), _moved("zb-v"), _in_place("zb-interleaved"), _in_place("gis")), "Et*2|(t|)*6tmL", 3
     ),
     "DeepSeek-V3, 256 B300, one stage per rank": Pipeline(
         2,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.planning.advice import ORDER, ROUNDED
+from megatron.zero_bubble.planning.change import ORDER, ROUNDED
 from tests.helpers.megatron_lm import VARIABLE, Checkout, Log, pretrain_gpt
 from tests.helpers.small_recipes import SMALL, Row, small_job
 from tests.megatron_lm.test_parity import CHECKOUTS, until

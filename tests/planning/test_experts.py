@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +15,19 @@ import pytest
 from bench.experts import COSTS, SCALES, costs_file
 from megatron.zero_bubble import simulate
 from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.cli.advise import _refusal
+from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_from_json
 from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.job.options import _NEEDED_BY_PAIRS
 from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.answer import answer
+from megatron.zero_bubble.planning.change import need_of
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import contenders, verdict
-from megatron.zero_bubble.planning.figures import measured
+from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.schedules import build
 from tests.helpers.rows import some
@@ -73,6 +82,46 @@ def test_the_sentence_says_the_share_and_which_kind_is_shortest() -> None:
         "all-to-all of experts: 52% of a microbatch if nothing hides it; shortest span: Megatron's combined "
         "schedule (interleaved-1f1b x4 with pairs): 9,676."
     )
+
+
+@pytest.mark.parametrize("rule", _NEEDED_BY_PAIRS, ids=lambda rule: rule.option)
+def test_only_what_the_job_can_run_is_the_shortest(rule: Any) -> None:
+    """Where a rule for pairs is broken, the sentence says what stands in the way."""
+    costs = measured(costs_file(None, 4), 16, 64)
+    broken = {
+        "expert_model_parallel_size": 1,
+        "moe_token_dispatcher_type": "allgather",
+        "recompute_granularity": "full",
+        "moe_shared_expert_overlap": True,
+        "mtp_num_layers": 2,
+    }
+    job: Any = SimpleNamespace(costs=costs, read=SimpleNamespace(args=SimpleNamespace()))
+    free = verdict(costs, "span", partial(_refusal, job, None, math.inf))
+    assert free == verdict(costs, "span")
+    setattr(job.read.args, rule.option, broken[rule.option])
+    text, reason = verdict(costs, "span", partial(_refusal, job, None, math.inf)).split("\n")
+    assert "shortest span: zb-v without overlap: " in text and "pairs" not in text
+    assert reason.startswith("shorter, but not for this job as it is: Megatron's combined schedule (")
+    assert reason.count(" with pairs") == 2 and reason.endswith(rule.remedy)
+
+
+def test_peaks_are_in_bytes_and_within_the_memory() -> None:
+    costs = measured(costs_file(None, 4), 16, 64)
+    sized = replace(costs, on=lambda on: (costs.on(on)[0], replace(_memory(costs.on(on)[1]))), memory_given=True)
+    job: Any = SimpleNamespace(costs=sized, read=SimpleNamespace(args=SimpleNamespace()))
+    assert "GiB" in verdict(sized, "span") and "peak" in verdict(sized, "span")
+    peaks = {each.what: each.ms for each in contenders(sized, "span")}
+    tight = max(need_of(timeline_of(zb_v(sized), *sized.on(zb_v(sized).placement)), sized).activations)
+    text = verdict(sized, "span", partial(_refusal, job, None, tight))
+    assert peaks and "shortest span: zb-v without overlap" in text and "above the limit of" in text
+
+
+def zb_v(costs: Figures) -> Any:
+    return build("zb-v", num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
+
+
+def _memory(memory: PassMemory) -> PassMemory:
+    return PassMemory(*(tuple(2.0**30 for _ in memory.activation) for _ in range(2)))
 
 
 def test_plan_and_compare_with_pairs(capsys: pytest.CaptureFixture[str]) -> None:

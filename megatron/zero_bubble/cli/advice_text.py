@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.analysis.idle import Idle, idle_of
 from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.planning.advice import NUMBERS, Advice, Row, Today
-from megatron.zero_bubble.planning.experts import verdict
+from megatron.zero_bubble.planning.advice import Advice
+from megatron.zero_bubble.planning.change import NUMBERS, Row, Today
+from megatron.zero_bubble.planning.experts import Refusal, verdict
 from megatron.zero_bubble.planning.uncertainty import SHARE
 from megatron.zero_bubble.search.placements import name_of
 from megatron.zero_bubble.training.arguments import misspelt
@@ -22,6 +24,8 @@ _NOT_COVERED = (
     "No figure or range covers the host's time for its launches, ranks that slow each other down, the optimizer step, "
     "and reductions over replicas that backwards do not hide."
 )
+_FEW = 2
+"""Up to so many refused changes have no common reason."""
 
 
 class Batch(NamedTuple):
@@ -75,6 +79,7 @@ def _row(row: Row, argv: Sequence[str], in_bytes: bool) -> dict[str, Any]:
         "name": row.change.name,
         "best_at": row.titles,
         "flags": row.flags,
+        "environment": row.environment,
         "activation_limit": _limit_text(row, in_bytes),
         "placement": name_of(row.change.placement),
         "num_chunks": row.change.placement.num_stages // row.change.placement.num_ranks,
@@ -102,9 +107,19 @@ def given_of(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
 
 
 def text_of(
-    found: Advice, batch: Batch, argv: Sequence[str], capacity: float | None, unread: Sequence[str] = ()
+    found: Advice,
+    batch: Batch,
+    argv: Sequence[str],
+    capacity: float | None,
+    unread: Sequence[str] = (),
+    refusal: Refusal = lambda _: None,
 ) -> str:
-    """Return what ``advise`` prints: the job as it is, a table, the flags of each row, and one sentence of advice."""
+    """Return what ``advise`` prints: the job as it is, a table, the flags of each row, and one sentence of advice.
+
+    Args:
+        unread: flags that are not checked here.
+        refusal: why the job cannot run a schedule for experts.
+    """
     timeline, costs, need = found.today
     ms, idle, size = timeline.makespan_ms, _idle(found.today), f"{costs.num_ranks} pipeline ranks"
     causes = (
@@ -122,7 +137,7 @@ def text_of(
         parts = f"{weights:.1f} of weights and optimizer, {kept:.1f} of activations, {messages:.2f} of messages"
         fullest = f"{need.most / _GIB:.1f} GiB on the fullest rank, {at}"
         lines.append(f"  {fullest}: {parts}; plans may take {capacity / _GIB:.1f} GiB")
-    if of_experts := verdict(costs, found.objective):
+    if of_experts := verdict(costs, found.objective, refusal):
         lines += ["", of_experts]
     if found.rows:
         lines += ["", *_table(found, argv)]
@@ -144,6 +159,8 @@ def _table(found: Advice, argv: Sequence[str]) -> Iterator[str]:
     for number, row in enumerate(found.rows, 1):
         yield ""
         yield f"{number:<3}add {shlex.join(row.flags)}"
+        if row.environment:
+            yield f"   start it with {' '.join(row.environment)}"
         if out := given_of(row.drops, argv):
             yield f"   leave out {' '.join(out)}"
         yield f"   numbers: {NUMBERS[row.change.numbers]}"
@@ -163,7 +180,11 @@ def not_read(unread: Sequence[str]) -> Iterator[str]:
 def _remarks(found: Advice, unread: Sequence[str]) -> Iterator[str]:
     """What was not read and not planned."""
     yield from not_read(unread)
-    if found.dropped:
+    reasons = Counter(each.reason for each in found.dropped)
+    rule, count = reasons.most_common(1)[0] if reasons else ("", 0)
+    if count > max(_FEW, len(found.dropped) // 2):
+        yield f"{count} of {len(found.dropped)} more changes are refused for one reason: {rule.splitlines()[0]}"
+    elif found.dropped:
         what = (
             "change would be refused for this job, or has"
             if len(found.dropped) == 1
@@ -193,7 +214,11 @@ def _verdict(found: Advice) -> str:
     name = today.timeline.schedule.name
     if best is None:
         share = max((row.gain for row in found.rows if row.fits), default=0.0)
-        gains = f"the best change gains {share:.1%}" if share > 0 else "no change gains anything"
+        gains = "no change gains anything"
+        if share > 0:
+            gains = f"the best change gains {share:.1%}"
+        elif found.dropped or found.left_out:
+            gains = "none of the changes that were planned gains anything"
         return (
             f"Stay with {name}: its ranks idle {_idle(today).total / today.timeline.makespan_ms:.1%} of the time, and "
             f"{gains}; a change is worth it from {found.worth:.0%}."
@@ -205,7 +230,8 @@ def _verdict(found: Advice) -> str:
         least, most = found.gain_range
         between = f"{-least:+.1%}" if f"{least:.1%}" == f"{most:.1%}" else f"{-least:+.1%} to {-most:+.1%}"
         varied = f" ({between} if all F, B, W or transfers take {SHARE:.0%} more or less)"
+    start = f" and start it with {' '.join(best.environment)}" if best.environment else ""
     return (
-        f"Add {shlex.join(best.flags)}: {-best.gain:+.1%} of the time of the passes{varied}{more}. Its numbers are "
-        f"{NUMBERS[best.change.numbers]}.{bound}"
+        f"Add {shlex.join(best.flags)}{start}: {-best.gain:+.1%} of the time of the passes{varied}{more}. Its numbers "
+        f"are {NUMBERS[best.change.numbers]}.{bound}"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,33 +13,30 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.idle import idle_of
-from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.analysis.score import ROUNDING
+from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of
 from megatron.zero_bubble.cli.job_figures import gpu_bytes, job_figures, with_vocabulary
-from megatron.zero_bubble.cli.job_schedule import job_schedule
+from megatron.zero_bubble.cli.job_runs import SEVERAL, job_runs, with_more_queues
+from megatron.zero_bubble.cli.job_schedule import planned_schedule
 from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_variants
 from megatron.zero_bubble.cli.job_words import job_words
 from megatron.zero_bubble.cli.links import add_link_flags, bandwidth_to_replicas, given_links, links_of, with_transfers
+from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
+from megatron.zero_bubble.cli.planned_job import planned_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size
 from megatron.zero_bubble.costs.estimate import DEVICES
-from megatron.zero_bubble.costs.units import positive_figure
+from megatron.zero_bubble.costs.units import format_bytes, positive_figure
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import job_layers
 from megatron.zero_bubble.job.changes import Pipeline
 from megatron.zero_bubble.job.flags import has_schedule
+from megatron.zero_bubble.job.options import check_pairs
 from megatron.zero_bubble.plan.timelines import timeline_of
-from megatron.zero_bubble.planning.advice import (
-    NUMBERS,
-    WORTH,
-    WORTH_ESTIMATED,
-    Advice,
-    Adviser,
-    Change,
-    Today,
-    need_of,
-)
+from megatron.zero_bubble.planning.advice import WORTH, WORTH_ESTIMATED, Advice, Adviser, Setting, Tried
+from megatron.zero_bubble.planning.change import NUMBERS, Change, Need, Row, Today, need_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
@@ -93,7 +91,7 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
     add_job_words(verb)
-    verb.set_defaults(command=advise, seconds=_SECONDS, effort=_EFFORT)
+    verb.set_defaults(command=advise, seconds=_SECONDS, effort=_EFFORT, environment=os.environ, tries=True)
 
 
 def add_job_flags(verb: argparse.ArgumentParser) -> None:
@@ -101,7 +99,11 @@ def add_job_flags(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
     verb.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node (default: 8)")
     verb.add_argument(
-        "--gpu", type=str.lower, choices=tuple(DEVICES), default="h100", help="GPU to estimate for (default: h100)"
+        "--gpu",
+        type=str.lower,
+        choices=tuple(DEVICES),
+        default=ASSUMED,
+        help=f"GPU to estimate for (default: {ASSUMED})",
     )
     verb.add_argument(
         "--gpu-memory",
@@ -198,13 +200,47 @@ def advise(options: argparse.Namespace) -> str:
             options.seconds,
             lambda name: tell(f"planning {name}"),
             most,
+            _settings(own.read.args, options),
+            partial(_tried, options, argv) if options.tries else None,
         )
         found = Advice(own.today, (), own.objective, worth) if _is_full(own, worth) else adviser.advise(changes())
     if options.write is not None:
         _write(options, found)
     if options.format == "json":
         return json.dumps(content_of(found, own.batch, argv, own.read.unread), indent=2) + "\n"
-    return text_of(found, own.batch, argv, capacity, own.read.unread)
+    refusal = partial(_refusal, own, capacity, most)
+    return text_of(found, own.batch, argv, capacity, own.read.unread, refusal)
+
+
+def _refusal(own: JobAsIs, capacity: float | None, most: float, timeline: Timeline) -> str | None:
+    """Why a job cannot run a schedule for experts: an option of Megatron's, or its memory."""
+    if timeline.schedule.pairs:
+        try:
+            check_pairs(own.read.args)
+        except UserError as error:
+            return str(error)
+    need = need_of(timeline, own.costs)
+    if capacity is not None and need.most > capacity * (1 + ROUNDING):
+        return f"{format_bytes(need.most)} on the fullest rank, of which {format_bytes(capacity)} may be taken"
+    if max(need.activations) > most * (1 + ROUNDING):
+        return f"activations of {own.costs.show(max(need.activations))}, above the limit of {own.costs.show(most)}"
+    return None
+
+
+def _settings(args: argparse.Namespace, options: argparse.Namespace) -> tuple[Setting, ...]:
+    """What the job can be started with: its own environment, then, where it may, one with more hardware queues."""
+    runs = replace(job_runs(args, options.gpu, True, options.environment), moved=0.0, host_memory=None)
+    more = with_more_queues(runs)
+    return (Setting(runs), *(() if more is None else (Setting(more, (SEVERAL,)),)))
+
+
+def _tried(options: argparse.Namespace, argv: Sequence[str], row: Row) -> Tried:
+    """Plan and prove the job with a row's change, as its dry run does."""
+    job = checked_megatron_job(changed(argv, row.flags, row.drops), *_sizes(options))
+    given = dict(each.split("=", 1) for each in row.environment)
+    planned = planned_job(options, job.args, True, {**options.environment, **given})
+    kept, messages, weights = map(tuple, zip(*planned.memory, strict=True))
+    return Tried(planned.timeline, Need(kept, messages, weights), planned.answer)
 
 
 def flags_of_job(options: argparse.Namespace) -> list[str]:
@@ -244,7 +280,7 @@ def read_job(options: argparse.Namespace, argv: Sequence[str]) -> JobAsIs:
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
     costs = with_transfers(costs, groups, options.gpu, given_links(options), estimated)
     own = with_vocabulary(costs, args)
-    schedule = job_schedule(args, own, costs.num_microbatches)
+    schedule = planned_schedule(args, own, costs.num_microbatches)
     timeline = timeline_of(schedule, *own.on(args.placement))
     objective: Metric = "span" if has_schedule(args) and args.zero_bubble.post_validation else "makespan"
     batch = Batch(args.batch_sizes.final * args.seq_length, groups.num_ranks, args.data_parallel_size)

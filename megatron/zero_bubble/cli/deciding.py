@@ -32,13 +32,14 @@ from megatron.zero_bubble.cli.beside_checkpoints import (
     unused,
     write_decision,
 )
+from megatron.zero_bubble.cli.job_runs import check_job, job_runs
 from megatron.zero_bubble.cli.machine import Gpu, gpu_here
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.facts import Facts, all_differences, listed
 from megatron.zero_bubble.job.facts import facts_of, job_facts
-from megatron.zero_bubble.job.flags import StrictParser, given, parse_ours
-from megatron.zero_bubble.planning.advice import NUMBERS, ROUNDED
+from megatron.zero_bubble.job.flags import StrictParser, given, has_schedule, parse_ours
+from megatron.zero_bubble.planning.change import NUMBERS, ROUNDED
 from megatron.zero_bubble.planning.source import AUTO_LIMIT, ZB_AUTO
 from megatron.zero_bubble.search.placements import HAS_CHUNKS
 from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
@@ -94,12 +95,12 @@ def decided(argv: Sequence[str], environment: Mapping[str, str] = os.environ) ->
     facts = _facts(others, options, gpu, environment)
     costs, remarks = costs_in([saved, loaded], facts)
     facts = {**facts, "costs": "estimated" if costs is None else costs.digest}
-    found, why, more = _kept([saved, loaded], facts, left, environment)
+    found, why, more = _kept([saved, loaded], facts, left, gpu, environment)
     remarks += more
     if found is None:
         asked, more = _advice(others, costs, options, gpu, environment)
         remarks += more
-        found, why = _decision(asked, left, options, environment, facts)
+        found, why = _decision(asked, left, options, gpu, environment, facts)
     if saved is not None and environment.get("RANK", "0") == "0":
         remarks += write_decision(saved / DECISION, found)
     is_recorded = costs is not None and saved is not None and costs.file == saved / COSTS and costs.names_its_job
@@ -136,13 +137,13 @@ def _adopted(
     lines = [f"{AUTO}: {what}: {why}"]
     if ZB_AUTO in decision.flags and folder is not None and not any(word.startswith(_RECORD) for word in argv):
         recording = [*flags, _RECORD, str(folder / COSTS)]
-        if _refused(recording, environment) is None:
+        if _refused(recording, None, environment) is None:
             return recording, [*lines, f"{AUTO}: {folder / COSTS} will have the measured costs when the run ends"]
     return flags, lines
 
 
 def _kept(
-    folders: Sequence[Path | None], facts: Facts, left: list[str], environment: Mapping[str, str]
+    folders: Sequence[Path | None], facts: Facts, left: list[str], gpu: Gpu, environment: Mapping[str, str]
 ) -> tuple[Decision | None, str, list[str]]:
     """The first decision in these folders that is one for this job, where it is from, and remarks on others.
 
@@ -158,7 +159,7 @@ def _kept(
             remarks.append(f"{file} does not say for which job it decided, so this is decided again")
         elif different := all_differences(found.facts, facts):
             remarks.append(f"{file} decided for another job ({listed(different)}), so this is decided again")
-        elif (reason := _refused(changed(left, found.flags, found.leave_out), environment)) is not None:
+        elif (reason := _refused(changed(left, found.flags, found.leave_out), gpu, environment)) is not None:
             remarks.append(f"{file} decided for what this job refuses, so this is decided again: {reason}")
         else:
             return found, f"as {file} says; remove it to decide again", remarks
@@ -206,6 +207,7 @@ def _decision(
     asked: Mapping[str, Any],
     left: list[str],
     options: argparse.Namespace,
+    gpu: Gpu,
     environment: Mapping[str, str],
     facts: Facts,
 ) -> tuple[Decision, str]:
@@ -215,6 +217,7 @@ def _decision(
         asked: what ``zero-bubble advise --format json`` prints.
         left: the flags of the job without a schedule.
         options: those of this package.
+        gpu: what the job runs on.
     """
     job = asked["job"]
     idle = sum(job["idle"].values())
@@ -224,7 +227,7 @@ def _decision(
         if options.zero_bubble_exact and row["bits"] == NUMBERS[ROUNDED]:
             continue
         for flags in _ways(row, options.zero_bubble_memory_limit):
-            if _refused(changed(left, flags, row["leave_out"]), environment) is None:
+            if _refused(changed(left, flags, row["leave_out"]), gpu, environment) is None:
                 why = f"{row['name']}, {-row['gain']:+.1%} of the time of the passes expected, of which ranks idle "
                 return Decision(tuple(flags), tuple(row["leave_out"]), facts), f"{why}{idle:.1%} without it"
     # Other flags of this package need one of its schedules.
@@ -247,10 +250,12 @@ def _ways(row: Mapping[str, Any], limit: str | None) -> Iterator[list[str]]:
     yield own
 
 
-def _refused(argv: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """Why a job with these flags would not start."""
+def _refused(argv: Sequence[str], gpu: Gpu | None, environment: Mapping[str, str]) -> str | None:
+    """Why a job with these flags would not start, or, on this GPU, could not run what it begins with."""
     try:
-        checked_megatron_job(argv, *_sizes(environment))
+        args = checked_megatron_job(argv, *_sizes(environment)).args
+        if gpu is not None and has_schedule(args):
+            check_job(args, job_runs(args, gpu.estimated, True, environment))
     except UserError as error:
         return str(error)
     return None
@@ -287,7 +292,8 @@ def _advice(
     words += ["--memory-limit", limit] if limit not in (None, AUTO_LIMIT) else []
     parser = StrictParser()
     add_advise(parser)
-    parser.set_defaults(seconds=math.inf, effort=_EFFORT)
+    # Rows are checked by ``_refused``, with the schedules that the run begins with; it plans their order itself.
+    parser.set_defaults(seconds=math.inf, effort=_EFFORT, environment=environment, tries=False)
 
     def ask(more: Sequence[str] = ()) -> Mapping[str, Any]:
         found: Mapping[str, Any] = json.loads(advise(parser.parse_args([*words, *more, "--", *others])))

@@ -7,46 +7,34 @@ as in a run. No process is started, and neither torch nor a GPU is needed.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
-from dataclasses import replace
 
-from megatron.zero_bubble.analysis.memory import host_peaks
-from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.cli.advice_text import not_read
 from megatron.zero_bubble.cli.deciding import decided
-from megatron.zero_bubble.cli.job_figures import gpu_bytes, job_figures, with_vocabulary
-from megatron.zero_bubble.cli.job_schedule import job_schedule
+from megatron.zero_bubble.cli.job_figures import gpu_bytes
 from megatron.zero_bubble.cli.job_words import job_words
-from megatron.zero_bubble.cli.links import add_link_flags, given_links, links_of, with_transfers
+from megatron.zero_bubble.cli.links import add_link_flags
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
+from megatron.zero_bubble.cli.planned_job import RankMemory, planned_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size, show
 from megatron.zero_bubble.cli.stock import against_stock
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import parse_bytes
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.layout import job_layers, job_predictions
-from megatron.zero_bubble.ir import Placement, Plan, Schedule
+from megatron.zero_bubble.formats.layout import job_predictions
+from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job import experts, recomputation
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.facts import remarks as of_other_jobs
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.installed import missing_packages as packages_of_megatrons
 from megatron.zero_bubble.job.pattern import contents
-from megatron.zero_bubble.job.runnable import check_runnable
-from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
-from megatron.zero_bubble.plan.nccl import collective_ctas
-from megatron.zero_bubble.plan.offload import MoveSelection
-from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.plans import message_memory, rank_memory, slower_than_1f1b
-from megatron.zero_bubble.planning.shards import of_schedule
-from megatron.zero_bubble.planning.source import ZB_AUTO
+from megatron.zero_bubble.planning.plans import rank_memory, slower_than_1f1b
 from megatron.zero_bubble.render.text import headline, imbalance
-from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
 from megatron.zero_bubble.training.model_checks import missing_packages as packages_of_ours
 
 _COPIES = "Copies to host memory and back are not in the times, unless the costs file has host_ms."
@@ -54,13 +42,8 @@ _BALANCE = (
     "another --pipeline-model-parallel-layout (zero-bubble plan --layout auto finds one) or "
     "--zero-bubble-vocabulary-parallel may balance the ranks"
 )
-_COLLECTIVES = "Gathers and reductions are not in the times, unless the costs file has gather_ms and reduce_ms."
 _NODE = "@node@"
-_MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148}
-"""Of each GPU that can be estimated for."""
 _GIB = 2**30
-_MOST_PROVED = 8
-"""Batch sizes of a ramp that a dry run proves."""
 
 
 def add_dry_run(verb: argparse.ArgumentParser) -> None:
@@ -109,23 +92,8 @@ def dry_run(options: argparse.Namespace) -> str:
     """
     checked_world_size(options.nodes, options.gpus_per_node)
     args, unread, replaced = _checked_job(options)
-    layers = job_layers(args)
-    groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
-    costs = job_figures(args, layers, options.gpu, options.costs, links_of(options, options.gpus_per_node))
-    estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
-    costs = with_transfers(costs, groups, options.gpu, given_links(options), estimated)
-    costs = with_vocabulary(costs, args)
-    schedule = job_schedule(args, costs, costs.num_microbatches)
-    proved = _prove(args, costs, options.gpu)
-    select = _selection(args)
-    plan = None if select is None else lower_training(schedule, moves=select(schedule))
-    if args.zero_bubble_shard_weights:
-        costs, plan = _sharded(args, costs, schedule)
-    figures = costs.on(args.placement)
-    receives: PostReceives = args.zero_bubble.post_receives if has_schedule(args) else "early"
-    timeline = timeline_of(schedule, *figures) if plan is None else simulate(plan, *figures)
-    host = None if select is None or plan is None else host_peaks(plan, costs.on(args.placement)[1])
-    memory = _memory(timeline, costs, receives)
+    job = planned_job(options, args, options.megatron_lm)
+    costs, timeline, memory, host = job.costs, job.timeline, job.memory, job.host
     if options.gpu_memory is not None:
         _check_memory(options.gpu_memory, memory, costs)
     if host is not None and args.zero_bubble_host_memory is not None:
@@ -141,10 +109,12 @@ def dry_run(options: argparse.Namespace) -> str:
     needed = (f"The job also needs {package}, which is not installed here." for package in missing)
     notes = (*(f"{line}." for line in replaced), *costs.notes, *remarks, *needed)
     sections = [
-        groups.text() + groups.warning(),
-        _ranks_text(groups, stage_names(contents(args, layers), job_predictions(args)), timeline, costs, memory, host),
-        "" if host is None else _nodes_text(groups, timeline, costs, host),
-        "".join(f"{line}\n" for line in (headline(timeline), proved, *notes)),
+        job.groups.text() + job.groups.warning(),
+        _ranks_text(
+            job.groups, stage_names(contents(args, job.layers), job_predictions(args)), timeline, costs, memory, host
+        ),
+        "" if host is None else _nodes_text(job.groups, timeline, costs, host),
+        "".join(f"{line}\n" for line in (headline(timeline), job.proved, *notes)),
         _commands(options),
     ]
     if unread:
@@ -170,11 +140,8 @@ def _checked_job(options: argparse.Namespace) -> MegatronJob:
 
     world_size = options.nodes * options.gpus_per_node
     job = job_words(options)
-    ranks = {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(options.gpus_per_node),
-        "RANK": "-1",
-    }  # writes nothing
+    of_ranks = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(options.gpus_per_node)}
+    ranks = {**os.environ, **of_ranks, "RANK": "-1"}  # which writes nothing
     decision, decisions = decided(job if options.megatron_lm else expanded(job), ranks)
     job = decision if decisions else job
     if options.megatron_lm:
@@ -190,83 +157,7 @@ def _checked_job(options: argparse.Namespace) -> MegatronJob:
     return MegatronJob(args, (), tuple(decisions))
 
 
-def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule) -> tuple[Figures, Plan]:
-    """Return the figures with the memory that sharded units take, and the plan with their ops."""
-    sharding, replicas = args.zero_bubble.sharding(costs.num_ranks), args.data_parallel_size
-    plan = lower_training(schedule, sharding=sharding)
-    units = of_schedule(costs, schedule, sharding, replicas)
-    sent = "" if units.traffic is None else f", {max(units.traffic) / _GIB:.3g} GiB sent to {replicas - 1} replicas"
-    note = f"Sharded units, {sharding.open_chunks} whole stages per rank: {max(units.gathers)} gathers and "
-    note += f"{max(units.reductions)} reductions per rank and iteration{sent}."
-    notes = (note, *(() if units.lane_ms else (_COLLECTIVES,)))
-    static = units.static
-    weights = None if static is None else lambda _: static
-    return replace(costs, notes=(*costs.notes, *notes), weight_bytes=weights), plan
-
-
-def _selection(args: argparse.Namespace) -> MoveSelection | None:
-    return None if args.source is None else args.zero_bubble.selection(args.source)
-
-
-def _prove(args: argparse.Namespace, costs: Figures, gpu: str) -> str:
-    """Prove the plans as the run does, for every batch size of the job, and return a sentence with what was proved."""
-    if not has_schedule(args):
-        return "The job uses Megatron's built-in schedule, which is not proved."
-    config: ZeroBubbleConfig = args.zero_bubble
-    select = _selection(args)
-    queues = hardware_queues() if _uses_nccl(args) else None
-    batches = args.batch_sizes
-    counts = sorted({size // batches.granule for size in batches.steps})
-    if args.zero_bubble_schedule == ZB_AUTO:
-        counts = counts[-1:]  # the run plans smaller batches when it reaches them
-    proved = _spread(counts)
-    for count in proved:
-        schedule = job_schedule(args, costs, count)
-        check_runnable(schedule, costs.num_ranks, count)
-        validate(schedule)
-        moves = () if select is None else select(schedule)
-        sharding = config.sharding(costs.num_ranks) if config.shard_weights else None
-        training = lower_training(schedule, config.post_receives, config.post_validation, moves, sharding)
-        if queues is not None:
-            collective_ctas(config.ctas, training, _MULTIPROCESSORS[gpu])
-        for own in (training, lower_forward_only(schedule, config.post_receives, sharding)):
-            if queues is not None:
-                prove_for_queues(own, queues.number, queues.setting, queues.several)
-    listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
-    where = f", with {queues.what}" if queues is not None and queues.what else ""
-    if len(proved) < len(counts):
-        where += f": {len(proved)} of {len(counts)} batch sizes, evenly spread; the run proves each before it begins"
-    return f"Proved free of deadlock for {listed} microbatches{where}."
-
-
-def _spread(counts: Sequence[int]) -> Sequence[int]:
-    """At most ``_MOST_PROVED`` of ``counts``, evenly spread, with the first and the last."""
-    if len(counts) <= _MOST_PROVED:
-        return counts
-    return [counts[place * (len(counts) - 1) // (_MOST_PROVED - 1)] for place in range(_MOST_PROVED)]
-
-
-def _uses_nccl(args: argparse.Namespace) -> bool:
-    """Whether the run uses NCCL, assuming that device ``auto`` finds GPUs."""
-    if args.distributed_backend is not None:
-        return is_nccl(args.distributed_backend)
-    return bool(args.zero_bubble_device != "cpu")
-
-
-_Memory = Sequence[tuple[float, float, float]]
-"""Three numbers per pipeline rank: activations, messages, and weights with gradients and optimizer state."""
-
-
-def _memory(timeline: Timeline, costs: Figures, post_receives: PostReceives) -> _Memory:
-    schedule = timeline.schedule
-    messages = nothing = (0.0,) * costs.num_ranks
-    if costs.in_bytes and costs.message_bytes:
-        messages = message_memory(schedule, costs.message_bytes, post_receives)
-    weights = costs.weight_bytes(schedule.placement) if costs.weight_bytes else nothing
-    return list(zip(rank_memory(timeline, costs), messages, weights, strict=True))
-
-
-def _check_memory(text: str, memory: _Memory, costs: Figures) -> None:
+def _check_memory(text: str, memory: RankMemory, costs: Figures) -> None:
     capacity = gpu_bytes(text)
     if costs.weight_bytes is None:
         raise UserError(
@@ -305,7 +196,7 @@ def _ranks_text(
     names: Sequence[str],
     timeline: Timeline,
     costs: Figures,
-    memory: _Memory,
+    memory: RankMemory,
     host: Sequence[float] | None,
 ) -> str:
     """Format one line per pipeline rank: its global ranks, nodes, stages and memory.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.planning.advice import ORDER, ROUNDED, SAME
+from megatron.zero_bubble.planning.change import ORDER, ROUNDED, SAME
 
 VARIANTS = ("micro-batch-size", "recompute", "pipeline")
 """What may change."""

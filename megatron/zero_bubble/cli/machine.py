@@ -8,6 +8,9 @@ from typing import NamedTuple
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.job.facts import gpu_kind
 
+ASSUMED = "h100"
+"""The GPU to estimate for where another is not known."""
+
 
 class Gpu(NamedTuple):
     """A GPU, as far as its driver tells.
@@ -21,10 +24,14 @@ class Gpu(NamedTuple):
     memory: str | None = None
 
     @property
+    def estimated(self) -> str:
+        """The GPU to estimate for."""
+        return self.name if self.name in DEVICES else ASSUMED
+
+    @property
     def flags(self) -> list[str]:
         """The flags for ``zero-bubble advise``; what they leave out is assumed there."""
-        known = ["--gpu", self.name] if self.name in DEVICES else []
-        return known + (["--gpu-memory", self.memory] if self.memory else [])
+        return ["--gpu", self.estimated, *(["--gpu-memory", self.memory] if self.memory else [])]
 
 
 def gpu_here() -> Gpu:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.planning.advice import MESSAGES, ORDER, ROUNDED, SAME, Change
 from megatron.zero_bubble.planning.answer import Answer
+from megatron.zero_bubble.planning.change import MESSAGES, ORDER, ROUNDED, SAME, Change
 from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO
@@ -139,7 +139,7 @@ class Pipeline:
 
     def _named(self, whole: Question) -> Iterator[Change]:
         for recipe in SCHEDULES.values():
-            if recipe.sliced or recipe.has_units:
+            if recipe.sliced or recipe.has_units or recipe.only_compared:
                 continue
             for count in self._counts if recipe.shape == "interleaved" else (None,):
                 yield from self._of_name(recipe, count, whole)
@@ -282,8 +282,12 @@ class Pipeline:
 
 
 def _layout(plan: Answer) -> tuple[str, ...]:
+    """The flag of a layout, unless the job has these layers without one."""
     assert plan.layouts is not None, "the layout was asked for"
-    return (_LAYOUT, plan.layouts.best.text)
+    best, evenly, on = plan.layouts.best, plan.question.costs, plan.schedule.placement
+    if evenly.needed_layout(on) is None and tuple(best.layout) == tuple(evenly.layout(on)):
+        return ()
+    return (_LAYOUT, best.text)
 
 
 def _sharding(plan: Answer) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ plan than is known already.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,161 +17,27 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.score import ROUNDING, length_ms
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.errors import PlanError, UserError
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.planning.answer import Answer, answer
-from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.plans import message_memory, quick_bound, rank_memory
-from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.answer import Answer, answer, refusal_of
+from megatron.zero_bubble.planning.change import LARGE, SAME, Change, Need, Row, Today, need_of_plan
+from megatron.zero_bubble.planning.feasibility import Feasibility
+from megatron.zero_bubble.planning.plans import quick_bound
 from megatron.zero_bubble.planning.score import DroppedVariant
 from megatron.zero_bubble.planning.uncertainty import gains
 
-SAME, ORDER, ROUNDED = "same bits", "same bits but for the norm", "rounded differently"
-"""How the numbers of a change compare with those of the job as it is."""
-NUMBERS = {
-    SAME: "those of the job as it is, bit for bit with --zero-bubble-exact",
-    ORDER: "those of the job as it is from the same weights, bit for bit with --zero-bubble-exact but for gradient "
-    "norms, which are summed over other ranks, and steps that are clipped by them",
-    ROUNDED: "those of the job as it is up to rounding, because sums are in another order (float32: within 1e-5)",
-}
 WORTH = 0.01
 """The least gain, as a share of the time, that is worth a change by measured costs."""
 WORTH_ESTIMATED = 0.02
 """The same by estimated costs."""
-MESSAGES = 4
-"""Messages per stage of a rank that a plan leaves room for: two that it sends, and two that it receives."""
-_LARGE = 20_000
-"""Passes of a large plan."""
 _NEARLY = 0.01
 """The share of the time that a simpler change may lose against the fastest."""
-_AS_LONG = 1 + 1e-6
-"""Plans that differ by less count as equally long, of which the simpler one is taken."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of the job.
-
-    Attributes:
-        name: a short name for the table.
-        question: what the planner is asked; None for a schedule that is known, ``known``.
-        flags: the flags to add, but for those that depend on the plan (``of_plan``).
-        drops: the flags of the job to leave out, which contradict the change.
-        numbers: a key of ``NUMBERS``.
-        reorders: whether it changes only the order of passes: same stages, layers and sequences.
-        placement: where the stages are.
-        of_plan: further flags, such as a layout that the planner chooses.
-    """
-
-    name: str
-    question: Question
-    flags: tuple[str, ...]
-    placement: Placement
-    drops: tuple[str, ...] = ()
-    numbers: str = SAME
-    reorders: bool = False
-    of_plan: Callable[[Answer], tuple[str, ...]] = lambda _: ()
-
-    @property
-    def searches(self) -> bool:
-        """Whether it takes seconds to plan."""
-        return self.question.searches
-
-    @property
-    def effort(self) -> tuple[int, int]:
-        """What it asks of a user: how much the numbers change, and how many flags there are to add."""
-        return list(NUMBERS).index(self.numbers), len(self.flags)
-
-
-@dataclass(frozen=True)
-class Need:
-    """Memory of one GPU of every pipeline rank, in bytes, or activations alone in the unit of the costs."""
-
-    activations: tuple[float, ...]
-    messages: tuple[float, ...]
-    weights: tuple[float, ...]
-
-    @cached_property
-    def totals(self) -> tuple[float, ...]:
-        """The sum per rank."""
-        return tuple(map(sum, zip(self.activations, self.messages, self.weights, strict=True)))
-
-    @property
-    def fullest(self) -> int:
-        """The rank that needs most."""
-        return max(range(len(self.totals)), key=self.totals.__getitem__)
-
-    @property
-    def most(self) -> float:
-        """What the fullest rank needs."""
-        return self.totals[self.fullest]
-
-
-def need_of(timeline: Timeline, costs: Figures) -> Need:
-    """The memory of a plan; zero for messages and weights whose sizes are unknown.
-
-    Messages of a large plan count as ``MESSAGES`` per stage, because lowering it takes seconds.
-    """
-    messages = nothing = (0.0,) * costs.num_ranks
-    if costs.message_bytes and costs.in_bytes:
-        schedule, each = timeline.schedule, MESSAGES * costs.message_bytes
-        stages = schedule.num_stages // costs.num_ranks
-        is_large = sum(map(len, timeline.spans)) > _LARGE
-        messages = (each * stages,) * costs.num_ranks if is_large else message_memory(schedule, costs.message_bytes)
-    weights = costs.weight_bytes(timeline.schedule.placement) if costs.weight_bytes and costs.in_bytes else nothing
-    return Need(rank_memory(timeline, costs), messages, weights)
-
-
-def _need(plan: Answer) -> Need:
-    own = need_of(plan.timeline, plan.costs)
-    if plan.shards is None:
-        return own
-    return Need(plan.shards.activations, own.messages, plan.shards.static or own.weights)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A planned change.
-
-    Attributes:
-        titles: what it is the best at.
-        gain: the share of the time of the job as it is that it saves.
-        gap: the most by which another plan of the same change could be shorter, as a share of its time; None where
-            passes overlap, for which there is no bound.
-        need: its memory.
-        fits: whether it is within the memory.
-        flags: all flags to add.
-    """
-
-    change: Change
-    plan: Answer
-    need: Need
-    fits: bool
-    gain: float
-    gap: float | None
-    titles: tuple[str, ...] = ()
-
-    @cached_property
-    def flags(self) -> tuple[str, ...]:
-        return (*self.change.flags, *self.change.of_plan(self.plan))
-
-    @cached_property
-    def drops(self) -> tuple[str, ...]:
-        """The flags of the job to leave out."""
-        return tuple(flag for flag in self.change.drops if flag not in self.flags)
-
-    @property
-    def ms(self) -> float:
-        """Its length by the objective."""
-        return length_ms(self.plan.timeline, self.plan.question.objective)
-
-
-class Today(NamedTuple):
-    """The job as it is."""
-
-    timeline: Timeline
-    costs: Figures
-    need: Need
+_EQUAL = 1 + 1e-6
+"""Plans that differ by less are equally good, of which the simpler one is taken."""
+_AS_LONG = 1.005
+"""Plans that differ by less count as equally long, of which the one with less memory is taken."""
+_ALIKE = 1.01
+"""Amounts of memory that differ by less count as equal."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +89,21 @@ class Advice:
         return length_ms(self.today.timeline, self.objective)
 
 
+class Setting(NamedTuple):
+    """What a job is started with, and what its GPUs can then run."""
+
+    runs: Feasibility
+    environment: tuple[str, ...] = ()
+
+
+class Tried(NamedTuple):
+    """The plan of a job that was tried, what it takes, and, of a search, the answer."""
+
+    timeline: Timeline
+    need: Need
+    answer: Answer | None
+
+
 @dataclass
 class Adviser:
     """Plans changes, and keeps the best of each kind.
@@ -229,6 +111,10 @@ class Adviser:
     Args:
         capacity: bytes of a GPU that a plan may take; None if unknown.
         accepts: returns why a job with these flags, without those, would be refused; None if it would run.
+        settings: what the job may be started with, the last can run the most; the first that can run a plan of a
+            change counts; empty for any plan.
+        tried: plans and proves the job with a row's change as its dry run does; raises ``UserError`` for what is
+            refused. None to take rows as they were planned.
         seconds: CPU time after which changes are left out.
         tell: is called with the name of each change before it is planned.
         most_activations: limit of activation memory alone, in the unit of the costs.
@@ -242,6 +128,8 @@ class Adviser:
     seconds: float = math.inf
     tell: Callable[[str], None] = lambda _: None
     most_activations: float = math.inf
+    settings: tuple[Setting, ...] = ()
+    tried: Callable[[Row], Tried] | None = None
     rows: list[Row] = field(default_factory=list)
     dropped: list[DroppedVariant] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -249,21 +137,51 @@ class Adviser:
     def advise(self, changes: Iterable[Change | DroppedVariant]) -> Advice:
         """Plan the changes, those that need no search first."""
         started = time.process_time()
-        waiting: list[tuple[float, int, Change]] = []
-        for number, change in enumerate(changes):
+        waiting: list[tuple[float, Change]] = []
+        for change in changes:
             if isinstance(change, DroppedVariant):
                 self.dropped.append(change)
             elif change.searches:
                 saves_weights = change.question.shards is not None  # of use also where it is slower
-                waiting.append((0.0 if saves_weights else self._least(change), number, change))
+                waiting.append((0.0 if saves_weights else self._least(change), change))
             else:
                 self._plan_in_time(change, started)
-        for least, _, change in sorted(waiting, key=lambda each: each[:2]):
+        for least, change in _in_order(waiting):
             if least < self._to_beat(change) * (1 - ROUNDING):
                 self._plan_in_time(change, started)
+        chosen = self._chosen()
+        checked: list[Row] = []
+        while left := [row for row in chosen if not any(row.change is own.change for own in checked)]:
+            checked += self._checked(left[0])
+            chosen = self._chosen()
         dropped, left_out = tuple(self.dropped), tuple(self.left_out)
-        rows = tuple(self._certified(row, started) for row in self._chosen())
+        rows = tuple(self._certified(row, started) for row in chosen)
         return Advice(self.today, rows, self.objective, self.worth, dropped, left_out)
+
+    def _checked(self, row: Row) -> Iterator[Row]:
+        """Try a row that is to be shown, and give it the figures of its dry run; drop it if that refuses it."""
+        if self.tried is None:
+            yield row
+            return
+        change, place = row.change, next(at for at, own in enumerate(self.rows) if own.change is row.change)
+        self.tell(f"{change.name}, as the job would run it")
+        try:
+            timeline, need, plan = self.tried(row)
+        except UserError as error:
+            del self.rows[place]
+            self.dropped.append(DroppedVariant(change.name, str(error)))
+            return
+        if row.plan.offloaded is None and row.plan.shards is None:  # their times are by bandwidths that it may not know
+            ms, before = (length_ms(each, self.objective) for each in (timeline, self.today.timeline))
+            gap = None if row.gap is None else max(0.0, 1 - self._least(change) / ms)
+            own = plan or row.plan
+            row = replace(row, plan=own, need=need, fits=self._fits(need), gain=1 - ms / before, gap=gap)
+            self.rows[place] = replace(row, titles=())
+        yield row
+
+    def _fits(self, need: Need) -> bool:
+        fits = self.capacity is None or need.most <= self.capacity * (1 + ROUNDING)
+        return fits and max(need.activations) <= self.most_activations * (1 + ROUNDING)
 
     def _least(self, change: Change) -> float:
         """A lower bound in ms on the plans of a change, in closed form."""
@@ -295,26 +213,43 @@ class Adviser:
         try:
             if (refused := self.accepts(change.flags, change.drops)) is not None:
                 raise UserError(refused)
-            plan = answer(change.question)
-            need = _need(plan)  # costs refuse a placement whose stages they lack
+            plan, environment = self._answer(change)
+            need = need_of_plan(plan)  # costs refuse a placement whose stages they lack
             flags = change.of_plan(plan)
             if flags and (refused := self.accepts((*change.flags, *flags), change.drops)) is not None:
                 raise UserError(refused)
         except UserError as error:
             self.dropped.append(DroppedVariant(change.name, str(error)))
             return
-        fits = self.capacity is None or need.most <= self.capacity * (1 + ROUNDING)
-        fits = fits and max(need.activations) <= self.most_activations * (1 + ROUNDING)
         ms, before = (length_ms(each, self.objective) for each in (plan.timeline, self.today.timeline))
         gap = None if plan.schedule.overlaps else max(0.0, 1 - self._least(change) / ms)
-        self.rows.append(Row(change, plan, need, fits, 1 - ms / before, gap))
+        all_flags, fits = (*change.flags, *flags), self._fits(need)
+        self.rows.append(Row(change, plan, need, fits, 1 - ms / before, gap, all_flags, environment))
+
+    def _answer(self, change: Change) -> tuple[Answer, tuple[str, ...]]:
+        """The plan of a change, and what to start the job with.
+
+        Raises:
+            UserError: there is none, or none that can run.
+        """
+        if not self.settings or not change.is_ours:
+            return answer(change.question), ()
+        *less, most = self.settings
+        plan = answer(replace(change.question, runs=most.runs))
+        for runs, environment in less:
+            if refusal_of(plan, runs) is None:
+                return plan, environment
+            if not change.question.variants:
+                with contextlib.suppress(PlanError):
+                    return answer(replace(change.question, runs=runs)), environment
+        return plan, most.environment
 
     def _certified(self, row: Row, started: float) -> Row:
         """The row with the gap to the bound that ``plan`` certifies with, if that is for all its plans and in time."""
         asked, timeline = row.plan.question, row.plan.timeline
-        is_open = asked.by_cost or asked.slices is not None
+        is_open = row.change.question.by_cost or asked.slices is not None
         is_within = asked.limit is not None and max(row.need.activations) <= asked.limit * (1 + ROUNDING)
-        is_late = sum(map(len, timeline.spans)) > _LARGE or time.process_time() - started > self.seconds
+        is_late = sum(map(len, timeline.spans)) > LARGE or time.process_time() - started > self.seconds
         if row.gap is None or is_open or is_late or not is_within or (certificate := row.plan.certificate) is None:
             return row
         return replace(row, gap=min(row.gap, max(0.0, certificate.gap(timeline))))
@@ -325,23 +260,45 @@ class Adviser:
         titles: dict[int, list[str]] = {}
         for title, rows, amount in self._kinds(fits):
             if rows:
-                enough = _AS_LONG * min(map(amount, rows))
-                best = min((row for row in rows if amount(row) <= enough), key=lambda row: (row.change.effort, row.ms))
+                best = _simplest(rows, amount)
                 titles.setdefault(self.rows.index(best), []).append(title)
         found = [replace(self.rows[number], titles=tuple(of)) for number, of in titles.items()]
         return tuple(sorted(found, key=lambda row: row.ms))
 
     def _kinds(self, fits: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row], Callable[[Row], float]]]:
         """What rows can be the best at, the rows that compete, and the amount that counts, the least is the best."""
-
-        def ms(row: Row) -> float:
-            return row.ms
-
         gains = [row for row in fits if row.gain > ROUNDING]
-        yield "fastest", gains, ms
-        yield "only the order changes", [row for row in gains if row.change.reorders], ms
-        yield "without a search", [row for row in gains if not row.change.searches], ms
-        yield "same bits", [row for row in gains if row.change.numbers == SAME], ms
+        yield "fastest", gains, _ms
+        yield "only the order changes", [row for row in gains if row.change.reorders], _ms
+        yield "without a search", [row for row in gains if not row.change.searches], _ms
+        yield "same bits", [row for row in gains if row.change.numbers == SAME], _ms
         less = [row for row in fits if row.need.most < self.today.need.most * (1 - ROUNDING)]
         yield "less memory, not slower", [row for row in less if row.gain > -ROUNDING], lambda row: row.need.most
         yield "least memory", less, lambda row: row.need.most
+
+
+def _in_order(waiting: Sequence[tuple[float, Change]]) -> list[tuple[float, Change]]:
+    """Searches in the order in which they are made: the most promising stages first, and on them the search for an
+    order alone before those that add to it.
+    """
+    first: dict[Placement, float] = {}
+    for least, change in waiting:
+        first[change.placement] = min(least, first.get(change.placement, math.inf))
+
+    def key(each: tuple[float, Change]) -> tuple[float, bool, float]:
+        least, change = each
+        return first[change.placement], not change.question.adds_nothing, least
+
+    return sorted(waiting, key=key)
+
+
+def _simplest(rows: Sequence[Row], amount: Callable[[Row], float]) -> Row:
+    """The row with the least amount; of those that are as long as the shortest, the one with the least memory."""
+    near = _AS_LONG if amount is _ms else _EQUAL
+    close = [row for row in rows if amount(row) <= near * min(map(amount, rows))]
+    least = _ALIKE * min(row.need.most for row in close)
+    return min((row for row in close if row.need.most <= least), key=lambda row: (row.change.effort, row.ms))
+
+
+def _ms(row: Row) -> float:
+    return row.ms

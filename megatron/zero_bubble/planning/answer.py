@@ -105,7 +105,8 @@ def _found(question: Question, ask: Ask) -> tuple[Best[Offer], float | None]:
             if reason:
                 raise PlanError(reason)
             raise UserError(next(each.reason for each in left if isinstance(each, DroppedVariant)))
-        asked = replace(asked, limit=LESS_MEMORY * min(asked.limit, *peaks), starts=question.starts + question.instead)
+        less = question.costs.rounded(LESS_MEMORY * min(asked.limit, *peaks))
+        asked = replace(asked, limit=less, starts=question.starts + question.instead)
 
 
 def refusal_of(offer: Offer, runs: Feasibility) -> str | None:

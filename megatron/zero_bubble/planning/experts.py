@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.score import length_ms
-from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.costs.units import format_bytes
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.score import attempt
 from megatron.zero_bubble.schedules import build, recipe
 from megatron.zero_bubble.schedules.alone import fuse_alone, split_alone
@@ -44,17 +46,31 @@ def hidden(schedules: Iterator[Schedule], named: str, has_experts: bool) -> Iter
             yield from dict.fromkeys((fuse_alone(own), own))
 
 
+Refusal = Callable[[Timeline], str | None]
+"""Why a job cannot run a schedule with pairs, or has no memory for a plan; None if it can."""
+
+
 class Contender(NamedTuple):
-    """A schedule of one kind: what it is, its length in ms, and its peak in microbatches."""
+    """A schedule of one kind.
+
+    Attributes:
+        what: what it is.
+        peak: its activations on the fullest rank, as text.
+        why: why the job cannot run it; None if it can.
+    """
 
     what: str
     ms: float
-    peak: float
+    peak: str
+    why: str | None
 
 
-def contenders(costs: Figures, objective: Metric) -> list[Contender]:
+def contenders(costs: Figures, objective: Metric, refusal: Refusal = lambda _: None) -> list[Contender]:
     """Megatron's combined interleaved schedule, pairs in DualPipeV's order, and a plain schedule, shortest first; none
-    if the costs have no experts.
+    if the costs have no experts. Of each kind it is the best that the job can run, if any.
+
+    Args:
+        refusal: of the job.
     """
     known = costs.on(Placement.linear(costs.num_ranks))[0].experts
     if not known:
@@ -65,7 +81,10 @@ def contenders(costs: Figures, objective: Metric) -> list[Contender]:
     def timed(what: str, *schedules: Schedule) -> Iterator[Contender]:
         for schedule in schedules:
             timeline = timeline_of(schedule, *costs.on(schedule.placement))
-            yield Contender(what, length_ms(timeline, objective), max(timeline.peak_activation))
+            peak = f"{max(timeline.peak_activation):.4g} microbatches"
+            if costs.in_bytes:
+                peak = format_bytes(peak_memory(timeline, costs))
+            yield Contender(what, length_ms(timeline, objective), peak, refusal(timeline))
 
     combined = {
         f"Megatron's combined schedule (interleaved-1f1b x{chunks} {WITH_PAIRS})": build(
@@ -82,17 +101,28 @@ def contenders(costs: Figures, objective: Metric) -> list[Contender]:
     )
     # Costs of other stages than those of a schedule may not be divisible: it is left out.
     found = ([each for each in chain(*kind) if isinstance(each, Contender)] for kind in kinds)
-    return sorted((min(own, key=lambda each: each.ms) for own in found if own), key=lambda each: each.ms)
+    best = (min(own, key=lambda each: (each.why is not None, each.ms)) for own in found if own)
+    return sorted(best, key=lambda each: each.ms)
 
 
-def verdict(costs: Figures, objective: Metric) -> str:
-    """A sentence on the share of the all-to-all and on which kind of schedule is shortest; empty without experts."""
-    found = contenders(costs, objective)
+def verdict(costs: Figures, objective: Metric, refusal: Refusal = lambda _: None) -> str:
+    """A sentence on the share of the all-to-all and on which kind of schedule is shortest, of those that the job can
+    run, and what stands in the way of shorter ones; empty without experts.
+
+    Args:
+        refusal: as in ``contenders``.
+    """
+    found = contenders(costs, objective, refusal)
     if not found:
         return ""
     share = costs.on(Placement.linear(costs.num_ranks))[0].exposed_share
-    first, *others = (f"{each.what}: {each.ms:,.1f} ms, peak {each.peak:.4g} microbatches" for each in found)
-    then = f"; then {'; '.join(others)}" if others else ""
-    return (
-        f"all-to-all of experts: {share:.0%} of a microbatch if nothing hides it; shortest {objective}: {first}{then}"
-    )
+    text = f"all-to-all of experts: {share:.0%} of a microbatch if nothing hides it"
+    runs = [each for each in found if each.why is None]
+    if runs:
+        first, *others = (f"{each.what}: {each.ms:,.1f} ms, peak {each.peak}" for each in runs)
+        text += "; ".join(["", f"shortest {objective}: {first}", *([f"then {'; '.join(others)}"] if others else [])])
+    shorter = [each for each in found if each.why is not None and (not runs or each.ms < runs[0].ms)]
+    for why in dict.fromkeys(each.why for each in shorter):
+        names = ", ".join(f"{each.what}: {each.ms:,.1f} ms" for each in shorter if each.why == why)
+        text += f"\nshorter, but not for this job as it is: {names}: {why}"
+    return text

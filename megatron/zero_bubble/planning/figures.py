@@ -238,6 +238,12 @@ class Figures:
             )
         return amount * BYTES[unit]
 
+    def rounded(self, amount: float) -> float:
+        """An amount of memory as ``limit`` reads it in units of 1F1B's peak with four decimals, if that is above 0."""
+        peak = self.peak_of_1f1b
+        shares = round(amount / peak, 4) if peak else 0.0
+        return shares * peak if shares else amount
+
     def show(self, amount: float) -> str:
         """Format an amount of memory, given in the unit of these figures."""
         microbatches = f"{amount / self.microbatch:.4g} microbatches"

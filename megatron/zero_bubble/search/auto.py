@@ -100,7 +100,13 @@ def zb_auto(
     best, is_shortest = _planned_as_few(feasible, bound, effort, known)
     if best is None or not is_shortest:
         known += [best] if best is not None else []
-        best = _Known(*_search(feasible, bound, effort, known, ends)[0][1:])
+        found = _search(feasible, bound, effort, known, ends)
+        if not found:
+            raise UserError(
+                f"the search found no schedule within the memory limit of {max(limit):g} per rank, although one "
+                f"microbatch fits; got {num_microbatches} microbatches; raise the limit"
+            )
+        best = _Known(*found[0][1:])
     return best.problem.schedule("zb-auto", best.rows)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.zero_bubble.cli.advice_text import given_of
 from megatron.zero_bubble.cli.advise import add_job_flags, add_job_words, capacity_of, flags_of_job, read_job
 from megatron.zero_bubble.cli.figures import figures
-from megatron.zero_bubble.cli.job_schedule import job_schedule
+from megatron.zero_bubble.cli.job_schedule import planned_schedule
 from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.cli.winner import FILE, flags_of_name, has_name, run_text
 from megatron.zero_bubble.costs.passes import TIMES
@@ -172,7 +172,7 @@ def _of_flags(options: argparse.Namespace, argv: Sequence[str]) -> PageJob:
         need = read.today.need
         others = max(map(sum, zip(need.weights, need.messages, strict=True)))
         limit = math.ceil(max(capacity - others, *need.activations) / _GIB * 100) / 100
-    made = cache(lambda count: job_schedule(args, replace(costs, num_microbatches=count), count))
+    made = cache(lambda count: planned_schedule(args, costs, count))
     return PageJob("the flags after --", costs, None, tuple(argv), own, made, limit)
 
 

@@ -1,0 +1,95 @@
+"""What the GPUs of a job can run: asked by the dry run, by every row of advice, and by ``auto``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megatron.zero_bubble.ir.queues import HardwareQueues
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.flags import has_schedule
+from megatron.zero_bubble.job.runnable import check_runnable
+from megatron.zero_bubble.planning.feasibility import Feasibility
+from megatron.zero_bubble.runtime.backends import QUEUES, hardware_queues, is_nccl
+
+SEVERAL = f"{QUEUES}=32"
+"""What a job is started with so that its streams do not share hardware queues."""
+_MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148}
+"""Of each GPU that can be estimated for."""
+_MOST_PROVED = 8
+"""Batch sizes of a ramp that are proved before a run; the run proves each before it begins."""
+_BEFORE_BLACKWELL = ("a100", "h100", "h200")
+
+
+def job_runs(
+    args: argparse.Namespace, gpu: str, under_megatron: bool, environment: Mapping[str, str] = os.environ
+) -> Feasibility:
+    """What a job has for its plans.
+
+    Args:
+        args: its checked flags.
+        gpu: the name of its GPU.
+        under_megatron: whether Megatron-LM's script starts it.
+        environment: of its processes.
+    """
+    own = args.zero_bubble.runs if has_schedule(args) else Feasibility()
+    queues = job_queues(args, gpu, under_megatron, environment) if _uses_nccl(args) else None
+    return replace(own, queues=queues, num_multiprocessors=_MULTIPROCESSORS[gpu])
+
+
+def job_queues(
+    args: argparse.Namespace, gpu: str, under_megatron: bool, environment: Mapping[str, str]
+) -> HardwareQueues:
+    """The hardware queues of a job: those of its environment, unless Megatron-LM starts with a single one only."""
+    divides_layers = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
+    if under_megatron and divides_layers and gpu in _BEFORE_BLACKWELL:
+        why = f"Megatron-LM wants {QUEUES}=1 with tensor or context parallelism on GPUs before Blackwell"
+        return HardwareQueues(1, "one hardware queue per GPU", why, None)
+    return hardware_queues(environment)
+
+
+def with_more_queues(runs: Feasibility) -> Feasibility | None:
+    """The same with ``SEVERAL``; None where a job cannot choose that, or has as many."""
+    if runs.queues is None or runs.queues.several != "32" or runs.queues.number >= 32:
+        return None
+    name, _, value = SEVERAL.partition("=")
+    return replace(runs, queues=hardware_queues({name: value}))
+
+
+def batch_counts(args: argparse.Namespace) -> list[int]:
+    """All numbers of microbatches of a job."""
+    return sorted({size // args.batch_sizes.granule for size in args.batch_sizes.steps})
+
+
+def check_job(args: argparse.Namespace, runs: Feasibility) -> list[int]:
+    """Prove the plans of a job as its run does, and return their numbers of microbatches: all of the job, or of very
+    many some that are evenly spread. With ``zb-auto``, they are the plans that it begins with.
+
+    Raises:
+        UserError: why one cannot run.
+    """
+    config: ZeroBubbleConfig = args.zero_bubble
+    ranks, select = args.pipeline_model_parallel_size, config.selection(args.source)
+    sharding = config.sharding(ranks) if config.shard_weights else None
+    counts = _spread(batch_counts(args))
+    for count in counts:
+        schedule = args.source.make(count)
+        check_runnable(schedule, ranks, count)
+        runs.check(schedule, () if select is None else select(schedule), sharding)
+    return counts
+
+
+def _spread(counts: list[int]) -> list[int]:
+    """At most ``_MOST_PROVED`` of ``counts``, with the first and the last."""
+    if len(counts) <= _MOST_PROVED:
+        return counts
+    return [counts[place * (len(counts) - 1) // (_MOST_PROVED - 1)] for place in range(_MOST_PROVED)]
+
+
+def _uses_nccl(args: argparse.Namespace) -> bool:
+    """Whether the run uses NCCL, assuming that device ``auto`` finds GPUs."""
+    if args.distributed_backend is not None:
+        return is_nccl(args.distributed_backend)
+    return bool(args.zero_bubble_device != "cpu")

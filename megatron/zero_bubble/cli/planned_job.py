@@ -1,0 +1,141 @@
+"""A job as its dry run describes it: its plan, proved, and what it takes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron.zero_bubble.analysis.memory import host_peaks
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.cli.job_figures import job_figures, with_vocabulary
+from megatron.zero_bubble.cli.job_runs import batch_counts, check_job, job_runs
+from megatron.zero_bubble.cli.job_schedule import job_answer, job_schedule
+from megatron.zero_bubble.cli.links import bandwidth_to_replicas, given_links, links_of, with_transfers
+from megatron.zero_bubble.cli.rank_groups import RankGroups, show
+from megatron.zero_bubble.formats.layout import job_layers
+from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.job.flags import has_schedule
+from megatron.zero_bubble.plan import PostReceives, lower_training
+from megatron.zero_bubble.plan.offload import MoveSelection
+from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.answer import Answer
+from megatron.zero_bubble.planning.feasibility import Feasibility
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import message_memory, rank_memory
+from megatron.zero_bubble.planning.shards import of_schedule, with_collectives
+
+_COLLECTIVES = "Gathers and reductions are not in the times, unless the costs file has gather_ms and reduce_ms."
+_GIB = 2**30
+RankMemory = Sequence[tuple[float, float, float]]
+"""Three numbers per pipeline rank: activations, messages, and weights with gradients and optimizer state."""
+
+
+class PlannedJob(NamedTuple):
+    """A job whose plans are proved.
+
+    Attributes:
+        layers: those of every stage.
+        answer: what ``zb-auto`` plans; None for another schedule.
+        timeline: with the copies of offloading, or the collectives of sharded units.
+        host: host memory per rank, in the unit of the costs; None without offloading.
+        proved: a sentence with what was proved.
+    """
+
+    layers: tuple[int, ...]
+    groups: RankGroups
+    costs: Figures
+    answer: Answer | None
+    timeline: Timeline
+    memory: RankMemory
+    host: tuple[float, ...] | None
+    proved: str
+
+
+def planned_job(
+    options: argparse.Namespace,
+    args: argparse.Namespace,
+    under_megatron: bool,
+    environment: Mapping[str, str] = os.environ,
+) -> PlannedJob:
+    """Plan and prove a job.
+
+    Args:
+        options: the flags that say where it runs, and what it costs there.
+        args: its checked flags.
+        under_megatron: whether Megatron-LM's script starts it.
+        environment: of its processes.
+
+    Raises:
+        UserError: the error that the run would stop with.
+    """
+    layers, groups = job_layers(args), RankGroups.of(args, options.nodes, options.gpus_per_node)
+    costs = job_figures(args, layers, options.gpu, options.costs, links_of(options, options.gpus_per_node))
+    estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
+    costs = with_transfers(costs, groups, options.gpu, given_links(options), estimated)
+    costs = with_vocabulary(costs, args)
+    runs = job_runs(args, options.gpu, under_megatron, environment)
+    proved = _proved(args, runs)
+    made = job_answer(args, costs, costs.num_microbatches, runs)
+    schedule = job_schedule(args, costs.num_ranks, costs.num_microbatches) if made is None else made.schedule
+    select: MoveSelection | None = None if args.source is None else args.zero_bubble.selection(args.source)
+    plan = None if select is None else lower_training(schedule, moves=select(schedule))
+    if args.zero_bubble_shard_weights:
+        costs = _with_collectives(options, args, groups, costs)
+        costs, plan = _sharded(args, costs, schedule)
+    figures = costs.on(args.placement)
+    receives: PostReceives = args.zero_bubble.post_receives if has_schedule(args) else "early"
+    timeline = timeline_of(schedule, *figures) if plan is None else simulate(plan, *figures)
+    host = None if select is None or plan is None else host_peaks(plan, costs.on(args.placement)[1])
+    return PlannedJob(layers, groups, costs, made, timeline, _memory(timeline, costs, receives), host, proved)
+
+
+def _proved(args: argparse.Namespace, runs: Feasibility) -> str:
+    if not has_schedule(args):
+        return "The job uses Megatron's built-in schedule, which is not proved."
+    counts, proved = batch_counts(args), check_job(args, runs)
+    listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
+    where = f", with {runs.queues.what}" if runs.queues is not None and runs.queues.what else ""
+    if len(proved) < len(counts):
+        where += f": {len(proved)} of {len(counts)} batch sizes, evenly spread; the run proves each before it begins"
+    return f"Proved free of deadlock for {listed} microbatches{where}."
+
+
+def _with_collectives(
+    options: argparse.Namespace, args: argparse.Namespace, groups: RankGroups, costs: Figures
+) -> Figures:
+    """Return figures with the times of gathers and reductions by bandwidth, where the size of the weights is known and
+    their times are not.
+    """
+    if costs.stage_bytes is None or any(costs.on(args.placement)[0].gather_ms):
+        return costs
+    rate = bandwidth_to_replicas(groups, options.gpu, given_links(options))
+    note = f"Gathers and reductions: bytes at {rate / 1e6:g} GB/s."
+    own = with_collectives(costs, args.data_parallel_size, None, None, rate)
+    return replace(own, notes=(*own.notes, note))
+
+
+def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule) -> tuple[Figures, Plan]:
+    """Return the figures with the memory that sharded units take, and the plan with their ops."""
+    sharding, replicas = args.zero_bubble.sharding(costs.num_ranks), args.data_parallel_size
+    plan = lower_training(schedule, sharding=sharding)
+    units = of_schedule(costs, schedule, sharding, replicas)
+    sent = "" if units.traffic is None else f", {max(units.traffic) / _GIB:.3g} GiB sent to {replicas - 1} replicas"
+    note = f"Sharded units, {sharding.open_chunks} whole stages per rank: {max(units.gathers)} gathers and "
+    note += f"{max(units.reductions)} reductions per rank and iteration{sent}."
+    notes = (note, *(() if units.lane_ms else (_COLLECTIVES,)))
+    static = units.static
+    weights = None if static is None else lambda _: static
+    return replace(costs, notes=(*costs.notes, *notes), weight_bytes=weights), plan
+
+
+def _memory(timeline: Timeline, costs: Figures, post_receives: PostReceives) -> RankMemory:
+    schedule = timeline.schedule
+    messages = nothing = (0.0,) * costs.num_ranks
+    if costs.in_bytes and costs.message_bytes:
+        messages = message_memory(schedule, costs.message_bytes, post_receives)
+    weights = costs.weight_bytes(schedule.placement) if costs.weight_bytes else nothing
+    return list(zip(rank_memory(timeline, costs), messages, weights, strict=True))

@@ -1,0 +1,161 @@
+"""A change of a job, and what it needs and gains once it is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron.zero_bubble.analysis.score import length_ms
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.planning.answer import Answer
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import message_memory, rank_memory
+from megatron.zero_bubble.planning.question import Question
+
+SAME, ORDER, ROUNDED = "same bits", "same bits but for the norm", "rounded differently"
+"""How the numbers of a change compare with those of the job as it is."""
+NUMBERS = {
+    SAME: "those of the job as it is, bit for bit with --zero-bubble-exact",
+    ORDER: "those of the job as it is from the same weights, bit for bit with --zero-bubble-exact but for gradient "
+    "norms, which are summed over other ranks, and steps that are clipped by them",
+    ROUNDED: "those of the job as it is up to rounding, because sums are in another order (float32: within 1e-5)",
+}
+MESSAGES = 4
+"""Messages per stage of a rank that a plan leaves room for: two that it sends, and two that it receives."""
+LARGE = 20_000
+"""Passes of a large plan."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the job.
+
+    Its plan must run on the GPUs of the job, unless it is Megatron's own.
+
+    Attributes:
+        name: a short name for the table.
+        question: what the planner is asked; None for a schedule that is known, ``known``.
+        flags: the flags to add, but for those that depend on the plan (``of_plan``).
+        drops: the flags of the job to leave out, which contradict the change.
+        numbers: a key of ``NUMBERS``.
+        reorders: whether it changes only the order of passes: same stages, layers and sequences.
+        placement: where the stages are.
+        of_plan: further flags, such as a layout that the planner chooses.
+    """
+
+    name: str
+    question: Question
+    flags: tuple[str, ...]
+    placement: Placement
+    drops: tuple[str, ...] = ()
+    numbers: str = SAME
+    reorders: bool = False
+    of_plan: Callable[[Answer], tuple[str, ...]] = lambda _: ()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a schedule of this package runs it."""
+        return any(flag.startswith("--zero-bubble-") for flag in self.flags)
+
+    @property
+    def searches(self) -> bool:
+        """Whether it takes seconds to plan."""
+        return self.question.searches
+
+    @property
+    def effort(self) -> tuple[int, int]:
+        """What it asks of a user: how much the numbers change, and how many flags there are to add."""
+        return list(NUMBERS).index(self.numbers), len(self.flags)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory of one GPU of every pipeline rank, in bytes, or activations alone in the unit of the costs."""
+
+    activations: tuple[float, ...]
+    messages: tuple[float, ...]
+    weights: tuple[float, ...]
+
+    @cached_property
+    def totals(self) -> tuple[float, ...]:
+        """The sum per rank."""
+        return tuple(map(sum, zip(self.activations, self.messages, self.weights, strict=True)))
+
+    @property
+    def fullest(self) -> int:
+        """The rank that needs most."""
+        return max(range(len(self.totals)), key=self.totals.__getitem__)
+
+    @property
+    def most(self) -> float:
+        """What the fullest rank needs."""
+        return self.totals[self.fullest]
+
+
+def need_of(timeline: Timeline, costs: Figures) -> Need:
+    """The memory of a plan; zero for messages and weights whose sizes are unknown.
+
+    Messages of a large plan count as ``MESSAGES`` per stage, because lowering it takes seconds.
+    """
+    messages = nothing = (0.0,) * costs.num_ranks
+    if costs.message_bytes and costs.in_bytes:
+        schedule, each = timeline.schedule, MESSAGES * costs.message_bytes
+        stages = schedule.num_stages // costs.num_ranks
+        is_large = sum(map(len, timeline.spans)) > LARGE
+        messages = (each * stages,) * costs.num_ranks if is_large else message_memory(schedule, costs.message_bytes)
+    weights = costs.weight_bytes(timeline.schedule.placement) if costs.weight_bytes and costs.in_bytes else nothing
+    return Need(rank_memory(timeline, costs), messages, weights)
+
+
+def need_of_plan(plan: Answer) -> Need:
+    own = need_of(plan.timeline, plan.costs)
+    if plan.shards is None:
+        return own
+    return Need(plan.shards.activations, own.messages, plan.shards.static or own.weights)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A planned change.
+
+    Attributes:
+        titles: what it is the best at.
+        gain: the share of the time of the job as it is that it saves.
+        gap: the most by which another plan of the same change could be shorter, as a share of its time; None where
+            passes overlap, for which there is no bound.
+        need: its memory.
+        fits: whether it is within the memory.
+        flags: all flags to add.
+        environment: variables to start the job with, as ``NAME=VALUE``.
+    """
+
+    change: Change
+    plan: Answer
+    need: Need
+    fits: bool
+    gain: float
+    gap: float | None
+    flags: tuple[str, ...]
+    environment: tuple[str, ...] = ()
+    titles: tuple[str, ...] = ()
+
+    @cached_property
+    def drops(self) -> tuple[str, ...]:
+        """The flags of the job to leave out."""
+        return tuple(flag for flag in self.change.drops if flag not in self.flags)
+
+    @property
+    def ms(self) -> float:
+        """Its length by the objective."""
+        return length_ms(self.plan.timeline, self.plan.question.objective)
+
+
+class Today(NamedTuple):
+    """The job as it is."""
+
+    timeline: Timeline
+    costs: Figures
+    need: Need
