@@ -46,6 +46,7 @@ from megatron.zero_bubble.planning.source import AUTO_LIMIT, DEFAULT_LIMIT, Sche
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.observer import IterationStart
+from megatron.zero_bubble.schedules import SCHEDULES
 from megatron.zero_bubble.search.placements import PlacementName
 
 _GO_ON, _REPLAN, _GO_BACK = 0, 1, 2
@@ -270,7 +271,7 @@ class AutoSchedule(Replanner):
             f"iteration {self.iteration + 1}: the planned schedule takes {times}; its activations take "
             f"{format_bytes(peak)} on the fullest rank, within the limit of {limit}"
         )
-        self._log(f"to keep this plan: {self._how_to_keep(size, limit)}")
+        self._log(f"to keep this plan: {self._how_to_keep(size, limit, first if plan == first else None)}")
         return False
 
     def _fits(self, schedule: Schedule, size: tuple[int, int]) -> bool:
@@ -293,8 +294,17 @@ class AutoSchedule(Replanner):
         assert self._costs is not None and self._memory_of is not None, "both are measured before the first plan"
         return figures.measured(CostsFile.parse(costs_to_json(self._costs, self._memory_of)), *size)
 
-    def _how_to_keep(self, size: tuple[int, int], limit: str | None = None) -> str:
+    def _how_to_keep(self, size: tuple[int, int], limit: str | None = None, first: Schedule | None = None) -> str:
+        """A command that gives the plan.
+
+        Args:
+            limit: the memory limit that it was searched with.
+            first: the schedule that the run began with, if it is the plan.
+        """
         options = self._options
+        if first is not None and first.name in SCHEDULES:
+            chunks = "" if options.num_chunks is None else f" --zero-bubble-num-chunks {options.num_chunks}"
+            return f"run --zero-bubble-schedule {first.name}{chunks}, with which the run began"
         command = (
             f"zero-bubble plan --costs FILE --schedule zb-auto --num-ranks {size[0]} --num-microbatches {size[1]} "
             f"--placement {options.placement} --memory-limit {limit or self._limit} "
