@@ -431,11 +431,10 @@ def test_the_printed_command_gives_the_same_order(seed: int, tmp_path: Path, cap
     auto = AutoSchedule(AutoOptions("1p", placement, objective == "span", runs=runs), unused, unused)
     auto._costs, auto._memory_of, auto._used = costs, memory, found.within
     size = 2, request.num_microbatches
-    if found.schedule.name != "zb-auto":  # nothing that a search finds can run
-        (first,) = found.question.instead
-        assert found.schedule == first and placement != "linear"
+    (first,) = found.question.instead
+    if found.schedule == first:  # nothing that a search finds can run
         said = auto._how_to_keep(size, auto._used_limit(size), first)
-        assert said == f"run --zero-bubble-schedule {first.name}, with which the run began"
+        assert said.startswith("nothing is needed" if first.name == "zb-auto" else "run --zero-bubble-schedule ")
         return
     words = shlex.split(auto._how_to_keep(size, auto._used_limit(size)).split("`")[1].partition(" >")[0])
     file = tmp_path / "costs.json"

@@ -63,7 +63,7 @@ def check_rows(capsys: Capture, found: dict[str, Any], flags: list[str], *own: s
         assert code == 0, f"{row['name']}: {err}"
         if "--zero-bubble-offload" in row["flags"]:
             continue  # what moves is planned from measured copies
-        assert f" microbatches, {row['makespan_ms']:,.1f} ms, " in out, row["name"]
+        assert f", {row['makespan_ms']:,.1f} ms, bubble " in out, row["name"]
         if row["memory_bytes"] is not None:
             table = out[out.index("pipeline rank ") :].partition("\n\n")[0].splitlines()[1:]
             totals = [float(line.split()[-1]) for line in table]

@@ -302,7 +302,9 @@ class AutoSchedule(Replanner):
             first: the schedule that the run began with, if it is the plan.
         """
         options = self._options
-        if first is not None and first.name in SCHEDULES:
+        if first is not None and first.name not in SCHEDULES:
+            return "nothing is needed, because it is the schedule that every such run begins with"
+        if first is not None:
             chunks = "" if options.num_chunks is None else f" --zero-bubble-num-chunks {options.num_chunks}"
             return f"run --zero-bubble-schedule {first.name}{chunks}, with which the run began"
         command = (
