@@ -183,7 +183,7 @@ class WgradStore:
             return False
         if self._backward is None or self._backward != origin:
             raise UserError(
-                f"under a zero-bubble schedule, only the schedule's own backward accumulates gradients; "
+                "under a zero-bubble schedule, only the schedule's own backward accumulates gradients; "
                 f"{self.name_of(weight)} got one from another, such as a backward() within the forward step; compute "
                 "it with torch.autograd.grad(), or add its loss to the loss of the microbatch"
             )
