@@ -42,7 +42,7 @@ from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.planning import figures
 from megatron.zero_bubble.planning.feasibility import ANY_RUN, Feasibility
-from megatron.zero_bubble.planning.source import AUTO_LIMIT, DEFAULT_LIMIT, ScheduleSource
+from megatron.zero_bubble.planning.source import AUTO_LIMIT, DEFAULT_CHUNKS, DEFAULT_LIMIT, ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.observer import IterationStart
@@ -305,15 +305,15 @@ class AutoSchedule(Replanner):
         if first is not None and first.name not in SCHEDULES:
             return "nothing is needed, because it is the schedule that every such run begins with"
         if first is not None:
-            chunks = "" if options.num_chunks is None else f" --zero-bubble-num-chunks {options.num_chunks}"
-            return f"run --zero-bubble-schedule {first.name}{chunks}, with which the run began"
+            stages = "" if options.num_chunks is None else f" --zero-bubble-num-chunks {options.num_chunks}"
+            return f"run --zero-bubble-schedule {first.name}{stages}, with which the run began"
         command = (
             f"zero-bubble plan --costs FILE --schedule zb-auto --num-ranks {size[0]} --num-microbatches {size[1]} "
             f"--placement {options.placement} --memory-limit {limit or self._limit} "
             f"--objective {'span' if options.post_validation else 'makespan'}"
         )
-        if options.num_chunks is not None:
-            command += f" --num-chunks {options.num_chunks}"
+        if (chunks := options.num_chunks or DEFAULT_CHUNKS.get(options.placement)) is not None:
+            command += f" --num-chunks {chunks}"
         if options.vocabulary is not None:
             command += f" --vocabulary {options.vocabulary}"
         if len(options.slices) > 1:

@@ -44,7 +44,7 @@ FIRST_SCHEDULE: dict[PlacementName, str] = {"linear": "zb-h1", "vee": "zb-v", "l
 a short search finds for equal passes."""
 STOCK_SCHEDULE: dict[PlacementName, str] = {"linear": "1f1b", "loop": "interleaved-1f1b"}
 """Megatron's own schedule of whole sequences, by placement."""
-_CHUNKS: dict[PlacementName, int] = {"loop": 2, "wave": 4}
+DEFAULT_CHUNKS: dict[PlacementName, int] = {"loop": 2, "wave": 4}
 """Stages per rank of a run where none are given, for placements that have a choice."""
 _LITTLE = 0.01
 """Effort of the search for a first schedule, which all ranks of a job do."""
@@ -158,9 +158,9 @@ class ScheduleSource:
         Raises:
             UserError: a number of stages per rank that the placement cannot have.
         """
-        (on,) = placements(placement, num_ranks, num_chunks or _CHUNKS.get(placement))
+        (on,) = placements(placement, num_ranks, num_chunks or DEFAULT_CHUNKS.get(placement))
         is_whole = slices is None or len(slices) == 1
-        chunks = on.num_stages // num_ranks if placement in _CHUNKS else None
+        chunks = on.num_stages // num_ranks if placement in DEFAULT_CHUNKS else None
         if stock and is_whole and vocabulary is None and placement in STOCK_SCHEDULE:
             own = cls.by_name(STOCK_SCHEDULE[placement], num_ranks, chunks)
             first = cls(ZB_AUTO, on, functools.cache(lambda count: split_last(own.make(count))))
