@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import random
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.zero_bubble.__main__ import main, parser
 from megatron.zero_bubble.adapter.planner import Planner
-from megatron.zero_bubble.analysis.memory import peaks_in_order
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.ir import Kind, Slices
-from megatron.zero_bubble.ir.queues import HardwareQueues
-from megatron.zero_bubble.planning import worker
-from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.observer import IterationStart, observed
 from megatron.zero_bubble.schedules import build
@@ -335,71 +325,6 @@ def test_a_plan_that_proves_slower_is_given_up_if_asked(ranks: RankPool) -> None
         assert not results[1][1], "rank 0 logs"
 
 
-def schedules_run_with_queues(rank: int, environment: dict[str, str]) -> tuple[list[str], list[str]]:
-    """As ``schedules_run`` on a V, as if over NCCL; the plan needs several hardware queues."""
-    from megatron.zero_bubble.adapter import auto, measured, prepared
-
-    flat = build("breadth-first", num_ranks=2, num_microbatches=8)
-    said: list[str] = []
-    names: list[str] = []
-    asked: list[Request] = []
-
-    class Planner:
-        limit = None
-
-        def __init__(self, request: Request) -> None:
-            asked.append(request)
-
-        def finished(self) -> bool:
-            return True
-
-        def result(self) -> tuple[Any, str]:
-            return flat, "switched"
-
-    def trace(*_: Any) -> Any:
-        ms = (1.0,) * 4
-        return SimpleNamespace(timeline=simulate(schedule.make(2, 8), PassCosts(ms, ms, ms)))
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        if (own := environment.get(f"RANK_{rank}")) is not None:
-            patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", own)
-        patch.setattr(prepared, "is_nccl", lambda backend: True)
-        patch.setattr(auto, "Planner", Planner)
-        patch.setattr(measured, "gather_trace", trace)
-        passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
-        memory: Any = SimpleNamespace(gather=lambda group: PassMemory((GIB,) * 4, (GIB,) * 4))
-        options = auto.AutoOptions("1p", "loop", warm_up=0, measured=1)
-        schedule = auto.AutoSchedule(options, memory, said.append)
-        observer = measured.Measured(passes, [schedule])
-        for _ in range(4):
-            with observed(observer, IterationStart(torch.distributed.group.WORLD, 8)):
-                names.append(schedule.make(2, 8).name)
-    assert all(request.runs.queues is not None for request in asked)
-    return names, said
-
-
-@pytest.mark.parametrize(
-    ("environment", "last"),
-    [
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "breadth-first"),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, ""),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, ""),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32", "RANK_1": "1"}, ""),
-    ],
-)
-def test_a_plan_that_cannot_run_is_not_adopted(ranks: RankPool, environment: dict[str, str], last: str) -> None:
-    """Also if only another rank could not run it; the job goes on with what it began with."""
-    results = ranks.run(2, schedules_run_with_queues, environment)
-    said = " ".join(results[0][1])
-    for names, _ in results:
-        assert names[-1] == (last or names[0])
-    assert ("no plan, the schedule stays as it is: " in said) is (not last)
-    if not last and "RANK_1" not in environment:
-        assert "schedule 'breadth-first' needs several hardware queues per GPU" in said and "\n" not in said
-
-
 def test_no_schedule_above_the_limit_is_gone_back_to(ranks: RankPool) -> None:
     (names, said), _ = ranks.run(2, schedules_run, 1.5, True, "1.5GiB")
     assert names[0] == "1f1b" and names[-1] == "zb-h2"
@@ -410,56 +335,3 @@ def test_no_schedule_above_the_limit_is_gone_back_to(ranks: RankPool) -> None:
 def test_a_limit_below_that_of_1f1b_holds_from_the_first_iteration_on(ranks: RankPool) -> None:
     (names, _), _ = ranks.run(2, schedules_run, 0.95, True, "0.5p")
     assert names[0] == "zb-auto" and names[-1] == "zb-h2"
-
-
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 3 else pytest.mark.full) for seed in range(24)])
-def test_the_printed_command_gives_the_same_order(seed: int, tmp_path: Path, capsys: Any) -> None:
-    """Also where the limit was raised to the peak of the first schedule, or lowered to what can run."""
-    from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
-
-    rng = random.Random(seed)
-    placement: Any = ("vee", "loop", "linear")[seed % 3]
-    stages = 2 if placement == "linear" else 4
-    times = [tuple(rng.uniform(*between) for _ in range(stages)) for between in ((0.5, 2.0), (0.5, 2.5), (0.3, 1.5))]
-    sizes = [tuple(GIB * rng.uniform(*between) for _ in range(stages)) for between in ((0.3, 1.5), (0.2, 0.6))]
-    costs, memory, objective = PassCosts(*times, 0.2), PassMemory(*sizes), rng.choice(("span", "makespan"))
-    queues = HardwareQueues(1, "", "there is one queue", "32")
-    runs = Feasibility(queues, rng.choice(("early", "late")))  # type: ignore[arg-type]
-    request = Request(costs_to_json(costs, memory), 2, rng.choice((4, 5)), "1p", placement, objective, runs=runs)  # type: ignore[arg-type]
-    found = worker.answered(request)
-    unused: Any = None
-    auto = AutoSchedule(AutoOptions("1p", placement, objective == "span", runs=runs), unused, unused)
-    auto._costs, auto._memory_of, auto._used = costs, memory, found.within
-    size = 2, request.num_microbatches
-    (first,) = found.question.instead
-    if found.schedule == first:  # nothing that a search finds can run
-        said = auto._how_to_keep(size, auto._used_limit(size), first)
-        assert said.startswith("nothing is needed" if first.name == "zb-auto" else "run --zero-bubble-schedule ")
-        return
-    words = shlex.split(auto._how_to_keep(size, auto._used_limit(size)).split("`")[1].partition(" >")[0])
-    file = tmp_path / "costs.json"
-    file.write_text(request.costs)
-    words[words.index("FILE")] = str(file)
-    assert main(words[1:]) == 0
-    again = json.loads(capsys.readouterr().out)
-    assert again["order"] == [list(row) for row in found.schedule.to_text()]
-    limit = found.costs.limit(auto._used_limit(size))
-    assert max(peaks_in_order(found.schedule, found.costs.on(found.schedule.placement)[1])) <= limit * (1 + 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("options", "flags"),
-    [
-        ({"placement": "wave", "num_chunks": 4, "memory_limit": "2GiB"}, {"placement": "wave", "memory_limit": "2GiB"}),
-        ({"vocabulary": 2, "post_validation": True}, {"vocabulary": "2", "objective": "span"}),
-        ({"slices": Slices.even(2)}, {"slice_cuts": "0.5,1.0", "objective": "makespan"}),
-    ],
-)
-def test_how_to_keep_a_plan_is_a_command_that_plan_accepts(options: dict[str, Any], flags: dict[str, str]) -> None:
-    from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
-
-    unused: Any = None
-    said = AutoSchedule(AutoOptions(**options), unused, unused)._how_to_keep((2, 4))
-    words = shlex.split(said.split("`")[1].partition(" >")[0])
-    parsed = vars(parser().parse_args(words[1:]))
-    assert {name: str(parsed[name]) for name in flags} == flags

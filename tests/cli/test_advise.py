@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import json
-import random
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.zero_bubble import PassCosts, PassMemory
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.adapter.tracer import LAST_ITERATIONS, end_of_run
 from megatron.zero_bubble.cli.advise import changed
-from megatron.zero_bubble.cli.job_runs import SEVERAL
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
-from megatron.zero_bubble.costs.layers import LayerCosts, Part
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.ir.queues import HardwareQueues
-from megatron.zero_bubble.job.changes import Pipeline
-from megatron.zero_bubble.plan.timelines import timeline_of
-from megatron.zero_bubble.planning.advice import Adviser, Setting, Tried
+from megatron.zero_bubble.planning.advice import Adviser
 from megatron.zero_bubble.planning.answer import answer
-from megatron.zero_bubble.planning.change import NUMBERS, Row, Today, need_of
-from megatron.zero_bubble.planning.cuts import Cuts
-from megatron.zero_bubble.planning.division import Division
-from megatron.zero_bubble.planning.feasibility import Feasibility
-from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.question import Offloading, Question
-from megatron.zero_bubble.planning.vocabulary import variants
-from megatron.zero_bubble.schedules import SCHEDULES, build
+from megatron.zero_bubble.planning.change import NUMBERS
+from tests.cli.test_joint_search import random_pipeline
 from tests.helpers.recipes import COMMON, RECIPES
 from tests.helpers.small_recipes import SMALL as SMALL_JOBS
 
@@ -111,111 +95,6 @@ def test_published_recipes_with_estimates(capsys: Capture, name: str) -> None:
     assert found["worth_it"] is RECIPES[name].pays
     check_rows(capsys, found, flags, *own)
     check_trained(found, flags, name)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("queues", ["1", None])
-@pytest.mark.parametrize("name", RECIPES)
-def test_rows_run_as_they_are_advised(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, queues: str | None
-) -> None:
-    """With searches: where the launch script sets the hardware queues, and where CUDA's default holds."""
-    set_queues(monkeypatch, queues)
-    flags, own = job_of(name)
-    found = advice(capsys, flags, *own)
-    check_rows(capsys, found, flags, *own)
-
-
-TENSOR = [*SMALL, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
-
-
-@pytest.mark.parametrize(
-    "more", [pytest.param(["--quick"], id="quick"), pytest.param([], id="searches", marks=pytest.mark.full)]
-)
-@pytest.mark.parametrize(
-    ("job", "gpu"), [(SMALL, "h100"), pytest.param(TENSOR, "b200", marks=pytest.mark.full), (TENSOR, "h100")]
-)
-def test_rows_run_where_megatron_wants_one_queue(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, job: list[str], gpu: str, more: list[str]
-) -> None:
-    """With tensor parallelism before Blackwell no row may ask for more."""
-    set_queues(monkeypatch, "1")
-    flags = changed(job, ["--vocab-size", "256000"], ())
-    own = ("--gpus-per-node", "8", "--gpu", gpu)
-    found = advice(capsys, flags, *own, *more)
-    assert found["advice"]
-    if job is TENSOR and gpu == "h100":
-        assert not any(row["environment"] for row in found["advice"])
-    check_rows(capsys, found, flags, *own)
-
-
-def set_queues(monkeypatch: pytest.MonkeyPatch, number: str | None) -> None:
-    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
-    if number is None:
-        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", number)
-
-
-def test_what_needs_more_queues_says_so_or_drops_out() -> None:
-    """Megatron's own schedules need no proof."""
-    pipeline, today = random_pipeline(17)
-    one, several = (HardwareQueues(number, "", f"there are {number} queues", "32") for number in (1, 32))
-    settings = Setting(Feasibility(one, "late")), Setting(Feasibility(several, "late"), (SEVERAL,))
-    changes = [change for change in pipeline.named_changes() if change.question.schedule == "breadth-first"]
-    stock = [change for change in pipeline.named_changes() if not change.is_ours]
-    advisers = [
-        Adviser(today, "makespan", None, lambda *_: None, 0.01, settings=settings[:number]) for number in (1, 2)
-    ]
-    for adviser in advisers:
-        adviser.advise([*changes, *stock])
-    assert changes and [len(adviser.rows) for adviser in advisers] == [len(stock), len(changes) + len(stock)]
-    assert all("needs several hardware queues" in each.reason for each in advisers[0].dropped)
-    assert {row.environment for row in advisers[1].rows if row.change.is_ours} == {(SEVERAL,)}
-
-
-def test_a_row_has_the_figures_of_its_dry_run() -> None:
-    """One that the dry run refuses drops out, and the next best is tried."""
-    pipeline, today = random_pipeline(1)
-    refused: list[str] = []
-
-    def messages(row: Row) -> tuple[float, ...]:
-        return (1.0,) * len(row.need.activations)
-
-    def tried(row: Row) -> Tried:
-        if not refused or row.change.name == refused[0]:
-            refused.append(row.change.name)
-            raise UserError("not this one")
-        return Tried(row.plan.timeline, replace(row.need, messages=messages(row)), None)
-
-    adviser = Adviser(today, "makespan", None, lambda *_: None, 0.01, tried=tried)
-    found = adviser.advise(pipeline.named_changes())
-    assert refused[0] not in {row.change.name for row in found.rows} and len(found.rows) > 0
-    assert [each.reason for each in found.dropped if each.name == refused[0]] == ["not this one"]
-    assert all(row.need.messages == messages(row) for row in found.rows)
-
-
-def test_plans_as_long_go_to_less_memory() -> None:
-    """Within half a percent; and what is only for comparison is no advice."""
-    pipeline, today = random_pipeline(1)
-    changes = list(pipeline.named_changes())
-    assert not any(change.question.schedule == "dualpipe-v" for change in changes)
-    adviser = Adviser(today, "makespan", None, lambda *_: None, 0.01)
-    adviser.advise(changes)
-    row = max(adviser.rows, key=lambda row: row.gain)
-    larger = replace(row, need=replace(row.need, activations=tuple(2 * each for each in row.need.activations)))
-    adviser.rows = [larger, replace(row, change=replace(row.change, name="small"))]
-    assert {own.change.name for own in adviser._chosen() if "fastest" in own.titles} == {"small"}
-
-
-def test_one_rule_that_refuses_most_is_printed_once(capsys: Capture) -> None:
-    """Nothing is said of the gain of what was not planned."""
-    job = [*TENSOR, "--tp-comm-overlap"]
-    assert main(["advise", "--quick", "--gpus-per-node", "8", "--", *job]) == 0
-    out = capsys.readouterr().out
-    (line,) = (line for line in out.splitlines() if "more changes are refused for one reason: " in line)
-    assert "tp_comm_bulk_wgrad" in line and "--disable-tp-comm-bulk-wgrad" in line
-    assert "no change gains anything" not in out
 
 
 @pytest.mark.full
@@ -388,85 +267,6 @@ def test_other_sizes_may_change(capsys: Capture) -> None:
     row = found["advice"][0]
     assert "no recomputation" in row["name"] and "--recompute-granularity" in row["leave_out"]
     check_rows(capsys, found, flags, "--gpus-per-node", "4")
-
-
-def random_pipeline(seed: int) -> tuple[Pipeline, Today]:
-    """A small job with uneven layers, a large output layer, and little or much memory."""
-    draw = random.Random(seed)
-    ranks, count = draw.choice((2, 3, 4)), draw.choice((2, 4, 6, 8))
-    layer = Part(
-        draw.uniform(0.5, 2), draw.uniform(0.5, 2), draw.uniform(0.2, 2), 2.0**20, draw.uniform(0.2, 1) * 2**20
-    )
-    loss = Part(*(draw.uniform(0, 3) for _ in range(3)), 2.0**20, 2.0**19)
-    layers = LayerCosts((layer,) * (2 * ranks), Part(), loss, comm_ms=draw.choice((0.0, 0.1)))
-    division = Division(2 * ranks)
-
-    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        return layers.on(division.on(placement))
-
-    costs = Figures(ranks, count, on, True, layers=layers, division=division, most_layers=2, sequence=4096)
-    schedule = build("1f1b", num_ranks=ranks, num_microbatches=count)
-    timeline = timeline_of(schedule, *on(schedule.placement))
-    limit = draw.choice((1.0, 2.0)) * costs.limit("1p")
-    return Pipeline(schedule.placement, costs, limit, "makespan", 1e6), Today(timeline, costs, need_of(timeline, costs))
-
-
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed == 1 else pytest.mark.full) for seed in range(50)]
-)
-def test_pruned_search_finds_what_all_questions_find(seed: int) -> None:
-    """No plan of any change is shorter than the fastest row, or takes less memory than that with the least."""
-    pipeline, today = random_pipeline(seed)
-    pipeline = replace(pipeline, effort=0.03)  # as the run decides
-    adviser = Adviser(today, "makespan", pipeline.limit, lambda *_: None, 0.01)
-    rows = adviser.advise(pipeline.changes()).rows
-    best, least = today.timeline.makespan_ms, today.need.most
-    for change in pipeline.changes():
-        try:
-            plan = answer(change.question)
-        except UserError:
-            continue
-        need = need_of(plan.timeline, plan.costs)
-        if need.most <= pipeline.limit * (1 + 1e-9):
-            best = min(best, plan.timeline.makespan_ms)
-            least = least if change.searches else min(least, need.most)
-    found = {title: row for row in rows for title in row.titles}
-    fastest = min([today.timeline.makespan_ms, *(row.ms for row in rows)])
-    assert best * (1 - 2e-6) <= fastest <= 1.005 * best  # of plans that are as long, the one with less memory
-    assert ("least memory" not in found) or found["least memory"].need.most <= least * (1 + 2e-6)
-
-
-def single_features(pipeline: Pipeline) -> Iterator[Question]:
-    """What ``plan`` is asked, one feature at a time."""
-    costs, limit = pipeline.costs, pipeline.limit
-    whole = Question(costs, limit=limit, objective="makespan", effort=pipeline.effort)
-    yield whole
-    yield replace(whole, costs=costs.evenly(), by_cost=True)
-    yield replace(whole, variants=variants(costs, "auto"))
-    yield replace(whole, offload=Offloading("auto", (limit,), limit, bytes_per_ms=pipeline.host_bandwidth))
-    for name, recipe in SCHEDULES.items():
-        if recipe.sliced and recipe.shape == "linear":
-            yield replace(whole, schedule=name, slices=Cuts(None))
-        elif not (recipe.sliced or recipe.has_units or recipe.only_compared):
-            yield replace(whole, schedule=name)
-
-
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed == 20 else pytest.mark.full) for seed in range(200)]
-)
-def test_joint_search_is_never_worse_than_one_feature(seed: int) -> None:
-    """No feature alone, as ``zero-bubble plan`` would plan it, is faster within the memory than the fastest row."""
-    pipeline, today = random_pipeline(1000 + seed)
-    pipeline = replace(pipeline, effort=0.03)
-    rows = Adviser(today, "makespan", pipeline.limit, lambda *_: None, 0.01).advise(pipeline.changes()).rows
-    fastest = min([today.timeline.makespan_ms, *(row.ms for row in rows)])
-    for question in single_features(pipeline):
-        try:
-            plan = answer(question)
-        except UserError:
-            continue
-        if need_of(plan.timeline, plan.costs).most <= pipeline.limit * (1 + 1e-9):
-            assert fastest <= 1.005 * plan.timeline.makespan_ms, question.schedule
 
 
 def test_flags_to_leave_out_are_listed_once() -> None:

@@ -1,0 +1,124 @@
+"""Tests of the rows of ``advise``: each runs as it is advised, with the hardware queues that its job can have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.cli.advise import changed
+from megatron.zero_bubble.cli.job_runs import SEVERAL
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir.queues import HardwareQueues
+from megatron.zero_bubble.planning.advice import Adviser, Setting, Tried
+from megatron.zero_bubble.planning.change import Row
+from megatron.zero_bubble.planning.feasibility import Feasibility
+from tests.cli.test_advise import SMALL, Capture, advice, check_rows, job_of
+from tests.cli.test_joint_search import random_pipeline
+from tests.helpers.recipes import RECIPES
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("queues", ["1", None])
+@pytest.mark.parametrize("name", RECIPES)
+def test_rows_run_as_they_are_advised(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, queues: str | None
+) -> None:
+    """With searches: where the launch script sets the hardware queues, and where CUDA's default holds."""
+    set_queues(monkeypatch, queues)
+    flags, own = job_of(name)
+    found = advice(capsys, flags, *own)
+    check_rows(capsys, found, flags, *own)
+
+
+TENSOR = [*SMALL, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param(["--quick"], id="quick"), pytest.param([], id="searches", marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize(
+    ("job", "gpu"), [(SMALL, "h100"), pytest.param(TENSOR, "b200", marks=pytest.mark.full), (TENSOR, "h100")]
+)
+def test_rows_run_where_megatron_wants_one_queue(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, job: list[str], gpu: str, more: list[str]
+) -> None:
+    """With tensor parallelism before Blackwell no row may ask for more."""
+    set_queues(monkeypatch, "1")
+    flags = changed(job, ["--vocab-size", "256000"], ())
+    own = ("--gpus-per-node", "8", "--gpu", gpu)
+    found = advice(capsys, flags, *own, *more)
+    assert found["advice"]
+    if job is TENSOR and gpu == "h100":
+        assert not any(row["environment"] for row in found["advice"])
+    check_rows(capsys, found, flags, *own)
+
+
+def set_queues(monkeypatch: pytest.MonkeyPatch, number: str | None) -> None:
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    if number is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", number)
+
+
+def test_what_needs_more_queues_says_so_or_drops_out() -> None:
+    """Megatron's own schedules need no proof."""
+    pipeline, today = random_pipeline(17)
+    one, several = (HardwareQueues(number, "", f"there are {number} queues", "32") for number in (1, 32))
+    settings = Setting(Feasibility(one, "late")), Setting(Feasibility(several, "late"), (SEVERAL,))
+    changes = [change for change in pipeline.named_changes() if change.question.schedule == "breadth-first"]
+    stock = [change for change in pipeline.named_changes() if not change.is_ours]
+    advisers = [
+        Adviser(today, "makespan", None, lambda *_: None, 0.01, settings=settings[:number]) for number in (1, 2)
+    ]
+    for adviser in advisers:
+        adviser.advise([*changes, *stock])
+    assert changes and [len(adviser.rows) for adviser in advisers] == [len(stock), len(changes) + len(stock)]
+    assert all("needs several hardware queues" in each.reason for each in advisers[0].dropped)
+    assert {row.environment for row in advisers[1].rows if row.change.is_ours} == {(SEVERAL,)}
+
+
+def test_a_row_has_the_figures_of_its_dry_run() -> None:
+    """One that the dry run refuses drops out, and the next best is tried."""
+    pipeline, today = random_pipeline(1)
+    refused: list[str] = []
+
+    def messages(row: Row) -> tuple[float, ...]:
+        return (1.0,) * len(row.need.activations)
+
+    def tried(row: Row) -> Tried:
+        if not refused or row.change.name == refused[0]:
+            refused.append(row.change.name)
+            raise UserError("not this one")
+        return Tried(row.plan.timeline, replace(row.need, messages=messages(row)), None)
+
+    adviser = Adviser(today, "makespan", None, lambda *_: None, 0.01, tried=tried)
+    found = adviser.advise(pipeline.named_changes())
+    assert refused[0] not in {row.change.name for row in found.rows} and len(found.rows) > 0
+    assert [each.reason for each in found.dropped if each.name == refused[0]] == ["not this one"]
+    assert all(row.need.messages == messages(row) for row in found.rows)
+
+
+def test_plans_as_long_go_to_less_memory() -> None:
+    """Within half a percent; and what is only for comparison is no advice."""
+    pipeline, today = random_pipeline(1)
+    changes = list(pipeline.named_changes())
+    assert not any(change.question.schedule == "dualpipe-v" for change in changes)
+    adviser = Adviser(today, "makespan", None, lambda *_: None, 0.01)
+    adviser.advise(changes)
+    row = max(adviser.rows, key=lambda row: row.gain)
+    larger = replace(row, need=replace(row.need, activations=tuple(2 * each for each in row.need.activations)))
+    adviser.rows = [larger, replace(row, change=replace(row.change, name="small"))]
+    assert {own.change.name for own in adviser._chosen() if "fastest" in own.titles} == {"small"}
+
+
+def test_one_rule_that_refuses_most_is_printed_once(capsys: Capture) -> None:
+    """Nothing is said of the gain of what was not planned."""
+    job = [*TENSOR, "--tp-comm-overlap"]
+    assert main(["advise", "--quick", "--gpus-per-node", "8", "--", *job]) == 0
+    out = capsys.readouterr().out
+    (line,) = (line for line in out.splitlines() if "more changes are refused for one reason: " in line)
+    assert "tp_comm_bulk_wgrad" in line and "--disable-tp-comm-bulk-wgrad" in line
+    assert "no change gains anything" not in out

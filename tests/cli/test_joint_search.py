@@ -1,0 +1,104 @@
+"""Tests of the search behind ``advise``: that it finds what asking every question finds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory
+from megatron.zero_bubble.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.changes import Pipeline
+from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.advice import Adviser
+from megatron.zero_bubble.planning.answer import answer
+from megatron.zero_bubble.planning.change import Today, need_of
+from megatron.zero_bubble.planning.cuts import Cuts
+from megatron.zero_bubble.planning.division import Division
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.vocabulary import variants
+from megatron.zero_bubble.schedules import SCHEDULES, build
+
+
+def random_pipeline(seed: int) -> tuple[Pipeline, Today]:
+    """A small job with uneven layers, a large output layer, and little or much memory."""
+    draw = random.Random(seed)
+    ranks, count = draw.choice((2, 3, 4)), draw.choice((2, 4, 6, 8))
+    layer = Part(
+        draw.uniform(0.5, 2), draw.uniform(0.5, 2), draw.uniform(0.2, 2), 2.0**20, draw.uniform(0.2, 1) * 2**20
+    )
+    loss = Part(*(draw.uniform(0, 3) for _ in range(3)), 2.0**20, 2.0**19)
+    layers = LayerCosts((layer,) * (2 * ranks), Part(), loss, comm_ms=draw.choice((0.0, 0.1)))
+    division = Division(2 * ranks)
+
+    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+        return layers.on(division.on(placement))
+
+    costs = Figures(ranks, count, on, True, layers=layers, division=division, most_layers=2, sequence=4096)
+    schedule = build("1f1b", num_ranks=ranks, num_microbatches=count)
+    timeline = timeline_of(schedule, *on(schedule.placement))
+    limit = draw.choice((1.0, 2.0)) * costs.limit("1p")
+    return Pipeline(schedule.placement, costs, limit, "makespan", 1e6), Today(timeline, costs, need_of(timeline, costs))
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed == 1 else pytest.mark.full) for seed in range(50)]
+)
+def test_pruned_search_finds_what_all_questions_find(seed: int) -> None:
+    """No plan of any change is shorter than the fastest row, or takes less memory than that with the least."""
+    pipeline, today = random_pipeline(seed)
+    pipeline = replace(pipeline, effort=0.03)  # as the run decides
+    adviser = Adviser(today, "makespan", pipeline.limit, lambda *_: None, 0.01)
+    rows = adviser.advise(pipeline.changes()).rows
+    best, least = today.timeline.makespan_ms, today.need.most
+    for change in pipeline.changes():
+        try:
+            plan = answer(change.question)
+        except UserError:
+            continue
+        need = need_of(plan.timeline, plan.costs)
+        if need.most <= pipeline.limit * (1 + 1e-9):
+            best = min(best, plan.timeline.makespan_ms)
+            least = least if change.searches else min(least, need.most)
+    found = {title: row for row in rows for title in row.titles}
+    fastest = min([today.timeline.makespan_ms, *(row.ms for row in rows)])
+    assert best * (1 - 2e-6) <= fastest <= 1.005 * best  # of plans that are as long, the one with less memory
+    assert ("least memory" not in found) or found["least memory"].need.most <= least * (1 + 2e-6)
+
+
+def single_features(pipeline: Pipeline) -> Iterator[Question]:
+    """What ``plan`` is asked, one feature at a time."""
+    costs, limit = pipeline.costs, pipeline.limit
+    whole = Question(costs, limit=limit, objective="makespan", effort=pipeline.effort)
+    yield whole
+    yield replace(whole, costs=costs.evenly(), by_cost=True)
+    yield replace(whole, variants=variants(costs, "auto"))
+    yield replace(whole, offload=Offloading("auto", (limit,), limit, bytes_per_ms=pipeline.host_bandwidth))
+    for name, recipe in SCHEDULES.items():
+        if recipe.sliced and recipe.shape == "linear":
+            yield replace(whole, schedule=name, slices=Cuts(None))
+        elif not (recipe.sliced or recipe.has_units or recipe.only_compared):
+            yield replace(whole, schedule=name)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed == 20 else pytest.mark.full) for seed in range(200)]
+)
+def test_joint_search_is_never_worse_than_one_feature(seed: int) -> None:
+    """No feature alone, as ``zero-bubble plan`` would plan it, is faster within the memory than the fastest row."""
+    pipeline, today = random_pipeline(1000 + seed)
+    pipeline = replace(pipeline, effort=0.03)
+    rows = Adviser(today, "makespan", pipeline.limit, lambda *_: None, 0.01).advise(pipeline.changes()).rows
+    fastest = min([today.timeline.makespan_ms, *(row.ms for row in rows)])
+    for question in single_features(pipeline):
+        try:
+            plan = answer(question)
+        except UserError:
+            continue
+        if need_of(plan.timeline, plan.costs).most <= pipeline.limit * (1 + 1e-9):
+            assert fastest <= 1.005 * plan.timeline.makespan_ms, question.schedule
