@@ -6,6 +6,7 @@ gradients within the forward, branches that write in place) must have the same e
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections import Counter
@@ -176,6 +177,7 @@ def assert_as_stock(
         notes, grads = prepare(own), own.train(inside)
         assert not len(store)
     assert notes == expected_notes
+    assert grads.keys() == expected.keys()
     for name, grad in grads.items():
         if "fused" in kind:
             torch.testing.assert_close(grad, expected[name], msg=name)
@@ -229,10 +231,32 @@ def names(kind: str) -> None:
     if "main_grad" in kind:
         pytest.skip("with fused accumulation, stock itself adds such gradients to main_grad")
     assert_as_stock(kind, weighted)
+    assert_noted_as_stock(noted, rtol=0, atol=0)
+    if kind in CORE:
+        noted.clear()
+        assert_as_stock(kind, functools.partial(weighted_by_all, noted), prepare=masked)
+        assert_noted_as_stock(noted)  # added up in another order
+
+
+def assert_noted_as_stock(noted: list[dict[str, Any]], **tolerance: float) -> None:
     half = len(noted) // 2
     for stock, own in zip(noted[:half], noted[half:], strict=True):
         for name, grad in stock.items():
-            torch.testing.assert_close(own[name], grad, rtol=0, atol=0, msg=name)
+            torch.testing.assert_close(own[name], grad, msg=name, **tolerance)
+
+
+def masked(setup: Setup) -> None:
+    """A hook that returns another gradient."""
+    setup.parameters["first"].register_hook(lambda grad: grad * 0.25)
+
+
+def weighted_by_all(noted: list[dict[str, Any]], setup: Setup, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The norms of gradients by weights that the loss also uses directly, and through a gradient of an activation."""
+    (penalty,) = torch.autograd.grad(y.sin().sum(), h, create_graph=True)
+    part = y.sin().sum() + penalty.square().sum() + sum(each.square().sum() for each in setup.parameters.values())
+    grads = torch.autograd.grad(part, list(setup.parameters.values()), retain_graph=True)
+    noted.append(dict(zip(setup.parameters, grads, strict=True)))
+    return y.square().sum() * sum(grad.norm() for grad in grads).clamp(max=2)  # type: ignore[union-attr]
 
 
 def demand(kind: str) -> None:

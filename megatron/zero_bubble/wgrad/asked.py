@@ -64,7 +64,10 @@ def _grad(
     finally:
         for use in uses:
             use.answer = None
-    results = [found.get(id(x), other) for x, other in zip(inputs, others, strict=False)]
+    for use, derivative in zip(uses, others[len(inputs) :], strict=True):
+        if derivative is not None:  # reaches the weight through an input gradient, which the outputs were computed from
+            add(use.weight, derivative)
+    results = [_sum(_hooked(x, found.get(id(x))), other) for x, other in zip(inputs, others, strict=False)]
     if materialize_grads:
         results = [torch.zeros_like(x) if one is None else one for x, one in zip(inputs, results, strict=True)]
     if any(one is None for one in results) and not allow_unused:
@@ -73,6 +76,18 @@ def _grad(
             "this is the desired behavior."
         )
     return tuple(results)
+
+
+def _hooked(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """``gradient`` as the parameter's own hooks return it; autograd calls them only for what it computes itself."""
+    for hook in (parameter._backward_hooks or {}).values() if gradient is not None else ():
+        returned = hook(gradient)
+        gradient = gradient if returned is None else returned
+    return gradient
+
+
+def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return a if b is None else b if a is None else a + b
 
 
 def _deferred_uses(outputs: Any, inputs: Any) -> list[Use]:

@@ -1,7 +1,7 @@
 """What autograd promises for a weight, and how a W keeps it: one row per clause.
 
 A gradient that W computes does not pass through autograd on its own. Whoever may touch the gradient of a weight from
-outside relies on a clause of this table; ``tests/wgrad/test_contract.py`` tests each clause on every kind of weight.
+outside relies on a clause of this table; ``tests/wgrad/test_contract.py`` tests each clause on every kind of linear.
 """
 
 from __future__ import annotations
