@@ -92,8 +92,8 @@ settings=(
     # proved free of deadlock under that rule: a schedule that was asked for by name is refused if it is not, and one
     # that zb-auto plans during the run is then not adopted. 32 is useful without tensor and context parallelism, or from
     # Blackwell on: work issued after a receive then need not wait for it. A rank has eight or more streams, which share
-    # queues at random if there are fewer than 32. Where a schedule needs it, as breadth-first does, the dry run and
-    # `zero-bubble advise` say so.
+    # queues at random if there are fewer than 32. Where a schedule needs it, as breadth-first and pairs under dualpipe-v
+    # do, the dry run and `zero-bubble advise` say so.
     "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     # Load all kernels of CUDA's libraries at start-up. By default, CUDA loads a kernel when it is launched for the first
     # time, and may then wait until everything on the GPU has ended, also a receive of NCCL whose message depends on what

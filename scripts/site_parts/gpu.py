@@ -77,7 +77,8 @@ def _gains(parts: Figures) -> Iterator[str]:
             yield f"`{name.replace('_', '-')}` {_faster(measured)} where {_percent(predicted)} was predicted"
     elif (found := ran.get("advice")) is not None:
         reached, promised = (_percent(found[f"{what}_gain"]) for what in ("measured", "predicted"))
-        yield f"`auto` {_faster(found['auto_gain'])}, `{found['advised']}` {reached} where {promised} was predicted"
+        advised = f"`{found['advised']}` {reached} where {promised} was predicted"
+        yield f"`auto` {_faster(found['auto_gain'])}, {advised} (its ranks slow each other)"
 
 
 def _faster(gain: float) -> str:

@@ -36,6 +36,8 @@ def test_the_table_has_all_of_them() -> None:
 
 def test_gpus_have_the_names_of_the_estimates() -> None:
     assert gpu_kind("NVIDIA H100 80GB HBM3") == "h100" and gpu_kind("NVIDIA L40S") == "NVIDIA L40S"
+    for other in ("NVIDIA GH200 480GB", "NVIDIA RTX A1000"):
+        assert gpu_kind(other) == other
 
 
 def test_a_plan_of_another_job_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,7 +110,7 @@ class AutoSchedule(Replanner):
         self._first: Recent[tuple[int, int, bool], Schedule] = Recent(_MOST_PLANS)
         self._recomputes = False
         self._costs: PassCosts | None = None
-        self._hopeless: set[tuple[int, int]] = set()
+        self._without_plan: set[tuple[int, int]] = set()
         self._before: dict[tuple[int, int], float] = {}  # measured ms of the schedule before the plan
         self._next_measurement = options.warm_up
         self._planner: Planner | None = None
@@ -166,12 +166,12 @@ class AutoSchedule(Replanner):
 
     def _plan_for(self, size: tuple[int, int]) -> None:
         """Schedule a measurement for a size without a plan, as soon as the warm-up is over."""
-        if size not in self._planned and size not in self._hopeless:
+        if size not in self._planned and size not in self._without_plan:
             self._next_measurement = min(self._next_measurement, max(self.iteration, self._options.warm_up))
 
     def _plan_from_known(self, size: tuple[int, int], deciders: Deciders) -> None:
         """Plan for a new number of microbatches; the costs of the mean microbatch do not depend on it."""
-        if self._waiting or size in self._planned or size in self._hopeless:
+        if self._waiting or size in self._planned or size in self._without_plan:
             return
         if deciders.is_first:
             self._planner = Planner(self._request(size))
@@ -226,7 +226,7 @@ class AutoSchedule(Replanner):
                 f"iteration {self.iteration + 1}, {schedule.name}: predicted {predicted:.1f} ms from {of}, measured "
                 f"{measured:.1f} ms"
             )
-            known = size in self._planned or size in self._hopeless
+            known = size in self._planned or size in self._without_plan
             if self._costs is None or not known:
                 decision = _REPLAN
                 self._before[size] = measured
@@ -244,7 +244,7 @@ class AutoSchedule(Replanner):
                 self._planner = Planner(self._request(size))
             if start.varies:  # plans for other numbers of microbatches are out of date too
                 self._planned.clear()
-                self._hopeless.clear()
+                self._without_plan.clear()
         self._planning_for = size
         self._next_measurement = self.iteration + self._options.check_every
 
@@ -352,7 +352,7 @@ class AutoSchedule(Replanner):
             schedule, said = None, f"no plan, the schedule stays as it is: {why}"
         self._log(f"iteration {self.iteration + 1}: {said}")
         if schedule is None:
-            self._hopeless.add(self._planning_for)
+            self._without_plan.add(self._planning_for)
             return
         if self._options.post_validation and self._costs is not None:
             self._log(planned_gain(simulate(schedule, self._costs)))

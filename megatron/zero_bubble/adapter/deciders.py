@@ -18,7 +18,7 @@ class Deciders:
     """Who decides for whom: the first of some ranks for all of them.
 
     Attributes:
-        groups: of the job, in which the first rank's word is passed on, one after the other.
+        groups: of the job, in which the decision of the first rank is passed on, one after the other.
         of_replica: whether every replica decides for itself, or those together that exchange tokens with experts, which
             must run the same passes in the same order.
     """

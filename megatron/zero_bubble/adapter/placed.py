@@ -100,17 +100,25 @@ class PlacedChunks:
             self._model.append(weakref.ref(chunk))
             chunks = [each for each in (reference() for reference in self._model) if each is not None]
             copy_embedding(chunks)
-            check_predictions([given["vp_stage"]], [chunk])
+            group = original_group(parallel_state.get_pipeline_model_parallel_group())
+            stages = self._placement(group).stages_of(group.rank())
+            if given["vp_stage"] == len(stages) - 1 and len(chunks) == len(stages):
+                with refused_together(group):
+                    check_predictions(stages, chunks)
 
         return construct
 
     def _check_ends(self) -> None:
         """Check that the ranks with the embedding form its group, before the first of them waits for the others."""
         group = original_group(parallel_state.get_pipeline_model_parallel_group())
-        placement = self._placement_on(group.size())
-        assert placement is not None
         with refused_together(group):
-            check_ends(placement, (), ranks_of(group))
+            check_ends(self._placement(group), (), ranks_of(group))
+
+    def _placement(self, group: torch.distributed.ProcessGroup) -> Placement:
+        """The placement in force on the ranks of ``group``."""
+        placement = self._placement_on(group.size())
+        assert placement is not None, "a chunk is built for a placement"
+        return placement
 
     def _rank_of_chunk(self, given: Mapping[str, Any]) -> int | None:
         """The pipeline rank for the arguments of a call; None if they are for no chunk of this pipeline."""

@@ -208,12 +208,12 @@ def advise(options: argparse.Namespace) -> str:
         _write(options, found)
     if options.format == "json":
         return json.dumps(content_of(found, own.batch, argv, own.read.unread), indent=2) + "\n"
-    refusal = partial(_refusal, own, capacity, most)
+    refusal = partial(_refusal, own, _settings(own.read.args, options)[-1], capacity, most)
     return text_of(found, own.batch, argv, capacity, own.read.unread, refusal)
 
 
-def _refusal(own: JobAsIs, capacity: float | None, most: float, timeline: Timeline) -> str | None:
-    """Why a job cannot run a schedule for experts: an option of Megatron's, or its memory."""
+def _refusal(own: JobAsIs, setting: Setting, capacity: float | None, most: float, timeline: Timeline) -> str | None:
+    """Why a job cannot run a schedule for experts: an option of Megatron's, its memory, or its hardware queues."""
     if timeline.schedule.pairs:
         try:
             check_pairs(own.read.args)
@@ -224,7 +224,7 @@ def _refusal(own: JobAsIs, capacity: float | None, most: float, timeline: Timeli
         return f"{format_bytes(need.most)} on the fullest rank, of which {format_bytes(capacity)} may be taken"
     if max(need.activations) > most * (1 + ROUNDING):
         return f"activations of {own.costs.show(max(need.activations))}, above the limit of {own.costs.show(most)}"
-    return None
+    return setting.runs.refusal(timeline.schedule)
 
 
 def _settings(args: argparse.Namespace, options: argparse.Namespace) -> tuple[Setting, ...]:

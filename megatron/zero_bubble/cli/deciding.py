@@ -62,7 +62,17 @@ _DECIDED = (
 """Flags that contradict ``auto``, because it decides what they do."""
 _EFFORT = 0.03
 """Effort of the searches that decide, because the run plans again from measured passes."""
-_ASIDE = ("schedule", "exact", "memory_limit", "device", "trace", "trace_iterations", "record_costs", "log_bubble")
+_ASIDE = (
+    "schedule",
+    "exact",
+    "fuse_wgrad",
+    "memory_limit",
+    "device",
+    "trace",
+    "trace_iterations",
+    "record_costs",
+    "log_bubble",
+)
 """Options of this package that are facts of their own, or change nothing in what is decided."""
 
 
@@ -187,11 +197,16 @@ def _facts(
         **of_job,
         "gpus_per_node": _sizes(environment)[1],
         "gpu_memory": gpu.memory or "unknown",
-        "exact": bool(options.zero_bubble_exact),
+        "exact": _is_exact(options),
         "memory_limit": options.zero_bubble_memory_limit or AUTO_LIMIT,
         "options": ", ".join(f"{name} {value}" for name, value in ours.items()),
         "version": __version__,
     }
+
+
+def _is_exact(options: argparse.Namespace) -> bool:
+    """Whether sums must have the bits of stock; ``--no-zero-bubble-fuse-wgrad`` is the older name."""
+    return bool(options.zero_bubble_exact) or options.zero_bubble_fuse_wgrad is False
 
 
 @contextmanager
@@ -224,7 +239,7 @@ def _decision(
     rows = [asked["advice"][asked["best"] - 1]] if asked["worth_it"] else []
     rows += [row for row in asked["advice"] if row not in rows and row["gain"] >= asked["worth"]]
     for row in rows:
-        if options.zero_bubble_exact and row["bits"] == NUMBERS[ROUNDED]:
+        if _is_exact(options) and row["bits"] == NUMBERS[ROUNDED]:
             continue
         for flags in _ways(row, options.zero_bubble_memory_limit):
             if _refused(changed(left, flags, row["leave_out"]), gpu, environment) is None:

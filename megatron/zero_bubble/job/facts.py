@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +14,12 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.model import has_experts, model_of
 
 _GPUS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
-"""Parts of the names that drivers give GPUs, and the names of the estimates."""
+"""Words of the names that drivers give GPUs, and the names of the estimates."""
 
 
 def gpu_kind(name: str) -> str:
     """Return the name that the estimates have for a GPU, else the name that its driver gives it."""
-    return next((known for part, known in _GPUS.items() if part in name), name)
+    return next((known for word, known in _GPUS.items() if re.search(rf"\b{word}\b", name)), name)
 
 
 def facts_of(args: Any, gpu: str | None = None, vocabulary: int | None = None) -> Facts:

@@ -154,19 +154,6 @@ def of_run(
     return replace(own, variants=(Variant(vocabulary, costs),), starts=(named,), instead=())
 
 
-def limit_of_run(
-    costs: Figures,
-    memory_limit: str,
-    placement: PlacementName,
-    slices: Slices = WHOLE,
-    vocabulary: Algorithm | None = None,
-    num_chunks: int | None = None,
-    runs: Feasibility | None = None,
-) -> str:
-    """The memory limit with which ``zero-bubble plan`` asks for the plan of a run; the arguments are of ``of_run``."""
-    return _raised(memory_limit, costs, _first(costs, placement, slices, vocabulary, num_chunks, runs))
-
-
 def _first(
     costs: Figures,
     placement: PlacementName,

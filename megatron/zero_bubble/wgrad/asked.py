@@ -7,7 +7,7 @@ would answer that it was not used.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,10 @@ def _grad(
 
 def _hooked(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """``gradient`` as the parameter's own hooks return it; autograd calls them only for what it computes itself."""
-    for hook in (parameter._backward_hooks or {}).values() if gradient is not None else ():
+    if gradient is None:
+        return None
+    hooks: Mapping[int, Callable[[torch.Tensor], torch.Tensor | None]] = parameter._backward_hooks or {}
+    for hook in hooks.values():
         returned = hook(gradient)
         gradient = gradient if returned is None else returned
     return gradient
