@@ -225,7 +225,7 @@ def test_compare_shows_progress_on_a_terminal_only(
         (["plan", "--schedule", "zb-h1", *SIZES, *TIMES], "plan.answer", "planning"),
         (["compare", *SIZES, *TIMES, "--equal-passes"], "compare._row", r"planning .* \(\d+ of \d+\)"),
         (["compare", *SIZES, *TIMES, "--equal-passes"], "compare._bounds", "computing lower bounds"),
-        (["dry-run", "--gpus-per-node", "2", "--", *TINY], "dry_run._prove", "checking the job and its plan"),
+        (["dry-run", "--gpus-per-node", "2", "--", *TINY], "dry_run.planned_job", "checking the job and its plan"),
     ],
 )
 def test_a_long_command_shows_lines_of_progress_elsewhere(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,15 @@ def with_fake_megatron(rank: int, test: Callable[[], None]) -> None:
 
 
 def names() -> dict[str, int]:
-    return {f"{module}.{name}": id(value) for module in MODULES for name, value in vars(sys.modules[module]).items()}
+    """What every name of Megatron refers to, in modules and in their classes."""
+    of_megatron = re.compile(r"megatron\.(core|training)\b|torch\.autograd$")
+    found = {}
+    for module in [name for name in sys.modules if of_megatron.match(name)]:
+        for name, value in tuple(vars(sys.modules[module]).items()):
+            found[f"{module}.{name}"] = id(value)
+            if isinstance(value, type) and value.__module__ == module:
+                found |= {f"{module}.{name}.{own}": id(of) for own, of in vars(value).items()}
+    return found
 
 
 def changed(before: dict[str, int]) -> set[str]:

@@ -99,7 +99,7 @@ def test_readers_take_the_keys_that_decide_and_ignore_the_others(key: Any, folde
     )
     damaged = json.dumps(content | {key.name: {"no": "form"}})
     if not key.decides:
-        assert plan_from_json(damaged) == plan, name
+        assert plan_from_json(damaged) == plan, name  # whatever the facts are
     else:
         with pytest.raises(UserError, match=key.name):
             plan_from_json(damaged)

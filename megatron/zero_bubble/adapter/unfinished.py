@@ -45,22 +45,25 @@ class Unfinished:
             )
 
     @contextmanager
-    def noted(self, forget: Callable[[], None]) -> Iterator[None]:
+    def noted(self, forget: Callable[[], None], has_peers: bool) -> Iterator[None]:
         """Context of a call. If it fails, this rank closes its connections, and has an unfinished call.
 
-        A mistake of the user that is found before the passes leaves nothing, and the call may be repeated.
+        A mistake of the user that is found before the passes leaves nothing, and the call may be repeated; so may any
+        call of a rank without peers.
 
         Args:
             forget: releases what a failed call has left.
+            has_peers: whether the pipeline has other ranks.
         """
         self._passes_began = False
         try:
             yield
         except BaseException as error:
             if self._passes_began or not isinstance(error, UserError):
-                self._ended_with = type(error).__name__
                 forget()
-                cut()
+                if has_peers:
+                    self._ended_with = type(error).__name__
+                    cut()
             raise
 
     def begin_passes(self) -> None:

@@ -134,7 +134,7 @@ class PlanFile:
     moves: tuple[Move, ...] = ()
     sharding: Sharding | None = None
     recompute_logits: bool = False
-    facts: Facts = field(default_factory=dict, hash=False)
+    facts: Facts = field(default_factory=dict, compare=False)
 
     @property
     def vocabulary(self) -> Algorithm | None:
