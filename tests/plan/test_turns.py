@@ -52,7 +52,7 @@ def refused(plan: Plan) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_queue_suffices(name: str) -> None:
-    some = (*plans(name, (2, 3), LOWERINGS, 2), *plans(name, (4,), LOWERINGS, 4))
+    some = (*plans(name, (2,), LOWERINGS, 2), *plans(name, (3,), LOWERINGS, 4), *plans(name, (4,), ("training",), 5))
     assert [what for what, plan in some if refused(plan)] == []
 
 
