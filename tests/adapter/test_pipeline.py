@@ -121,3 +121,16 @@ def test_plans_that_need_several_queues_are_refused_where_transfers_start_in_one
     monkeypatch.setattr(prepared, "backend_of", lambda _: backend)
     monkeypatch.delenv(variable)
     prepared.check_queues(group, plan)
+
+
+@pytest.mark.parametrize("divides", ["tensor_model", "context"])
+def test_the_remedy_for_one_queue_is_one_that_megatron_allows(monkeypatch: pytest.MonkeyPatch, divides: str) -> None:
+    """Where layers are divided, Megatron-LM starts with one queue only on GPUs before Blackwell."""
+    plan, group = lower_training(build("breadth-first", num_ranks=4, num_microbatches=16)), mock.Mock()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    monkeypatch.setattr(prepared, "backend_of", lambda _: "nccl")
+    of_two = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(prepared.parallel_state, f"get_{divides}_parallel_group", lambda check_initialized: of_two)
+    with pytest.raises(PlanError, match=r"; set it to 32 on Blackwell or later \(before, Megatron-LM wants 1 with "):
+        prepared.check_queues(group, plan)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron.zero_bubble.adapter.stage import StageFacts
 from megatron.zero_bubble.adapter.staging import steps_of
@@ -23,6 +24,9 @@ from megatron.zero_bubble.plan import LoweringPass, PostReceives, lower_forward_
 from megatron.zero_bubble.planning.source import even_costs
 from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
 from megatron.zero_bubble.runtime.groups import backend_of, torchs
+
+_FROM_BLACKWELL = "32 on Blackwell or later (before, Megatron-LM wants 1 with tensor or context parallelism)"
+"""The remedy for too few hardware queues where layers are divided."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,17 @@ def check_same_plan(plan: Plan, group: dist.ProcessGroup, who: str) -> None:
 
 def queues_of(group: dist.ProcessGroup) -> HardwareQueues | None:
     """The hardware queues of the GPUs of a pipeline; None if its messages do not go over NCCL."""
-    return hardware_queues() if is_nccl(backend_of(group)) else None
+    if not is_nccl(backend_of(group)):
+        return None
+    own = hardware_queues()
+    return own._replace(several=_FROM_BLACKWELL) if own.several == "32" and _divides_layers() else own
+
+
+def _divides_layers() -> bool:
+    """Whether tensor or context parallelism divides the layers of this rank's model."""
+    of = parallel_state.get_tensor_model_parallel_group, parallel_state.get_context_parallel_group
+    groups = (get(check_initialized=False) for get in of)
+    return any(group is not None and group.size() > 1 for group in groups)
 
 
 def check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
