@@ -14,7 +14,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.changes import Pipeline
 from megatron.zero_bubble.plan.timelines import timeline_of
-from megatron.zero_bubble.planning.advice import Adviser
+from megatron.zero_bubble.planning.advice import Adviser, _in_order
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import Today, need_of
 from megatron.zero_bubble.planning.cuts import Cuts
@@ -102,3 +102,25 @@ def test_joint_search_is_never_worse_than_one_feature(seed: int) -> None:
             continue
         if need_of(plan.timeline, plan.costs).most <= pipeline.limit * (1 + 1e-9):
             assert fastest <= 1.005 * plan.timeline.makespan_ms, question.schedule
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_order_alone_is_searched_before_what_adds_to_it(seed: int) -> None:
+    """On the same stages, though a layout has the lower bound."""
+    pipeline, today = random_pipeline(seed)
+    adviser = Adviser(today, "makespan", pipeline.limit, lambda *_: None, 0.01)
+    ordered = _in_order([(adviser._least(each), each) for each in pipeline.changes() if each.searches])
+    names = [change.name for _, change in ordered]
+    added = [name for name in names if name.startswith("zb-auto") and ", " in name]
+    assert any(name.endswith(", layout") for name in added)
+    assert all(names.index(name.partition(", ")[0]) < names.index(name) for name in added)
+
+
+@pytest.mark.parametrize("loss", [0.0, 4.0])
+def test_a_layout_is_a_flag_only_where_it_differs_from_the_even_split(loss: float) -> None:
+    layer, last = Part(1.0, 1.0, 1.0, 2.0**20, 2.0**19), Part(loss, loss, loss, 2.0**20, 2.0**19)
+    layers, division = LayerCosts((layer,) * 8, Part(), last if loss else Part()), Division(8)
+    costs = Figures(2, 4, lambda on: layers.on(division.on(on)), True, layers=layers, division=division, most_layers=4)
+    pipeline = Pipeline(Placement.linear(2), costs, 2 * costs.limit("1p"), "makespan", 1e6)
+    (change,) = (each for each in pipeline.changes() if each.name == "zb-auto linear, layout")
+    assert bool(change.of_plan(answer(change.question))) is bool(loss)
