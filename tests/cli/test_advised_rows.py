@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.advise import changed
 from megatron.zero_bubble.cli.job_runs import SEVERAL
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.queues import HardwareQueues
 from megatron.zero_bubble.planning.advice import Adviser, Setting, Tried
 from megatron.zero_bubble.planning.change import Row
@@ -73,11 +75,11 @@ def test_what_needs_more_queues_says_so_or_drops_out() -> None:
     advisers = [
         Adviser(today, "makespan", None, lambda *_: None, 0.01, settings=settings[:number]) for number in (1, 2)
     ]
-    for adviser in advisers:
-        adviser.advise([*changes, *stock])
-    assert changes and [len(adviser.rows) for adviser in advisers] == [len(stock), len(changes) + len(stock)]
+    assert not advisers[0].advise(changes).rows and advisers[0].dropped
+    assert advisers[0].advise(stock).rows
     assert all("needs several hardware queues" in each.reason for each in advisers[0].dropped)
-    assert {row.environment for row in advisers[1].rows if row.change.is_ours} == {(SEVERAL,)}
+    shown = advisers[1].advise(changes).rows
+    assert shown and {row.environment for row in shown} == {(SEVERAL,)}
 
 
 def test_a_row_has_the_figures_of_its_dry_run() -> None:
@@ -99,6 +101,38 @@ def test_a_row_has_the_figures_of_its_dry_run() -> None:
     assert refused[0] not in {row.change.name for row in found.rows} and len(found.rows) > 0
     assert [each.reason for each in found.dropped if each.name == refused[0]] == ["not this one"]
     assert all(row.need.messages == messages(row) for row in found.rows)
+
+
+def test_only_what_is_to_be_shown_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof takes as long as a search."""
+    pipeline, today = random_pipeline(1)
+    proved: list[str] = []
+    refusal = Feasibility.refusal
+
+    def counted(own: Feasibility, schedule: Schedule, *more: Any) -> str | None:
+        proved.append(schedule.name)
+        return refusal(own, schedule, *more)
+
+    monkeypatch.setattr(Feasibility, "refusal", counted)
+    settings = (Setting(Feasibility(HardwareQueues(1, "", "there is one queue", "32"), "late")),)
+    adviser = Adviser(today, "makespan", None, lambda *_: None, 0.01, settings=settings)
+    found = adviser.advise(pipeline.named_changes())
+    assert 0 < len(proved) <= len(found.rows) + len(adviser.dropped) < len(adviser.rows) + len(adviser.dropped)
+
+
+def test_a_search_that_a_refused_row_had_beaten_is_made() -> None:
+    pipeline, today = random_pipeline(0)
+    changes = [each for each in pipeline.changes() if each.question.offload is None]
+    names: list[str] = []
+
+    def tried(row: Row) -> Tried:
+        if not row.change.searches:
+            raise UserError("not by name")
+        return Tried(row.plan.timeline, row.need, None)
+
+    found = Adviser(today, "makespan", None, lambda *_: None, 0.01, tell=names.append, tried=tried).advise(changes)
+    first = next(place for place, name in enumerate(names) if name.endswith("as the job would run it"))
+    assert {row.change.name for row in found.rows} & set(names[first:])
 
 
 def test_plans_as_long_go_to_less_memory() -> None:

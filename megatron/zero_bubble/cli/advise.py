@@ -45,7 +45,7 @@ _MEMORY = {"a100": "80GiB", "h100": "80GiB", "h200": "141GiB", "b200": "180GiB"}
 """Memory of a GPU where none is given."""
 _RESERVED = 0.1
 """The share of a GPU's memory that is left for CUDA, NCCL and fragmentation."""
-_SECONDS = 18.0
+_SECONDS = 24.0
 """CPU time after which searches are left out."""
 _EFFORT = 0.1
 """Effort of a search, so that there is time for more of them."""

@@ -23,6 +23,7 @@ from megatron.zero_bubble.planning.answer import Answer, answer, refusal_of
 from megatron.zero_bubble.planning.change import LARGE, SAME, Change, Need, Row, Today, need_of_plan
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.plans import quick_bound
+from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant
 from megatron.zero_bubble.planning.uncertainty import gains
 
@@ -111,11 +112,12 @@ class Adviser:
     Args:
         capacity: bytes of a GPU that a plan may take; None if unknown.
         accepts: returns why a job with these flags, without those, would be refused; None if it would run.
-        settings: what the job may be started with, the last can run the most; the first that can run a plan of a
-            change counts; empty for any plan.
+        settings: what the job may be started with, the last can run the most; the first that can run a row counts;
+            empty for any plan.
         tried: plans and proves the job with a row's change as its dry run does; raises ``UserError`` for what is
-            refused. None to take rows as they were planned.
-        seconds: CPU time after which changes are left out.
+            refused, ``PlanError`` where another setting may help. None to prove rows as they were planned.
+        seconds: CPU time after which changes are left out, and no search is made again.
+        started: the CPU time at which planning began.
         tell: is called with the name of each change before it is planned.
         most_activations: limit of activation memory alone, in the unit of the costs.
     """
@@ -133,10 +135,10 @@ class Adviser:
     rows: list[Row] = field(default_factory=list)
     dropped: list[DroppedVariant] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    started: float = field(default_factory=time.process_time)
 
     def advise(self, changes: Iterable[Change | DroppedVariant]) -> Advice:
-        """Plan the changes, those that need no search first."""
-        started = time.process_time()
+        """Plan the changes, those that need no search first; then prove those that are to be shown."""
         waiting: list[tuple[float, Change]] = []
         for change in changes:
             if isinstance(change, DroppedVariant):
@@ -145,39 +147,74 @@ class Adviser:
                 saves_weights = change.question.shards is not None  # of use also where it is slower
                 waiting.append((0.0 if saves_weights else self._least(change), change))
             else:
-                self._plan_in_time(change, started)
-        for least, change in _in_order(waiting):
-            if least < self._to_beat(change) * (1 - ROUNDING):
-                self._plan_in_time(change, started)
-        chosen = self._chosen()
-        checked: list[Row] = []
-        while left := [row for row in chosen if not any(row.change is own.change for own in checked)]:
-            checked += self._checked(left[0])
+                self._plan_in_time(change)
+        searches = _in_order(waiting)
+        while True:
+            searches = [each for each in searches if not self._searched(*each)]
             chosen = self._chosen()
+            if (row := next((row for row in chosen if not row.is_checked), None)) is None:
+                break
+            self._check(row)
         dropped, left_out = tuple(self.dropped), tuple(self.left_out)
-        rows = tuple(self._certified(row, started) for row in chosen)
+        rows = tuple(self._certified(row) for row in chosen)
         return Advice(self.today, rows, self.objective, self.worth, dropped, left_out)
 
-    def _checked(self, row: Row) -> Iterator[Row]:
-        """Try a row that is to be shown, and give it the figures of its dry run; drop it if that refuses it."""
-        if self.tried is None:
-            yield row
-            return
-        change, place = row.change, next(at for at, own in enumerate(self.rows) if own.change is row.change)
-        self.tell(f"{change.name}, as the job would run it")
+    def _searched(self, least: float, change: Change) -> bool:
+        """Make a search unless a row is known that it cannot beat, which is asked again once that row is refused."""
+        if is_of_use := least < self._to_beat(change) * (1 - ROUNDING):
+            self._plan_in_time(change)
+        return is_of_use
+
+    def _check(self, row: Row) -> None:
+        """Prove a row that is to be shown, and give it the figures of its dry run; drop it if that refuses it.
+
+        A proof takes as long as a search, so only these rows are proved.
+        """
+        place = next(at for at, own in enumerate(self.rows) if own.change is row.change)
+        self.tell(f"{row.change.name}, as the job would run it")
         try:
-            timeline, need, plan = self.tried(row)
+            self.rows[place] = replace(self._as_run(row), titles=())
         except UserError as error:
             del self.rows[place]
-            self.dropped.append(DroppedVariant(change.name, str(error)))
-            return
-        if row.plan.offloaded is None and row.plan.shards is None:  # their times are by bandwidths that it may not know
-            ms, before = (length_ms(each, self.objective) for each in (timeline, self.today.timeline))
-            gap = None if row.gap is None else max(0.0, 1 - self._least(change) / ms)
-            own = plan or row.plan
-            row = replace(row, plan=own, need=need, fits=self._fits(need), gain=1 - ms / before, gap=gap)
-            self.rows[place] = replace(row, titles=())
-        yield row
+            self.dropped.append(DroppedVariant(row.change.name, str(error)))
+
+    def _as_run(self, row: Row) -> Row:
+        """A row as the job runs it when it is started with the first of ``settings`` that can.
+
+        Raises:
+            UserError: none can.
+        """
+        if not self.settings or not row.change.is_ours:
+            return self._with_figures(row, None)
+        *less, most = self.settings
+        for setting in less:
+            with contextlib.suppress(PlanError):
+                return self._with_figures(replace(row, environment=setting.environment), setting.runs)
+        return self._with_figures(replace(row, environment=most.environment), most.runs)
+
+    def _with_figures(self, row: Row, runs: Feasibility | None) -> Row:
+        """A row with the figures of its dry run. A search whose plan cannot run is made again while there is time.
+
+        Raises:
+            UserError: it is refused.
+        """
+        change, refused = row.change, None if runs is None else refusal_of(row.plan, runs)
+        if refused is not None and (self._is_late or not change.searches):
+            raise PlanError(refused)
+        tried = None if self.tried is None else self.tried(row)
+        # The dry run may not know the bandwidths that the times of copies and collectives follow from.
+        if tried is None or row.plan.offloaded is not None or row.plan.shards is not None:
+            own = row if refused is None else self._row(change, replace(change.question, runs=runs))
+            return replace(own, environment=row.environment, is_checked=True)
+        timeline, need, plan = tried
+        ms, before = (length_ms(each, self.objective) for each in (timeline, self.today.timeline))
+        gap, gain = None if row.gap is None else max(0.0, 1 - self._least(change) / ms), 1 - ms / before
+        fits, plan = self._fits(need), plan or row.plan
+        return replace(row, plan=plan, need=need, fits=fits, gain=gain, gap=gap, is_checked=True)
+
+    @property
+    def _is_late(self) -> bool:
+        return time.process_time() - self.started > self.seconds
 
     def _fits(self, need: Need) -> bool:
         fits = self.capacity is None or need.most <= self.capacity * (1 + ROUNDING)
@@ -202,8 +239,8 @@ class Adviser:
         known = [row.ms for row in self.rows if row.fits and (row.change.reorders or not change.reorders)]
         return min([*known, length_ms(self.today.timeline, self.objective)])
 
-    def _plan_in_time(self, change: Change, started: float) -> None:
-        if time.process_time() - started > self.seconds:
+    def _plan_in_time(self, change: Change) -> None:
+        if self._is_late:
             self.left_out.append(change.name)
         else:
             self._plan(change)
@@ -213,43 +250,31 @@ class Adviser:
         try:
             if (refused := self.accepts(change.flags, change.drops)) is not None:
                 raise UserError(refused)
-            plan, environment = self._answer(change)
-            need = need_of_plan(plan)  # costs refuse a placement whose stages they lack
-            flags = change.of_plan(plan)
-            if flags and (refused := self.accepts((*change.flags, *flags), change.drops)) is not None:
-                raise UserError(refused)
+            self.rows.append(self._row(change, change.question))
         except UserError as error:
             self.dropped.append(DroppedVariant(change.name, str(error)))
-            return
-        ms, before = (length_ms(each, self.objective) for each in (plan.timeline, self.today.timeline))
-        gap = None if plan.schedule.overlaps else max(0.0, 1 - self._least(change) / ms)
-        all_flags, fits = (*change.flags, *flags), self._fits(need)
-        self.rows.append(Row(change, plan, need, fits, 1 - ms / before, gap, all_flags, environment))
 
-    def _answer(self, change: Change) -> tuple[Answer, tuple[str, ...]]:
-        """The plan of a change, and what to start the job with.
+    def _row(self, change: Change, question: Question) -> Row:
+        """The row of a change whose plan answers a question.
 
         Raises:
-            UserError: there is none, or none that can run.
+            UserError: there is no plan, or the job refuses its flags.
         """
-        if not self.settings or not change.is_ours:
-            return answer(change.question), ()
-        *less, most = self.settings
-        plan = answer(replace(change.question, runs=most.runs))
-        for runs, environment in less:
-            if refusal_of(plan, runs) is None:
-                return plan, environment
-            if not change.question.variants:
-                with contextlib.suppress(PlanError):
-                    return answer(replace(change.question, runs=runs)), environment
-        return plan, most.environment
+        plan = answer(question)
+        need = need_of_plan(plan)  # costs refuse a placement whose stages they lack
+        flags = change.of_plan(plan)
+        if flags and (refused := self.accepts((*change.flags, *flags), change.drops)) is not None:
+            raise UserError(refused)
+        ms, before = (length_ms(each, self.objective) for each in (plan.timeline, self.today.timeline))
+        gap = None if plan.schedule.overlaps else max(0.0, 1 - self._least(change) / ms)
+        return Row(change, plan, need, self._fits(need), 1 - ms / before, gap, (*change.flags, *flags))
 
-    def _certified(self, row: Row, started: float) -> Row:
+    def _certified(self, row: Row) -> Row:
         """The row with the gap to the bound that ``plan`` certifies with, if that is for all its plans and in time."""
         asked, timeline = row.plan.question, row.plan.timeline
         is_open = row.change.question.by_cost or asked.slices is not None
         is_within = asked.limit is not None and max(row.need.activations) <= asked.limit * (1 + ROUNDING)
-        is_late = sum(map(len, timeline.spans)) > LARGE or time.process_time() - started > self.seconds
+        is_late = sum(map(len, timeline.spans)) > LARGE or self._is_late
         if row.gap is None or is_open or is_late or not is_within or (certificate := row.plan.certificate) is None:
             return row
         return replace(row, gap=min(row.gap, max(0.0, certificate.gap(timeline))))

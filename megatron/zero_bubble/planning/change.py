@@ -130,6 +130,7 @@ class Row:
         fits: whether it is within the memory.
         flags: all flags to add.
         environment: variables to start the job with, as ``NAME=VALUE``.
+        is_checked: whether it is proved, with the figures of its dry run.
     """
 
     change: Change
@@ -141,6 +142,7 @@ class Row:
     flags: tuple[str, ...]
     environment: tuple[str, ...] = ()
     titles: tuple[str, ...] = ()
+    is_checked: bool = False
 
     @cached_property
     def drops(self) -> tuple[str, ...]:
