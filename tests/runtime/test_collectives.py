@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +22,14 @@ from megatron.zero_bubble.ir.collectives import Collective, Sum
 from megatron.zero_bubble.ir.vocabulary import PART, Algorithm
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.runtime.collectives import Lanes, Transfer, collective_handlers, collective_kinds
+from megatron.zero_bubble.platforms.streams import ThreadLane
+from megatron.zero_bubble.runtime.collectives import (
+    CollectiveResult,
+    Lanes,
+    Transfer,
+    collective_handlers,
+    collective_kinds,
+)
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.handler import FORGOTTEN, Awaited
@@ -173,6 +181,24 @@ def close_while_one_is_missing(rank: int) -> float:
 
 def test_lanes_are_closed_although_a_rank_is_missing(ranks: RankPool) -> None:
     assert max(ranks.run(RANKS, close_while_one_is_missing)) < 10
+
+
+def test_an_error_that_a_lane_keeps_keeps_no_values_of_the_passes() -> None:
+    lane, part = ThreadLane(), next(op for op in plan_of("zb-h1", 2).ops[0] if isinstance(op, Sum))
+
+    def fail() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    awaited = CollectiveResult(lane.start(fail, ()), part, lambda: None)
+
+    def run_a_pass() -> weakref.ref[torch.Tensor]:
+        value = torch.ones(1)
+        with pytest.raises(PeerError):
+            awaited.wait("a pass")
+        return weakref.ref(value)
+
+    assert run_a_pass()() is None
+    assert lane.close(10.0)
 
 
 def test_parts_have_one_name() -> None:

@@ -174,7 +174,8 @@ def _blaming_peers(op: Collective, needed_by: object) -> Iterator[None]:
     except RuntimeError as error:
         if (reason := lost_connection(error)) is None:
             raise
-        raise _missed(op, needed_by, reason) from error
+        # The lane keeps the error, whose traceback would keep the frames of the passes with their values.
+        raise _missed(op, needed_by, reason) from error.with_traceback(None)
 
 
 def _missed(op: Collective, needed_by: object, reason: str) -> PeerError:
