@@ -15,7 +15,7 @@ import megatron.zero_bubble
 from megatron.zero_bubble.errors import PeerError, UserError
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.runtime.executor import Executor
-from tests.adapter.test_foreign_loop import SEQUENCE, VOCABULARY, forward_step
+from tests.adapter.test_foreign_loop import SEQUENCE, VOCABULARY
 from tests.helpers.ranks import RankPool
 from tests.loops import models, varied
 
@@ -71,6 +71,13 @@ def samples(seed: int) -> list[torch.Tensor]:
     return [torch.randint(VOCABULARY, (2, SEQUENCE + 1), generator=generator) for _ in range(MICROBATCHES)]
 
 
+def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    """Reports a tensor, which can be added over slices."""
+    text = next(data)
+    losses = model(text[:, :-1], torch.arange(SEQUENCE).expand(2, -1), None, labels=text[:, 1:])
+    return losses, lambda output: (output.mean(), {"loss": output.mean().detach()})
+
+
 def call(way: Way, chunks: Sequence[Any], seed: int, samples: Callable[[int], list[Any]] = samples) -> Outcome:
     """The losses of a call, and the bits of all gradients."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -81,7 +88,7 @@ def call(way: Way, chunks: Sequence[Any], seed: int, samples: Callable[[int], li
         losses = varied.passes(chunks, varied.batches(MICROBATCHES, seed, "dense"), 0.1)
     else:
         iterators: list[Iterator[Any]] = [iter(samples(seed)) for _ in chunks]
-        losses = get_forward_backward_func()(
+        reports = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks),
@@ -89,6 +96,7 @@ def call(way: Way, chunks: Sequence[Any], seed: int, samples: Callable[[int], li
             seq_length=SEQUENCE,
             micro_batch_size=2,
         )
+        losses = [report["loss"].item().hex() for report in reports]
     gradients = [weight.main_grad for chunk in chunks for weight in chunk.parameters()]
     return losses, [hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in gradients]
 
