@@ -1,4 +1,4 @@
-"""Small models of the linears that defer their weight gradients: megatron-core's, and those of the fake TransformerEngine."""
+"""Small models of linears that defer their weight gradients: megatron-core's, and the fake TransformerEngine's."""
 
 from __future__ import annotations
 
