@@ -85,7 +85,7 @@ def test_words_say_what_was_gained() -> None:
         "ranks_per_gpu": 4,
     }
     parts = {"advice": part("advice", {"advice": OK}, advice), "transformer-engine": part("transformer-engine", {})}
-    gains = "`auto` 9 % faster, `zb-v` 2 % where 22 % was predicted; 1 of 1 checks passed"
+    gains = "`auto` 9 % faster, `zb-v` 2 % where 22 % was predicted (its ranks slow each other); 1 of 1 checks passed"
     assert gpu.words(parts).startswith(f"**On one NVIDIA X shared by four ranks**: {gains} (")
     assert gpu.words(parts).endswith("; several GPUs: not yet run.")
     assert gpu.verified(parts) == "1 of 1 checks on one NVIDIA X shared by four ranks"

@@ -20,13 +20,16 @@ from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_from_json
 from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.ir.queues import HardwareQueues
 from megatron.zero_bubble.job.options import _NEEDED_BY_PAIRS
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.advice import Setting
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import need_of
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import contenders, verdict
+from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.schedules import build
@@ -35,6 +38,9 @@ from tests.helpers.rows import some
 SMALL = (4, 16, 4)
 SIZES = ((8, 32, 8), (16, 32, 4), (16, 64, 4), SMALL)
 FLAGS = f"--costs {COSTS} --num-ranks 4 --num-microbatches 8"
+
+ANY = Setting(Feasibility())
+"""Of a job whose GPUs run every schedule."""
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches", "layers"), some(SIZES, SMALL))
@@ -96,13 +102,25 @@ def test_only_what_the_job_can_run_is_the_shortest(rule: Any) -> None:
         "mtp_num_layers": 2,
     }
     job: Any = SimpleNamespace(costs=costs, read=SimpleNamespace(args=SimpleNamespace()))
-    free = verdict(costs, "span", partial(_refusal, job, None, math.inf))
+    free = verdict(costs, "span", partial(_refusal, job, ANY, None, math.inf))
     assert free == verdict(costs, "span")
     setattr(job.read.args, rule.option, broken[rule.option])
-    text, reason = verdict(costs, "span", partial(_refusal, job, None, math.inf)).split("\n")
+    text, reason = verdict(costs, "span", partial(_refusal, job, ANY, None, math.inf)).split("\n")
     assert "shortest span: zb-v without overlap: " in text and "pairs" not in text
     assert reason.startswith("shorter, but not for this job as it is: Megatron's combined schedule (")
     assert reason.count(" with pairs") == 2 and reason.endswith(rule.remedy)
+
+
+def test_schedules_that_one_hardware_queue_refuses_are_not_named() -> None:
+    costs = measured(costs_file(None, 4), 4, 8)
+    job: Any = SimpleNamespace(costs=costs, read=SimpleNamespace(args=SimpleNamespace()))
+    reason = "Megatron-LM wants CUDA_DEVICE_MAX_CONNECTIONS=1"
+    one = Setting(Feasibility(HardwareQueues(1, "one hardware queue per GPU", reason, None)))
+    text = verdict(costs, "span", partial(_refusal, job, one, None, math.inf))
+    named, _, others = text.partition("shorter, but not for this job as it is: ")
+    assert "dualpipe-v with pairs" in verdict(costs, "span", partial(_refusal, job, ANY, None, math.inf))
+    assert "dualpipe-v with pairs" not in named
+    assert "dualpipe-v with pairs" not in others or reason in others
 
 
 def test_peaks_are_in_bytes_and_within_the_memory() -> None:
@@ -112,7 +130,7 @@ def test_peaks_are_in_bytes_and_within_the_memory() -> None:
     assert "GiB" in verdict(sized, "span") and "peak" in verdict(sized, "span")
     peaks = {each.what: each.ms for each in contenders(sized, "span")}
     tight = max(need_of(timeline_of(zb_v(sized), *sized.on(zb_v(sized).placement)), sized).activations)
-    text = verdict(sized, "span", partial(_refusal, job, None, tight))
+    text = verdict(sized, "span", partial(_refusal, job, ANY, None, tight))
     assert peaks and "shortest span: zb-v without overlap" in text and "above the limit of" in text
 
 

@@ -36,9 +36,11 @@ def cut_off(rank: int) -> list[str | None]:
     buffers = [torch.zeros(1 << 20) for _ in range(3)]
     if rank == 0:
         works = [first.send([buffers[0]], 1, 0), second.recv([buffers[1]], 1, 0)]
+        dist.barrier(of_job)
         cut()
     else:
         works = [first.recv([buffers[0]], 0, 7), second.recv([buffers[1]], 0, 0)]
+        dist.barrier(of_job)
     found = []
     for work in works:
         try:

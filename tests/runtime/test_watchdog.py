@@ -20,7 +20,7 @@ from megatron.zero_bubble.ir.collectives import Spread
 from megatron.zero_bubble.ir.shards import Gather
 from megatron.zero_bubble.plan import lower
 from megatron.zero_bubble.runtime import watchdog as watchdogs
-from megatron.zero_bubble.runtime.collectives import Lanes, collective_handlers
+from megatron.zero_bubble.runtime.collectives import Lanes, Transfer, collective_handlers
 from megatron.zero_bubble.runtime.handler import Awaited
 from megatron.zero_bubble.runtime.shards import Sharder
 from megatron.zero_bubble.runtime.watchdog import Watchdog
@@ -135,8 +135,8 @@ class OnLane:
 class ThreeRanks:
     """What ``Lanes`` takes for the group of a pipeline, and its transfers."""
 
-    def spread(self, value: Value, held: Any, root: int, group: Any) -> torch.Tensor:
-        return torch.ones(1)
+    def spread(self, value: Value, held: Any, root: int) -> Transfer:
+        return Transfer(lambda group: None, (), lambda: torch.ones(1))
 
 
 def start_spread(lane: OnLane, watchdog: Watchdog) -> Awaited:

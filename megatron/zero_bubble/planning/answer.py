@@ -32,7 +32,8 @@ class Answer(Offer):
     Attributes:
         dropped: the variants without a plan, and why.
         seconds: the time that planning took, in seconds.
-        within: the memory limit that it was searched with: that of the question, unless nothing within it could run.
+        within: the memory limit that it was searched with, in the unit of the question's: that of the question, unless
+            nothing within it could run.
     """
 
     question: Question

@@ -55,6 +55,7 @@ class Contender(NamedTuple):
 
     Attributes:
         what: what it is.
+        ms: its length in milliseconds.
         peak: its activations on the fullest rank, as text.
         why: why the job cannot run it; None if it can.
     """
