@@ -84,7 +84,7 @@ def _row(row: Row, argv: Sequence[str], in_bytes: bool) -> dict[str, Any]:
         "placement": name_of(row.change.placement),
         "num_chunks": row.change.placement.num_stages // row.change.placement.num_ranks,
         "leave_out": given_of(row.drops, argv),
-        "makespan_ms": row.plan.timeline.makespan_ms,
+        "makespan_ms": row.timeline.makespan_ms,
         "gain": row.gain,
         "gap": row.gap,
         "memory_bytes": row.need.most if in_bytes else None,

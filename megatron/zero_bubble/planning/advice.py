@@ -210,7 +210,7 @@ class Adviser:
         ms, before = (length_ms(each, self.objective) for each in (timeline, self.today.timeline))
         gap, gain = None if row.gap is None else max(0.0, 1 - self._least(change) / ms), 1 - ms / before
         fits, plan = self._fits(need), plan or row.plan
-        return replace(row, plan=plan, need=need, fits=fits, gain=gain, gap=gap, is_checked=True)
+        return replace(row, plan=plan, need=need, fits=fits, gain=gain, gap=gap, is_checked=True, as_run=timeline)
 
     @property
     def _is_late(self) -> bool:
@@ -271,7 +271,7 @@ class Adviser:
 
     def _certified(self, row: Row) -> Row:
         """The row with the gap to the bound that ``plan`` certifies with, if that is for all its plans and in time."""
-        asked, timeline = row.plan.question, row.plan.timeline
+        asked, timeline = row.plan.question, row.timeline
         is_open = row.change.question.by_cost or asked.slices is not None
         is_within = asked.limit is not None and max(row.need.activations) <= asked.limit * (1 + ROUNDING)
         is_late = sum(map(len, timeline.spans)) > LARGE or self._is_late

@@ -131,6 +131,7 @@ class Row:
         flags: all flags to add.
         environment: variables to start the job with, as ``NAME=VALUE``.
         is_checked: whether it is proved, with the figures of its dry run.
+        as_run: the timeline of its dry run, whose layers per stage may be others than the plan's; None if it has none.
     """
 
     change: Change
@@ -143,6 +144,7 @@ class Row:
     environment: tuple[str, ...] = ()
     titles: tuple[str, ...] = ()
     is_checked: bool = False
+    as_run: Timeline | None = None
 
     @cached_property
     def drops(self) -> tuple[str, ...]:
@@ -150,9 +152,14 @@ class Row:
         return tuple(flag for flag in self.change.drops if flag not in self.flags)
 
     @property
+    def timeline(self) -> Timeline:
+        """That of its dry run, if it has one."""
+        return self.plan.timeline if self.as_run is None else self.as_run
+
+    @property
     def ms(self) -> float:
         """Its length by the objective."""
-        return length_ms(self.plan.timeline, self.plan.question.objective)
+        return length_ms(self.timeline, self.plan.question.objective)
 
 
 class Today(NamedTuple):
