@@ -40,7 +40,7 @@ def _planner() -> list[Extension]:
         remedy = "install pybind11 first, then this package with `pip install --no-build-isolation`"
         return _say(f"no compiled search: pybind11 is not importable in the build environment ({error}); {remedy}")
     planner = Extension(
-        f"{PACKAGE}.search._planner",
+        f"{PACKAGE}.core.search._planner",
         sources=["csrc/planner.cpp"],
         depends=_headers("planner"),
         include_dirs=[pybind11.get_include()],
@@ -186,9 +186,9 @@ setup(
     packages=find_namespace_packages(include=["megatron.zero_bubble", "megatron.zero_bubble.*"]),
     package_data={
         PACKAGE: ["py.typed"],
-        f"{PACKAGE}.search": ["*.pyi"],
-        f"{PACKAGE}.patching": ["*.json"],
-        f"{PACKAGE}.render.page": ["*.css", "*.js"],
+        f"{PACKAGE}.core.search": ["*.pyi"],
+        f"{PACKAGE}.integration.patching": ["*.json"],
+        f"{PACKAGE}.core.render.page": ["*.css", "*.js"],
         f"{PACKAGE}.cli.playground.page": ["*.html", "*.css", "*.js"],
     },
     ext_modules=[*_planner(), *OPS],
@@ -198,7 +198,7 @@ setup(
     extras_require={
         "train": [
             "torch>=2.8",  # the newest that was tested is 2.15
-            "megatron-core>=0.13,<0.21",  # the minor versions of patching/seams.py
+            "megatron-core>=0.13,<0.21",  # the minor versions of integration/patching/seams.py
             "numpy",
             "psutil",  # for megatron-core's checkpoint writers; without it, a save never ends
             'triton; platform_system == "Linux"',  # megatron-core imports it even if it launches no kernel

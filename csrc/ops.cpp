@@ -1,7 +1,7 @@
 // The ops of the deferred weight gradients: their schemas and their CPU implementation.
 //
-// Their reference implementation is megatron/zero_bubble/kernels/reference.py. These ops call no Python, so torch
-// releases the GIL while one runs.
+// Their reference implementation is megatron/zero_bubble/engine/kernels/reference.py. These ops call no Python, so
+// torch releases the GIL while one runs.
 
 #include <torch/library.h>
 

@@ -1,8 +1,8 @@
 // The hot loops of the schedule search for Python: time, evaluate, compact, refill and refine rows of passes.
 //
-// Each does, operation by operation, what its namesake in megatron/zero_bubble/search does, so that both give the same
-// numbers to the last bit (build without fused multiply-add); the Python is the reference and says why. The types that
-// Python sees are in megatron/zero_bubble/search/_planner.pyi; the headers in planner/ are plain C++.
+// Each does, operation by operation, what its namesake in megatron/zero_bubble/core/search does, so that both give the
+// same numbers to the last bit (build without fused multiply-add); the Python is the reference and says why. The types
+// that Python sees are in megatron/zero_bubble/core/search/_planner.pyi; the headers in planner/ are plain C++.
 //
 // A row holds codes 3 * stage + kind (0 F, 1 B, 2 W); the n-th of a code is for microbatch n.
 

@@ -91,6 +91,6 @@ if ! ZB_BUILD=cuda "$python" setup.py --quiet --version >/dev/null 2>&1; then
 fi
 check "install CUDA's headers" install_headers
 try_build "with ZB_BUILD=cuda" cuda CPU CUDA
-check "tests/kernels/test_build.py" "$python" -m pytest --quiet --noconftest -c /dev/null --rootdir . -p no:cacheprovider \
-    tests/kernels/test_build.py
+check "tests/engine/kernels/test_build.py" "$python" -m pytest --quiet --noconftest -c /dev/null --rootdir . -p no:cacheprovider \
+    tests/engine/kernels/test_build.py
 exit "$num_failed"

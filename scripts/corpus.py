@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy
 
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.document_splits import HEADER, MAGIC
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.planning.job.document_splits import HEADER, MAGIC
 from megatron.zero_bubble.training.data.indexed import check_indexed
 from megatron.zero_bubble.training.data.tokenizer import ByteLevelTokenizer
 

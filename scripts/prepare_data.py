@@ -11,7 +11,7 @@ from pathlib import Path
 
 from corpus import prepare_standard_library, read_documents, write_documents
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 
 
 def main(argv: list[str]) -> int:

@@ -132,7 +132,7 @@ def _train(run: Run, config: Path, corpus: Path, iterations: int, device: list[s
 
 def _device() -> list[str]:
     """Flags for CPU ranks, if there are fewer GPUs than ranks: NCCL does not let ranks share a GPU."""
-    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.engine.platforms import select
 
     platform = select("auto")
     if platform.name != "cuda" or platform.device_count() >= NUM_RANKS:

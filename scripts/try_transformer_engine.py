@@ -1,7 +1,7 @@
 """Check the Python sources in a wheel of TransformerEngine, whose path is the argument; print one line per problem.
 
-The linears must have the names and parameters that ``wgrad/transformer_engine.py`` uses. The queue of delayed weight
-gradients and ``backward_dw`` are taken out of the sources and run, with stand-ins for everything around them.
+The linears must have the names and parameters that ``engine/wgrad/transformer_engine.py`` uses. The queue of delayed
+weight gradients and ``backward_dw`` are taken out of the sources and run, with stand-ins for everything around them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from zipfile import ZipFile
 
 import torch
 
-from megatron.zero_bubble.patching.transformer_engine import LINEARS, PUT
-from megatron.zero_bubble.wgrad.transformer_engine import SPLIT
+from megatron.zero_bubble.engine.wgrad.transformer_engine import SPLIT
+from megatron.zero_bubble.integration.patching.transformer_engine import LINEARS, PUT
 
 _OPERANDS = {"Linear": 2, "LayerNormLinear": 2, "GroupedLinear": 3}
 """Number of operands in the queue; with a third one, B returns gradients that W fills later."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.adapter.test_foreign_loop import train
 from tests.helpers.ranks import RankPool
+from tests.integration.adapter.test_foreign_loop import train
 
 BEFORE_MEGATRON = """
 import sys
@@ -60,7 +60,14 @@ def test_a_process_without_variables_imports_nothing_else(blocked: str) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
     ours = [name for name in ended.stdout.split() if name.startswith("megatron.zero_bubble")]
     own = "megatron.zero_bubble"
-    assert ours == [own, f"{own}.auto", f"{own}.errors", f"{own}.import_hook"]
+    assert ours == [
+        own,
+        f"{own}.auto",
+        f"{own}.core",
+        f"{own}.core.errors",
+        f"{own}.engine",
+        f"{own}.engine.import_hook",
+    ]
     assert not {"torch", "numpy", "argparse"} & set(ended.stdout.split())
 
 
@@ -123,7 +130,7 @@ def test_without_a_schedule_nothing_is_replaced(capsys: pytest.CaptureFixture[st
 def test_a_wrong_schedule_is_refused_before_megatron_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by an import of megatron-core somewhere in a framework, whose traceback would hide the sentence."""
     from megatron.zero_bubble.auto import switch_on
-    from megatron.zero_bubble.errors import UserError
+    from megatron.zero_bubble.core.errors import UserError
 
     monkeypatch.delitem(sys.modules, "megatron.core.pipeline_parallel.schedules", raising=False)
     hooks = list(sys.meta_path)

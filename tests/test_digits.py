@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.costs.units import parse_bytes, parse_memory_limit
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.layout_string import read_layout
-from megatron.zero_bubble.ir import Pass, Value
-from megatron.zero_bubble.job.option import iterations, token_counts, unit_microbatches
-from megatron.zero_bubble.plan.offload import parse_share
+from megatron.zero_bubble.core.costs.units import parse_bytes, parse_memory_limit
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.layout_string import read_layout
+from megatron.zero_bubble.core.ir import Pass, Value
+from megatron.zero_bubble.core.plan.offload import parse_share
+from megatron.zero_bubble.planning.job.option import iterations, token_counts, unit_microbatches
 from megatron.zero_bubble.training.checkpoint_folder import TRACKER, latest_iteration
 
 THREE = "\u0663"

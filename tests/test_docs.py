@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.__main__ import parser as command_line
-from megatron.zero_bubble.job.effects import EFFECTS
-from megatron.zero_bubble.job.features import OPTIONS as FEATURES
-from megatron.zero_bubble.job.flags import add_flags, as_given
-from megatron.zero_bubble.job.options import OPTIONS
-from megatron.zero_bubble.megatron_lm import fork_flags
+from megatron.zero_bubble.integration.megatron_lm import fork_flags
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
+from megatron.zero_bubble.planning.job.effects import EFFECTS
+from megatron.zero_bubble.planning.job.features import OPTIONS as FEATURES
+from megatron.zero_bubble.planning.job.flags import add_flags, as_given
+from megatron.zero_bubble.planning.job.options import OPTIONS
 from megatron.zero_bubble.training.arguments import build_parser
 from site_parts import refusals
 

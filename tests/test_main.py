@@ -13,7 +13,7 @@ import pytest
 
 from megatron.zero_bubble import SCHEDULES, PassCosts, Placement
 from megatron.zero_bubble.__main__ import main, parser
-from megatron.zero_bubble.formats.costs import costs_to_json
+from megatron.zero_bubble.core.formats.costs import costs_to_json
 
 TIMES = "--forward-ms 2 --backward-ms 2 --wgrad-ms 1 --comm-ms 0.5".split()
 PLAN = ["plan", "--schedule", "zb-h1", "--num-ranks", "2", "--num-microbatches", "4"]

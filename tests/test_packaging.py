@@ -36,7 +36,7 @@ def metadata() -> Any:
 
 
 def known_minors(rank: int) -> list[str]:
-    from megatron.zero_bubble.patching.seams import MINORS
+    from megatron.zero_bubble.integration.patching.seams import MINORS
 
     return list(MINORS)
 

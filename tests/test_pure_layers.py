@@ -9,30 +9,16 @@ from pathlib import Path
 import megatron.zero_bubble
 
 PACKAGE = Path(megatron.zero_bubble.__file__).parent
-PURE = (
-    "__init__",
-    "__main__",
-    "ir",
-    "costs",
-    "errors",
-    "schedules",
-    "search",
-    "analysis",
-    "plan",
-    "render",
-    "formats",
-    "planning",
-    "job",
-)
+PURE = ("__init__", "__main__", "core", "planning")
 
 
 def test_planning_does_not_load_torch() -> None:
-    """Import every module of layers 1 to 3 and the command in one new process."""
+    """Import every module of both wings and the command in one new process."""
     files = [
         path for name in PURE for path in [PACKAGE / f"{name}.py", *(PACKAGE / name).rglob("*.py")] if path.exists()
     ]
     names = [".".join(path.relative_to(PACKAGE.parents[1]).with_suffix("").parts) for path in files]
-    assert "megatron.zero_bubble.schedules.zb_h2" in names
+    assert "megatron.zero_bubble.core.schedules.zb_h2" in names
     imports = "\n".join(f"importlib.import_module({name.removesuffix('.__init__')!r})" for name in names)
     code = f"import importlib, sys\n{imports}\nprint([name for name in ('torch', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

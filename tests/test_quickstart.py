@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import quickstart
 
-from megatron.zero_bubble import platforms
+from megatron.zero_bubble.engine import platforms
 
 
 @pytest.mark.parametrize(("name", "num_gpus", "on_cpu"), [("cpu", 0, False), ("cuda", 1, True), ("cuda", 2, False)])

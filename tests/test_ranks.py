@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator, parallel_state
 
-from megatron.zero_bubble import patching
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.integration import patching
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from tests.helpers.ranks import REPOSITORY, RankFailure, RankPool
 
 

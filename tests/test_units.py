@@ -40,7 +40,7 @@ def is_described(name: str, docstring: str) -> bool:
     return bool(OF_ALL.search(about) or UNIT.search(entry[1] if entry else about))
 
 
-@pytest.mark.parametrize("room", ["costs", "planning"])
+@pytest.mark.parametrize("room", ["core/costs", "planning"])
 def test_every_figure_has_a_unit(room: str) -> None:
     found = {path.name: without_unit(path.read_text(encoding="utf-8")) for path in (PACKAGE / room).glob("*.py")}
     assert {name: fields for name, fields in found.items() if fields} == {}

@@ -1,4 +1,4 @@
-// Compacts rows; search/compact.py is the reference.
+// Compacts rows; core/search/compact.py is the reference.
 #pragma once
 
 #include <algorithm>

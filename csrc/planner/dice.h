@@ -1,4 +1,4 @@
-// Random numbers equal to those of search/dice.py: splitmix64 (Steele, Lea and Flood 2014).
+// Random numbers equal to those of core/search/dice.py: splitmix64 (Steele, Lea and Flood 2014).
 #pragma once
 
 #include <cstdint>

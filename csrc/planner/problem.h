@@ -1,4 +1,4 @@
-// The problem that the loops work on; see search/problem.py.
+// The problem that the loops work on; see core/search/problem.py.
 #pragma once
 
 #include <limits>

@@ -1,4 +1,4 @@
-// Refills rows; search/refill.py is the reference.
+// Refills rows; core/search/refill.py is the reference.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Local search on rows; search/refine.py is the reference.
+// Local search on rows; core/search/refine.py is the reference.
 #pragma once
 
 #include <algorithm>

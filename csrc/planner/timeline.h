@@ -1,4 +1,4 @@
-// Times and cost of rows; search/rows.py and search/evaluate.py are the references.
+// Times and cost of rows; core/search/rows.py and core/search/evaluate.py are the references.
 #pragma once
 
 #include <algorithm>

@@ -36,7 +36,7 @@ inline Matrix matrix_of(const at::Tensor& tensor) {
   return {tensor.const_data_ptr(), operand.leading, operand.is_row_major};
 }
 
-// Computes what wgrad_accumulate of kernels/reference.py does.
+// Computes what wgrad_accumulate of engine/kernels/reference.py does.
 inline void accumulate_in_torch(const Product& product) {
   if (product.main_grad.scalar_type() == product.input.scalar_type())
     product.main_grad.addmm_(product.grad_output.t(), product.input);

@@ -11,19 +11,19 @@ validation. Training lives in ``runtime`` and the packages above it, with ``appl
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.zero_bubble.adapter.model_stages import ModelStages
-    from megatron.zero_bubble.analysis.errors import ScheduleError
-    from megatron.zero_bubble.analysis.simulate import simulate
-    from megatron.zero_bubble.analysis.timeline import Timeline
-    from megatron.zero_bubble.analysis.validate import validate
-    from megatron.zero_bubble.costs import PassCosts, PassMemory
-    from megatron.zero_bubble.costs.lengths import LengthCost
-    from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule, Slices
-    from megatron.zero_bubble.job.config import ZeroBubbleConfig
-    from megatron.zero_bubble.patching.apply import apply, build_stages, disconnect, report, revert, shapes
+    from megatron.zero_bubble.core.analysis.errors import ScheduleError
+    from megatron.zero_bubble.core.analysis.simulate import simulate
+    from megatron.zero_bubble.core.analysis.timeline import Timeline
+    from megatron.zero_bubble.core.analysis.validate import validate
+    from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+    from megatron.zero_bubble.core.costs.lengths import LengthCost
+    from megatron.zero_bubble.core.ir import Kind, Pass, Placement, Schedule, Slices
+    from megatron.zero_bubble.core.schedules import SCHEDULES, build
+    from megatron.zero_bubble.engine.platforms.cpu import use_cpu_ranks
+    from megatron.zero_bubble.integration.adapter.model_stages import ModelStages
+    from megatron.zero_bubble.integration.patching.apply import apply, build_stages, disconnect, report, revert, shapes
     from megatron.zero_bubble.planning.balance import balance
-    from megatron.zero_bubble.platforms.cpu import use_cpu_ranks
-    from megatron.zero_bubble.schedules import SCHEDULES, build
+    from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 
 __version__ = "0.1.0"
 
@@ -56,23 +56,23 @@ __all__ = [
 
 
 _WITH_TORCH = {
-    **dict.fromkeys(("apply", "build_stages", "disconnect", "report", "revert", "shapes"), "patching"),
-    "ModelStages": "adapter.model_stages",
-    "use_cpu_ranks": "platforms.cpu",
+    **dict.fromkeys(("apply", "build_stages", "disconnect", "report", "revert", "shapes"), "integration.patching"),
+    "ModelStages": "integration.adapter.model_stages",
+    "use_cpu_ranks": "engine.platforms.cpu",
 }
 """Names that need torch, and the modules that define them."""
 _ON_FIRST_USE = {
     **_WITH_TORCH,
-    **dict.fromkeys(("SCHEDULES", "build"), "schedules"),
-    **dict.fromkeys(("Kind", "Pass", "Placement", "Schedule", "Slices"), "ir"),
-    **dict.fromkeys(("PassCosts", "PassMemory"), "costs"),
-    "LengthCost": "costs.lengths",
-    "ScheduleError": "analysis.errors",
-    "Timeline": "analysis.timeline",
-    "ZeroBubbleConfig": "job.config",
+    **dict.fromkeys(("SCHEDULES", "build"), "core.schedules"),
+    **dict.fromkeys(("Kind", "Pass", "Placement", "Schedule", "Slices"), "core.ir"),
+    **dict.fromkeys(("PassCosts", "PassMemory"), "core.costs"),
+    "LengthCost": "core.costs.lengths",
+    "ScheduleError": "core.analysis.errors",
+    "Timeline": "core.analysis.timeline",
+    "ZeroBubbleConfig": "planning.job.config",
     "balance": "planning.balance",
-    "simulate": "analysis.simulate",
-    "validate": "analysis.validate",
+    "simulate": "core.analysis.simulate",
+    "validate": "core.analysis.validate",
 }
 """All names, and the modules that define them. Every Python process of a job may import ``auto`` from this package."""
 
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name in _WITH_TORCH:
-        from megatron.zero_bubble.job.installed import check_installed
+        from megatron.zero_bubble.planning.job.installed import check_installed
 
         check_installed("torch", "megatron.core")
     return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)

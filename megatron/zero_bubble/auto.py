@@ -3,10 +3,10 @@
     ZERO_BUBBLE_SCHEDULE=zb-h1 python train.py
 
 where ``train.py``, or a framework that it configures, contains ``import megatron.zero_bubble.auto``. This module then
-calls ``megatron.zero_bubble.apply`` with the flags in the environment (``job/environment.py``): at once if
+calls ``megatron.zero_bubble.apply`` with the flags in the environment (``planning/job/environment.py``): at once if
 megatron-core's schedules are imported already, else at the end of the import that imports them. Rank 0 prints one line.
 Without ``ZERO_BUBBLE_SCHEDULE`` it does nothing. ``megatron.zero_bubble.revert()`` undoes it. A run of Megatron-Bridge
-also reads the variables in ``config.env_vars``, when it begins (``bridge/install.py``).
+also reads the variables in ``config.env_vars``, when it begins (``integration/bridge/install.py``).
 
 It never imports torch, which every Python process of a job would wait for if ``sitecustomize.py`` imports this module,
 and which some of them do not have. Only ``ZERO_BUBBLE_DEVICE=cpu`` needs it at once.
@@ -28,11 +28,11 @@ from importlib.util import find_spec
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.import_hook import AfterImport, ImportHook, PostImportHook
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.engine.import_hook import AfterImport, ImportHook, PostImportHook
 
 if TYPE_CHECKING:
-    from megatron.zero_bubble.job.config import ZeroBubbleConfig
+    from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 
 _PREFIX = "ZERO_BUBBLE_"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -52,9 +52,9 @@ def switch_on(environment: Mapping[str, str]) -> None:
     _with_bridge(on_cpu=environment.get(f"{_PREFIX}DEVICE") == "cpu")
     if not any(name.startswith(_PREFIX) for name in environment):
         return
-    from megatron.zero_bubble.job.environment import flags_in
-    from megatron.zero_bubble.job.flags import config_of, has_schedule
-    from megatron.zero_bubble.job.installed import check_installed
+    from megatron.zero_bubble.planning.job.environment import flags_in
+    from megatron.zero_bubble.planning.job.flags import config_of, has_schedule
+    from megatron.zero_bubble.planning.job.installed import check_installed
 
     options = flags_in(environment)
     config = config_of(options) if has_schedule(options) else None
@@ -62,7 +62,7 @@ def switch_on(environment: Mapping[str, str]) -> None:
         config.sources()(_ANY)  # refuse a bad schedule here, not in a later import of megatron-core
     if options.zero_bubble_device == "cpu":
         check_installed("torch")  # megatron.core may come from a checkout that is not on the path yet
-        from megatron.zero_bubble.platforms.cpu import use_cpu_ranks
+        from megatron.zero_bubble.engine.platforms.cpu import use_cpu_ranks
 
         use_cpu_ranks()
     if config is None:
@@ -82,14 +82,14 @@ def _with_bridge(on_cpu: bool) -> None:
     """Let the runs of Megatron-Bridge, if it is there, read the variables too, also those of their configuration."""
 
     def install() -> None:
-        from megatron.zero_bubble.bridge.install import install
+        from megatron.zero_bubble.integration.bridge.install import install
 
         install(_say)
 
     @contextmanager
     def as_a_job(_: ModuleType) -> Iterator[None]:
-        from megatron.zero_bubble.platforms import cpu
-        from megatron.zero_bubble.platforms.cpu.megatron_lm import JOB_POINTS
+        from megatron.zero_bubble.engine.platforms import cpu
+        from megatron.zero_bubble.engine.platforms.cpu.megatron_lm import JOB_POINTS
 
         cpu.install(JOB_POINTS)
         yield
@@ -105,7 +105,7 @@ def _with_bridge(on_cpu: bool) -> None:
 
 
 def _apply(config: ZeroBubbleConfig) -> None:
-    from megatron.zero_bubble.patching.apply import apply, in_place_of
+    from megatron.zero_bubble.integration.patching.apply import apply, in_place_of
 
     apply(config, say=_say)
     _say(f"{in_place_of(config)}, by the environment")

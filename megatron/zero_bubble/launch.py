@@ -1,12 +1,12 @@
 """Entry point of ``python -m megatron.zero_bubble.launch SCRIPT ...``.
 
-See :mod:`megatron.zero_bubble.megatron_lm.launch`.
+See :mod:`megatron.zero_bubble.integration.megatron_lm.launch`.
 """
 
 import sys
 
 from megatron.zero_bubble.cli.deciding import decided
-from megatron.zero_bubble.megatron_lm import launch
+from megatron.zero_bubble.integration.megatron_lm import launch
 
 __all__ = ["join", "main"]
 

@@ -27,7 +27,7 @@ from bench import page, ranks
 if TYPE_CHECKING:
     from bench.peers import Contestant, Emulation
     from megatron.zero_bubble import Schedule
-    from megatron.zero_bubble.search.placements import PlacementName
+    from megatron.zero_bubble.core.search.placements import PlacementName
 
 STOCK = "stock 1f1b"
 STOCK_INTERLEAVED = "stock interleaved"
@@ -50,7 +50,7 @@ def main() -> int:
         return 0
     import torch.distributed as dist
 
-    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.engine.platforms import select
     from megatron.zero_bubble.training.quiet import quiet
 
     select("cpu").setup(0)
@@ -108,8 +108,8 @@ def _virtual(options: argparse.Namespace) -> dict[str, Any]:
     """Compare every pass of every case with its plan; the same ranks form one pipeline of 8, two of 4, four of 2."""
     import torch.distributed as dist
 
-    from megatron.zero_bubble.runtime.groups import Directions
-    from megatron.zero_bubble.runtime.transport import Transport
+    from megatron.zero_bubble.engine.runtime.groups import Directions
+    from megatron.zero_bubble.engine.runtime.transport import Transport
     from tests.helpers.emulate.execute import virtual_cases, virtual_deviation_ms, virtual_vocabulary_cases
     from tests.helpers.emulate.links import VirtualCollectives
 
@@ -188,9 +188,9 @@ def _contestants(emulation: Emulation, rank: int, num_chunks: int | None) -> dic
 
     from bench import peers
     from megatron.zero_bubble import build
-    from megatron.zero_bubble.plan import lower
-    from megatron.zero_bubble.runtime.groups import Directions
-    from megatron.zero_bubble.runtime.transport import Transport
+    from megatron.zero_bubble.core.plan import lower
+    from megatron.zero_bubble.engine.runtime.groups import Directions
+    from megatron.zero_bubble.engine.runtime.transport import Transport
     from tests.helpers.emulate.execute import execute
     from tests.helpers.emulate.stages import SleepingStage
 
@@ -226,7 +226,7 @@ def _contestants(emulation: Emulation, rank: int, num_chunks: int | None) -> dic
 def _searched(emulation: Emulation, placement: PlacementName, num_chunks: int) -> Schedule:
     """The automatic schedule in the memory of 1F1B, if messages take no time."""
     from megatron.zero_bubble import PassMemory, Placement
-    from megatron.zero_bubble.search import zb_auto
+    from megatron.zero_bubble.core.search import zb_auto
 
     line = Placement.linear(emulation.num_ranks)
     memory, limit = PassMemory.uniform(line, 1.0, 0.5), min(emulation.num_ranks, emulation.num_microbatches)

@@ -25,8 +25,8 @@ from torch.distributed import TCPStore
 from torch.library import Library
 from torch.utils.flop_counter import flop_registry
 
-from megatron.zero_bubble.kernels import reference
-from megatron.zero_bubble.kernels.implementation import select
+from megatron.zero_bubble.engine.kernels import reference
+from megatron.zero_bubble.engine.kernels.implementation import select
 
 _aten = torch.ops.aten
 _PRODUCTS = {

@@ -18,10 +18,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 
 from megatron.zero_bubble import Kind, Pass, PassCosts
-from megatron.zero_bubble.ir.ops import ALL_TO_ALL, COMPUTE
-from megatron.zero_bubble.ir.parts import Part
-from megatron.zero_bubble.platforms.streams import Result, ThreadLane
-from megatron.zero_bubble.wgrad.store import WgradStore
+from megatron.zero_bubble.core.ir.ops import ALL_TO_ALL, COMPUTE
+from megatron.zero_bubble.core.ir.parts import Part
+from megatron.zero_bubble.engine.platforms.streams import Result, ThreadLane
+from megatron.zero_bubble.engine.wgrad.store import WgradStore
 from tests.helpers.emulate.clock import sleep_until
 
 WIDTH, TOKENS = 8, 1024

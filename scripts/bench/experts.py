@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble import Schedule, build, simulate
-from megatron.zero_bubble.costs.experts import exposed_share
-from megatron.zero_bubble.formats.costs import CostsFile
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.schedules.alone import fuse_alone, split_alone
+from megatron.zero_bubble.core.costs.experts import exposed_share
+from megatron.zero_bubble.core.formats.costs import CostsFile
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.schedules.alone import fuse_alone, split_alone
 
 COSTS = Path(__file__).parents[2] / "configs/published/deepseek_v3_h800.json"
 _LAYERS = 4

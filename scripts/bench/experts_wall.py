@@ -30,9 +30,9 @@ from bench.emulated_compute import timed
 from bench.expert_stages import TOKENS, WIDTH, Lanes, Stage
 from bench.experts import SCALES, costs_file, shares
 from megatron.zero_bubble import PassCosts, Schedule, build, simulate
-from megatron.zero_bubble.formats.plan import plan_to_json
-from megatron.zero_bubble.schedules.alone import fuse_alone, split_alone
-from megatron.zero_bubble.wgrad.store import WgradStore
+from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.core.schedules.alone import fuse_alone, split_alone
+from megatron.zero_bubble.engine.wgrad.store import WgradStore
 
 STOCK = "stock combined"
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from bench import peer_schedules, ranks
 from bench.chart import Axis, Line, Panel, draw
 from bench.peer_schedules import Answer, Case, Metric
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 
 PEERS = (peer_schedules.PEERS, peer_schedules.PEERS.with_name("peer_schedules_p32.csv"))
 TOLERANCE = 0.005

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import mean
 
 from megatron.zero_bubble import LengthCost, balance, build
-from megatron.zero_bubble.costs.lengths import Load
+from megatron.zero_bubble.core.costs.lengths import Load
 from megatron.zero_bubble.planning.balance import load_of, pack
 from megatron.zero_bubble.planning.ordering import Simulator
 

@@ -38,9 +38,9 @@ from bench import ranks
 from bench.emulated_compute import timed
 from bench.lengths import DATA, HIDDEN, fewest, simulator
 from megatron.zero_bubble import Kind, LengthCost, Pass, build
-from megatron.zero_bubble.costs.lengths import Load, PackedCosts
+from megatron.zero_bubble.core.costs.lengths import Load, PackedCosts
+from megatron.zero_bubble.engine.wgrad.store import WgradStore
 from megatron.zero_bubble.planning.balance import load_of
-from megatron.zero_bubble.wgrad.store import WgradStore
 from tests.helpers.emulate.clock import sleep_until
 
 DATA_NAME, MOST_TOKENS = "RL", 16384

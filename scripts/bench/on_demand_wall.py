@@ -31,15 +31,15 @@ from bench import ranks
 from bench.emulated_compute import timed
 from bench.lengths import DATA, DIVISIONS, ON_DEMAND, OnDemandRow, divisions, iteration_time, simulator
 from megatron.zero_bubble import LengthCost, Pass, Placement, Schedule
-from megatron.zero_bubble.costs.lengths import Load
-from megatron.zero_bubble.ir.passes import BW, F
-from megatron.zero_bubble.plan import lower_training
-from megatron.zero_bubble.plan.shard import Sharding
-from megatron.zero_bubble.platforms.streams import Lane, ThreadLane
-from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.on_demand import Exchange
-from megatron.zero_bubble.runtime.shards import Sharder
-from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.core.costs.lengths import Load
+from megatron.zero_bubble.core.ir.passes import BW, F
+from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan.shard import Sharding
+from megatron.zero_bubble.engine.platforms.streams import Lane, ThreadLane
+from megatron.zero_bubble.engine.runtime.groups import Directions
+from megatron.zero_bubble.engine.runtime.on_demand import Exchange
+from megatron.zero_bubble.engine.runtime.shards import Sharder
+from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.emulate.execute import execute
 from tests.helpers.emulate.stages import SleepingStage
 

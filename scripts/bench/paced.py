@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.zero_bubble.kernels.implementation import select
+from megatron.zero_bubble.engine.kernels.implementation import select
 
 _SETTLED = 3
 """Iterations before the period is constant."""
@@ -98,7 +98,7 @@ def main() -> None:
     try:
         with PacedWeightGradients(float(pass_ms)):
             if how == "launcher":
-                from megatron.zero_bubble.megatron_lm import launch
+                from megatron.zero_bubble.integration.megatron_lm import launch
 
                 launch.main(arguments)
             else:

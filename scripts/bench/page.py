@@ -20,7 +20,7 @@ from typing import Any
 from bench import ranks
 from bench.sections import SECTIONS
 from bench.tables import Figures
-from megatron.zero_bubble.formats.files import json_object, read_file
+from megatron.zero_bubble.core.formats.files import json_object, read_file
 
 OK = "ok"
 CHART, RECORD = "scaling.svg", "run.json"

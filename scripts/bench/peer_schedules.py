@@ -28,9 +28,9 @@ from typing import Any
 
 from bench import page, ranks
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build, simulate
-from megatron.zero_bubble.analysis.bounds import lower_bound
-from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.search import fit, zb_auto
+from megatron.zero_bubble.core.analysis.bounds import lower_bound
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.search import fit, zb_auto
 
 PEERS = ranks.ROOT / "configs/published/peer_schedules.csv"
 METRICS: tuple[Metric, ...] = ("span", "makespan")

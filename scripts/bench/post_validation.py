@@ -75,9 +75,9 @@ def _period(options: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron.zero_bubble import PassCosts, PassMemory, Placement
-    from megatron.zero_bubble.analysis.period import period_ms
-    from megatron.zero_bubble.platforms import select
-    from megatron.zero_bubble.search import zb_auto
+    from megatron.zero_bubble.core.analysis.period import period_ms
+    from megatron.zero_bubble.core.search import zb_auto
+    from megatron.zero_bubble.engine.platforms import select
 
     select("cpu").setup(0)
     dist.init_process_group("gloo")
@@ -100,9 +100,9 @@ def _iterations(schedule: Schedule, costs: PassCosts, step_ms: float) -> dict[st
     import torch
     import torch.distributed as dist
 
-    from megatron.zero_bubble.plan import communicate, lower, with_validation
-    from megatron.zero_bubble.runtime.groups import Directions
-    from megatron.zero_bubble.runtime.transport import Transport
+    from megatron.zero_bubble.core.plan import communicate, lower, with_validation
+    from megatron.zero_bubble.engine.runtime.groups import Directions
+    from megatron.zero_bubble.engine.runtime.transport import Transport
     from tests.helpers.emulate.execute import execute
     from tests.helpers.emulate.optimizer import SleepingOptimizer
     from tests.helpers.emulate.stages import SleepingStage
@@ -173,7 +173,7 @@ def _jobs(options: argparse.Namespace) -> dict[str, Any]:
 def _predicted_gain(options: argparse.Namespace) -> float:
     """The simulator's gain of post-validation under ZB-H2 with equal passes and a step that takes no time."""
     from megatron.zero_bubble import PassCosts, build
-    from megatron.zero_bubble.analysis.period import period_ms
+    from megatron.zero_bubble.core.analysis.period import period_ms
 
     schedule = build("zb-h2", num_ranks=options.num_ranks, num_microbatches=options.num_microbatches)
     costs = PassCosts.uniform(schedule.placement, *[options.pass_ms] * 3)
@@ -185,8 +185,8 @@ def _rollback(options: argparse.Namespace) -> dict[str, Any]:
     """Measure a step of AdamW, and the time and memory of both ways to undo it."""
     import torch
 
-    from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
-    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.engine.optimizer.rollback import ROLLBACKS
+    from megatron.zero_bubble.engine.platforms import select
 
     platform = select("auto")
     device = platform.setup(0)

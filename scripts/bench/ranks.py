@@ -127,7 +127,7 @@ def on_pipeline(
         return 0
     import torch.distributed as dist
 
-    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.engine.platforms import select
     from megatron.zero_bubble.training.quiet import quiet
 
     select("cpu").setup(0)

@@ -6,7 +6,7 @@ Every round runs one iteration (all forward and backward passes, without the opt
 each schedule. A ratio is the median over rounds of ratios within a round, so it compares iterations that ran close in
 time. Next to the measured ratio is the ratio that the simulator predicts from the median passes and transfers of the
 same turn, and the lower bound of that prediction for any order of these passes on the same ranks
-(megatron.zero_bubble.analysis.bounds).
+(megatron.zero_bubble.core.analysis.bounds).
 
 The cost of the split is the difference between 1F1B and "1f1b, split", which runs every W directly after its B in the
 order of 1F1B. The gain of fused weight gradients is the difference to the "exact" variants, which compute weight
@@ -37,14 +37,14 @@ from typing import Any
 
 from bench import page, ranks
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Schedule, build, simulate
-from megatron.zero_bubble.analysis.bounds import lower_bound
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.formats.plan import plan_to_json
-from megatron.zero_bubble.ir import Plan
-from megatron.zero_bubble.ir.vocabulary import FLOWS
-from megatron.zero_bubble.plan.offload import offload, select_longest
+from megatron.zero_bubble.core.analysis.bounds import lower_bound
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.core.ir import Plan
+from megatron.zero_bubble.core.ir.vocabulary import FLOWS
+from megatron.zero_bubble.core.plan.offload import offload, select_longest
+from megatron.zero_bubble.core.search import fit
 from megatron.zero_bubble.planning.source import ScheduleSource, even_costs
-from megatron.zero_bubble.search import fit
 
 STOCK = "stock 1f1b"
 STOCK_INTERLEAVED = "stock interleaved"
@@ -126,7 +126,7 @@ class Job:
     def __init__(self, options: argparse.Namespace, num_microbatches: int, flags: str = "") -> None:
         import torch
 
-        from megatron.zero_bubble.platforms import select
+        from megatron.zero_bubble.engine.platforms import select
         from megatron.zero_bubble.training.arguments import parse
         from megatron.zero_bubble.training.checks import check
         from megatron.zero_bubble.training.process import Launch
@@ -159,7 +159,7 @@ class Job:
     def _build(self) -> None:
         import torch.distributed as dist
 
-        from megatron.zero_bubble.patching import apply, revert
+        from megatron.zero_bubble.integration.patching import apply, revert
         from megatron.zero_bubble.training import distributed, model
 
         if dist.is_initialized():
@@ -253,7 +253,7 @@ class _Variant:
     def __init__(self, job: Job, schedule: Schedule, folder: Path) -> None:
         from megatron.core import parallel_state
 
-        from megatron.zero_bubble.measure.recorder import Recorder
+        from megatron.zero_bubble.engine.measure.recorder import Recorder
 
         self._job = job
         self._schedule = schedule
@@ -272,7 +272,7 @@ class _Variant:
 
     def fit(self) -> None:
         """Fit the schedule to the passes of all turns so far; all ranks compute the same schedule."""
-        from megatron.zero_bubble.measure.gather import median_costs
+        from megatron.zero_bubble.engine.measure.gather import median_costs
 
         self.fitted_to = median_costs(self._timelines)
         memory = PassMemory.uniform(self._schedule.placement, 1.0)
@@ -281,9 +281,9 @@ class _Variant:
 
     def __call__(self) -> float:
         """Milliseconds of one iteration, from the common start of the ranks to the end of the last rank."""
-        from megatron.zero_bubble.job.config import ZeroBubbleConfig
-        from megatron.zero_bubble.measure.gather import gather_trace, median_costs
-        from megatron.zero_bubble.patching import apply, observe, revert
+        from megatron.zero_bubble.engine.measure.gather import gather_trace, median_costs
+        from megatron.zero_bubble.integration.patching import apply, observe, revert
+        from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 
         self._job.take_turn()
         if self._schedule.name == STOCK:

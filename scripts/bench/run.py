@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import page, ranks
-from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.engine.platforms import select
 
 LAST_LINES = 12
 """Number of lines of a failed bench's log that the page shows."""

@@ -31,15 +31,15 @@ from statistics import median
 from bench import page, ranks
 from bench.chart import Axis, Line, Panel, draw
 from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, build
-from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.model_config import read_model
-from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
-from megatron.zero_bubble.formats.costs import read_costs_file
-from megatron.zero_bubble.formats.files import json_object, read_file
-from megatron.zero_bubble.schedules import recipe
-from megatron.zero_bubble.search import fit, zb_auto
-from megatron.zero_bubble.search.loops import loops
-from megatron.zero_bubble.search.problem import Problem
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.core.formats.costs import read_costs_file
+from megatron.zero_bubble.core.formats.files import json_object, read_file
+from megatron.zero_bubble.core.schedules import recipe
+from megatron.zero_bubble.core.search import fit, zb_auto
+from megatron.zero_bubble.core.search.loops import loops
+from megatron.zero_bubble.core.search.problem import Problem
 
 FITTED = "-fitted"
 PUBLISHED = ("1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")

@@ -25,7 +25,7 @@ from typing import Any
 from bench import ranks
 from bench.emulated_compute import timed
 from bench.real_compute import Job
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 
 REPLICAS, STAGES, CHUNKS = 2, 2, 4  # with fewer chunks, all weights would be whole all the time
 _FLAGS = (
@@ -102,7 +102,7 @@ class _Paced(Job):
 def _variant(job: _Paced, options: argparse.Namespace, work: str, transport: Any) -> Callable[[], float]:
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.patching import apply, revert
+    from megatron.zero_bubble.integration.patching import apply, revert
 
     replica = parallel_state.get_data_parallel_rank()
     of_work = lengths(work, options.num_microbatches, options.sigma, replica)

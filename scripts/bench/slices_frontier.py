@@ -20,7 +20,7 @@ from bench import ranks
 from bench.chart import Axis, Line, Panel, draw
 from bench.frontier import steps
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, simulate
-from megatron.zero_bubble.costs.cuts import default_cuts
+from megatron.zero_bubble.core.costs.cuts import default_cuts
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto
 

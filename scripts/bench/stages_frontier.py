@@ -19,9 +19,9 @@ from bench import ranks
 from bench.chart import Axis, Line, Panel, draw
 from bench.frontier import steps
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, simulate
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.search import zb_auto
-from megatron.zero_bubble.search.placements import PlacementChoice
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.search import zb_auto
+from megatron.zero_bubble.core.search.placements import PlacementChoice
 
 P, WGRAD_MEMORY = 8, 0.5
 LIMITS = tuple(halves / 2 for halves in range(5, 2 * P + 1))

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from statistics import median
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, simulate, validate
-from megatron.zero_bubble.analysis.bounds import lower_bound
-from megatron.zero_bubble.analysis.memory import most_kept
-from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.schedules import breadth_first, gis, gis_h, interleaved, zb_interleaved, zero_pp
-from megatron.zero_bubble.search import zb_auto
-from megatron.zero_bubble.search.placements import PlacementChoice, placements
+from megatron.zero_bubble.core.analysis.bounds import lower_bound
+from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.schedules import breadth_first, gis, gis_h, interleaved, zb_interleaved, zero_pp
+from megatron.zero_bubble.core.search import zb_auto
+from megatron.zero_bubble.core.search.placements import PlacementChoice, placements
 
 _NAMED = (interleaved, breadth_first, gis, gis_h, zb_interleaved, zero_pp)
 _SLACK = 1 + 1e-9

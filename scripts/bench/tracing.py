@@ -18,7 +18,7 @@ from bench import page, ranks
 from bench.emulated_compute import OURS, timed
 
 if TYPE_CHECKING:
-    from megatron.zero_bubble.analysis.timeline import Timeline
+    from megatron.zero_bubble.core.analysis.timeline import Timeline
 
 RECORDED = ", recorded"
 
@@ -31,7 +31,7 @@ def main() -> int:
         return 0
     import torch.distributed as dist
 
-    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.engine.platforms import select
 
     select("cpu").setup(0)
     dist.init_process_group("gloo")
@@ -62,9 +62,9 @@ class _Variant:
         import torch.distributed as dist
 
         from megatron.zero_bubble import PassCosts, build
-        from megatron.zero_bubble.measure.recorder import Marks, Recorder
-        from megatron.zero_bubble.plan import lower
-        from megatron.zero_bubble.platforms import select
+        from megatron.zero_bubble.core.plan import lower
+        from megatron.zero_bubble.engine.measure.recorder import Marks, Recorder
+        from megatron.zero_bubble.engine.platforms import select
         from tests.helpers.emulate.stages import SleepingStage
 
         schedule = build(name, num_ranks=options.num_ranks, num_microbatches=options.num_microbatches)
@@ -95,7 +95,7 @@ class _Variant:
 
     def gather(self, rounds: int) -> list[Timeline]:
         """The last ``rounds`` recorded iterations; a collective call."""
-        from megatron.zero_bubble.measure.gather import gather_trace
+        from megatron.zero_bubble.engine.measure.gather import gather_trace
 
         assert self._group is not None
         return [gather_trace(self._name, marks, self._group).timeline for marks in self._marks[-rounds:]]
@@ -104,8 +104,8 @@ class _Variant:
 def _measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     import torch.distributed as dist
 
-    from megatron.zero_bubble.runtime.groups import Directions
-    from megatron.zero_bubble.runtime.transport import Transport
+    from megatron.zero_bubble.engine.runtime.groups import Directions
+    from megatron.zero_bubble.engine.runtime.transport import Transport
 
     assert dist.group.WORLD is not None
     transport = Transport(Directions.of(dist.group.WORLD), ())

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench import page, ranks
-from megatron.zero_bubble.kernels import Kernels, reference, select
+from megatron.zero_bubble.engine.kernels import Kernels, reference, select
 
 LIBRARY, FUSED, SINGLE, FOLDED = "library", "fused", "one by one", "folded"
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from gpu_day import gpt, step
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.patching import revert
+from megatron.zero_bubble.integration.patching import revert
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 
 SCHEDULES = ("zb-h2", "v-min")
 

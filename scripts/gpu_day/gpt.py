@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.adapter.pipeline import Pipeline
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.patching import apply, revert
-from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.runtime.observer import IterationObserver
+from megatron.zero_bubble.engine.platforms import select
+from megatron.zero_bubble.engine.runtime.observer import IterationObserver
+from megatron.zero_bubble.integration.adapter.pipeline import Pipeline
+from megatron.zero_bubble.integration.patching import apply, revert
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.training import distributed, model
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check

@@ -113,7 +113,7 @@ def _triton(x: torch.Tensor) -> Action:
 
 def _weight_gradient() -> Action:
     """The fused op, which has handles and workspaces of its own."""
-    from megatron.zero_bubble.kernels import select
+    from megatron.zero_bubble.engine.kernels import select
 
     x, dy = (torch.ones(128, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     grad, ops = torch.zeros(256, 256, device="cuda"), select("cuda").ops

@@ -20,12 +20,12 @@ from gpu_day import shared_nccl, step
 PACKED = ROOT / "build/gpu_day/packed"
 SITE = ROOT / "build/gpu_day/site"
 ARCHIVE = "site.tar.xz"
-EXTENSIONS = {"_ops": "megatron/zero_bubble", "_planner": "megatron/zero_bubble/search"}
+EXTENSIONS = {"_ops": "megatron/zero_bubble", "_planner": "megatron/zero_bubble/core/search"}
 """The folders of the compiled extensions."""
 _LOAD = """
 import sys
 from importlib.metadata import version
-from megatron.zero_bubble.kernels import select
+from megatron.zero_bubble.engine.kernels import select
 print(select(sys.argv[1]).words, version("megatron-core"), sep="\\n")
 """
 

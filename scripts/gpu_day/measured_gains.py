@@ -23,15 +23,15 @@ import torch.distributed as dist
 from gpu_day import gpt, mps, step
 from gpu_day.gains import CTAS
 from megatron.zero_bubble.cli.deciding import COSTS, decided
-from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.formats.costs import CostsFile, costs_to_json
-from megatron.zero_bubble.ir import WHOLE, Placement
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.measure.gather import gather_trace, median_costs
-from megatron.zero_bubble.measure.recorder import Recorder
-from megatron.zero_bubble.patching import revert
+from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.formats.costs import CostsFile, costs_to_json
+from megatron.zero_bubble.core.ir import WHOLE, Placement
+from megatron.zero_bubble.engine.measure.gather import gather_trace, median_costs
+from megatron.zero_bubble.engine.measure.recorder import Recorder
+from megatron.zero_bubble.integration.patching import revert
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.figures import Figures, measured
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.question import Question, of_run
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gpu_day import step
-from megatron.zero_bubble.kernels import select
+from megatron.zero_bubble.engine.kernels import select
 
 SHAPES = ((1, 1, 1), (3, 5, 7), (17, 33, 65), (63, 127, 129), (255, 257, 31))
 """Tokens, inputs and outputs."""

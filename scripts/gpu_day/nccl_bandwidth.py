@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gpu_day import mps, step
-from megatron.zero_bubble.platforms import Platform, select
+from megatron.zero_bubble.engine.platforms import Platform, select
 from megatron.zero_bubble.training.process import Launch
 
 NUM_MESSAGES, NUM_PRODUCTS = 60, 20

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 
 from gpu_day import gpt, step
-from megatron.zero_bubble.adapter.offloading import Offloading
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.formats.plan import plan_to_json
-from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.measure.gather import gather_trace, median_costs
-from megatron.zero_bubble.measure.recorder import Recorder
-from megatron.zero_bubble.patching import revert
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.core.ir import Kind, Pass, Placement, Schedule
+from megatron.zero_bubble.engine.measure.gather import gather_trace, median_costs
+from megatron.zero_bubble.engine.measure.recorder import Recorder
+from megatron.zero_bubble.integration.adapter.offloading import Offloading
+from megatron.zero_bubble.integration.patching import revert
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 
 WARM_UP = 6
 """Iterations before the measured ones: with ``auto``, the sixth is the first that moves what was planned."""

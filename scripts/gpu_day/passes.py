@@ -20,12 +20,12 @@ from torch.profiler import ProfilerActivity, profile
 from gpu_day import gpt, step
 from gpu_day.predict import FUSED
 from megatron.zero_bubble import PassCosts
-from megatron.zero_bubble.ir import Compute, Op
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.measure.gather import gather_trace, median_costs
-from megatron.zero_bubble.measure.recorder import Recorder
-from megatron.zero_bubble.patching import observe, revert
-from megatron.zero_bubble.runtime.observer import IterationObserver
+from megatron.zero_bubble.core.ir import Compute, Op
+from megatron.zero_bubble.engine.measure.gather import gather_trace, median_costs
+from megatron.zero_bubble.engine.measure.recorder import Recorder
+from megatron.zero_bubble.engine.runtime.observer import IterationObserver
+from megatron.zero_bubble.integration.patching import observe, revert
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 
 STOCK = "stock 1F1B"
 # On one rank, ZB-H1 runs every W directly after its B.

@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_day import step
-from megatron.zero_bubble.kernels import reference, select
+from megatron.zero_bubble.engine.kernels import reference, select
 
 WEIGHTS = {"qkv": (3, 1), "fc1": (4, 1), "fc2": (1, 4)}
 """Rows and columns of each weight, in hidden sizes."""

@@ -21,10 +21,10 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from gpu_day import gpt, step
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.measure.gather import gather_trace, median_costs
-from megatron.zero_bubble.measure.recorder import Recorder
-from megatron.zero_bubble.patching import revert
+from megatron.zero_bubble.engine.measure.gather import gather_trace, median_costs
+from megatron.zero_bubble.engine.measure.recorder import Recorder
+from megatron.zero_bubble.integration.patching import revert
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 
 NUM_WARPS = 32
 HELD = 1024 * 32

@@ -236,7 +236,12 @@ PARTS = {
                 None,
                 environment={"CUDA_MODULE_LOADING": "EAGER"},
             ),
-            _tests("kernels and platform", "-m gpu tests/kernels tests/platforms", 80, "tests/kernels/test_wgrad.py"),
+            _tests(
+                "kernels and platform",
+                "-m gpu tests/engine/kernels tests/engine/platforms",
+                80,
+                "tests/engine/kernels/test_wgrad.py",
+            ),
         ),
     ),
     "stock": Part(

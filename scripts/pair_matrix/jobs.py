@@ -114,7 +114,7 @@ def refused(flags: str, num_ranks: int) -> str | None:
     """The sentence with which a job is refused before its ranks start, or None."""
     import torch
 
-    from megatron.zero_bubble.errors import UserError
+    from megatron.zero_bubble.core.errors import UserError
     from megatron.zero_bubble.training.checks import check
     from megatron.zero_bubble.training.model import build_config
 

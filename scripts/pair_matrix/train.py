@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zero_bubble.ir import Compute, Kind, Op, Schedule
+from megatron.zero_bubble.core.ir import Compute, Kind, Op, Schedule
+from megatron.zero_bubble.engine.runtime.observer import IterationObserver
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
-from megatron.zero_bubble.runtime.observer import IterationObserver
 from tests.helpers.parity import Outcome, Tokens, _named, _train_once, rebuild_process_groups
 from tests.helpers.shards import read_each
 
@@ -97,7 +97,7 @@ def train(rank: int, job: Job) -> dict[str, TrainingResult]:
 def _train(
     flags: str, stock: bool, factor: float | None, start: dict[str, torch.Tensor] | None
 ) -> tuple[TrainingResult, dict[str, torch.Tensor]]:
-    from megatron.zero_bubble.patching import apply, observe, revert
+    from megatron.zero_bubble.integration.patching import apply, observe, revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
 
@@ -153,7 +153,7 @@ def _keep(weights: dict[str, torch.Tensor], chunks: Any) -> dict[str, str]:
 
 def _step_ahead_always(patch: pytest.MonkeyPatch) -> None:
     """Take steps ahead whatever the forecast, except the first one, so that many are repeated."""
-    from megatron.zero_bubble.optimizer.clip_forecast import ClipForecast
+    from megatron.zero_bubble.engine.optimizer.clip_forecast import ClipForecast
 
     usual = ClipForecast.probability
     patch.setattr(ClipForecast, "probability", lambda self, clip: usual(self, clip) if not self._logs else 0.0)
@@ -164,9 +164,11 @@ def _plan_soon(patch: pytest.MonkeyPatch) -> None:
 
     The plan of ``zb-auto`` is a schedule by name instead of the result of a search, which may take minutes.
     """
-    from megatron.zero_bubble.adapter import auto, auto_offload
+    from megatron.zero_bubble.integration.adapter import auto, auto_offload
 
-    module = importlib.import_module("megatron.zero_bubble.patching.apply")  # the package has a function of this name
+    module = importlib.import_module(
+        "megatron.zero_bubble.integration.patching.apply"
+    )  # the package has a function of this name
     patch.setattr(module, "AutoOptions", partial(auto.AutoOptions, warm_up=0, measured=1))
     patch.setattr(auto, "Planner", _Planner)
     patch.setattr(auto_offload, "_WARM_UP", 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.formats.facts import FACTS
+from megatron.zero_bubble.core.formats.facts import FACTS
 from site_parts.markdown import code, table
 
 

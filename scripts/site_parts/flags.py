@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from megatron.zero_bubble.__main__ import parser as command_line
-from megatron.zero_bubble.job.features import OPTIONS
-from megatron.zero_bubble.job.flags import add_flags, full_help
-from megatron.zero_bubble.job.option import TIERS
+from megatron.zero_bubble.planning.job.features import OPTIONS
+from megatron.zero_bubble.planning.job.flags import add_flags, full_help
+from megatron.zero_bubble.planning.job.option import TIERS
 from megatron.zero_bubble.training.arguments import build_parser
 from site_parts.markdown import code, table
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.render.svg import render_svg
+from megatron.zero_bubble.core.schedules import SCHEDULES, build
 from megatron.zero_bubble.planning.offload import OffloadPlan, plan_offload
-from megatron.zero_bubble.render.svg import render_svg
-from megatron.zero_bubble.schedules import SCHEDULES, build
 from site_parts.markdown import table
 
 _RANKS, _CHUNKS = 8, 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron.zero_bubble.formats.plan_keys import PLAN_KEYS
+from megatron.zero_bubble.core.formats.plan_keys import PLAN_KEYS
 from site_parts.markdown import code, table
 
 

@@ -11,11 +11,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.job import options, rules
-from megatron.zero_bubble.job.effects import EFFECTS
-from megatron.zero_bubble.job.features import OPTIONS
-from megatron.zero_bubble.job.flags import as_given, given, parse_ours
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
+from megatron.zero_bubble.planning.job import options, rules
+from megatron.zero_bubble.planning.job.effects import EFFECTS
+from megatron.zero_bubble.planning.job.features import OPTIONS
+from megatron.zero_bubble.planning.job.flags import as_given, given, parse_ours
 from megatron.zero_bubble.planning.rule import Rule
 from site_parts.markdown import code, table
 
@@ -51,15 +51,15 @@ _TRAIN_ITERS = 2
 _EVERYTHING = dict.fromkeys((*(option.name for option in OPTIONS), "num_chunks"), True)
 """All options as if they were given."""
 GROUPS = {
-    "job": ("job", "bridge"),
-    "megatron-lm": ("megatron_lm",),
+    "job": ("planning/job", "integration/bridge"),
+    "megatron-lm": ("integration/megatron_lm",),
     "training": ("training",),
-    "command": ("cli", "planning", "search", "schedules", "costs", "render"),
-    "files": ("formats", "ir"),
-    "plans": ("plan", "analysis"),
-    "versions": ("patching", "platforms"),
-    "transformer-engine": ("wgrad",),
-    "run": ("adapter", "runtime", "optimizer", "measure", "kernels"),
+    "command": ("cli", "planning", "core/search", "core/schedules", "core/costs", "core/render"),
+    "files": ("core/formats", "core/ir"),
+    "plans": ("core/plan", "core/analysis"),
+    "versions": ("integration/patching", "engine/platforms"),
+    "transformer-engine": ("engine/wgrad",),
+    "run": ("integration/adapter", "engine/runtime", "engine/optimizer", "engine/measure", "engine/kernels"),
 }
 """The packages whose messages a table lists, by the table's name."""
 
@@ -121,7 +121,7 @@ def of_group(name: str) -> str:
 def of_schedules() -> str:
     """What a schedule is checked for, and what the refusal says."""
     rows = []
-    for function in ast.parse((_PACKAGE / "analysis/validate.py").read_text(encoding="utf-8")).body:
+    for function in ast.parse((_PACKAGE / "core/analysis/validate.py").read_text(encoding="utf-8")).body:
         if isinstance(function, ast.FunctionDef):
             yields = [node.value for node in ast.walk(function) if isinstance(node, ast.Yield)]
             for sentence in (_text(pair.elts[0]) for pair in yields if isinstance(pair, ast.Tuple)):
@@ -141,10 +141,17 @@ def _messages() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(_PACKAGE.rglob("*.py")):
         for message in _raised(ast.parse(path.read_text(encoding="utf-8"))):
-            package = found.setdefault(path.relative_to(_PACKAGE).parts[0], [])
+            package = found.setdefault(_package(path.relative_to(_PACKAGE)), [])
             if message not in package:
                 package.append(message)
     return found
+
+
+def _package(path: Path) -> str:
+    """The folder of a group that holds the file, the deepest one."""
+    folders = (str(folder) for folder in path.parents)
+    known = {name for packages in GROUPS.values() for name in packages}
+    return next((folder for folder in folders if folder in known), path.parts[0])
 
 
 def _raised(tree: ast.Module) -> Iterator[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.render.svg import render_svg
+from megatron.zero_bubble.core.schedules import SCHEDULES, build
 from megatron.zero_bubble.planning.source import ZB_AUTO
-from megatron.zero_bubble.render.svg import render_svg
-from megatron.zero_bubble.schedules import SCHEDULES, build
 from site_parts.markdown import code, table
 
 _ROOT = Path(__file__).parent.parent.parent

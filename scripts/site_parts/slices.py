@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.cuts import balanced
-from megatron.zero_bubble.ir import Placement, Slices
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.cuts import balanced
+from megatron.zero_bubble.core.ir import Placement, Slices
+from megatron.zero_bubble.core.render.svg import render_svg
+from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto
 from megatron.zero_bubble.planning.source import ZB_AUTO
-from megatron.zero_bubble.render.svg import render_svg
-from megatron.zero_bubble.schedules import build
 from site_parts.markdown import code, table
 
 _SIZE = {"num_ranks": 8, "num_microbatches": 8}

@@ -12,7 +12,7 @@ from site_parts import gpu
 from site_parts.markdown import code, table
 
 _ROOT = Path(__file__).parent.parent.parent
-_PATCHING = _ROOT / "megatron/zero_bubble/patching"
+_PATCHING = _ROOT / "megatron/zero_bubble/integration/patching"
 
 
 def results() -> str:
@@ -99,7 +99,7 @@ def _range(ratio: Any) -> str:
 
 
 def versions() -> str:
-    """The minors of megatron-core in patching/seams.py, what was read of them, and their diffs in patches/."""
+    """The minors of megatron-core in the table of seams, what was read of them, and their diffs in patches/."""
     read = {
         release
         for digests in json.loads((_PATCHING / "bodies.json").read_text()).values()
@@ -122,7 +122,7 @@ def _minors() -> list[str]:
         if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "MINORS":
             assert isinstance(node.value, ast.Dict)
             return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
-    raise LookupError("patching/seams.py has no table MINORS")
+    raise LookupError("integration/patching/seams.py has no table MINORS")
 
 
 def site_status() -> str:

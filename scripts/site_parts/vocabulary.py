@@ -6,14 +6,14 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.formats.costs import CostsFile, read_costs_file
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.render.svg import render_svg
-from megatron.zero_bubble.schedules import build
-from megatron.zero_bubble.search.vocabulary import best_with_vocabulary, with_vocabulary
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.core.formats.costs import CostsFile, read_costs_file
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.render.svg import render_svg
+from megatron.zero_bubble.core.schedules import build
+from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary, with_vocabulary
 from site_parts.markdown import table
 
 _PUBLISHED = Path(__file__).parent.parent.parent / "configs/published"

@@ -12,9 +12,9 @@ import pytest
 from bench import ranks
 from bench.lengths import DATA, DIVISIONS
 from bench.on_demand_wall import UNITS, in_turn, summary
-from megatron.zero_bubble.ir.shards import Gather, Reduce
-from megatron.zero_bubble.plan import lower_training
-from megatron.zero_bubble.plan.shard import Sharding
+from megatron.zero_bubble.core.ir.shards import Gather, Reduce
+from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan.shard import Sharding
 
 
 def test_every_unit_is_gathered_and_reduced_in_every_microbatch() -> None:

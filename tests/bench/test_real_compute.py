@@ -13,7 +13,7 @@ import pytest
 
 from bench.ranks import environment
 from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
-from megatron.zero_bubble.search import fit
+from megatron.zero_bubble.core.search import fit
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = "--hidden-size 64 --vocab-size 1024 --num-layers 4 --num-microbatches 4 --rounds 2 --only".split()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.adapter.tracer import LAST_ITERATIONS, end_of_run
 from megatron.zero_bubble.cli.advise import changed
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
+from megatron.zero_bubble.integration.adapter.tracer import LAST_ITERATIONS, end_of_run
 from megatron.zero_bubble.planning.advice import Adviser
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import NUMBERS
@@ -55,7 +55,7 @@ def check_rows(capsys: Capture, found: dict[str, Any], flags: list[str], *own: s
 
 
 def check_trained(found: dict[str, Any], flags: list[str], name: str) -> None:
-    """``tests/megatron_lm/test_recipes.py`` trains a small job with the change of every row."""
+    """``tests/integration/megatron_lm/test_recipes.py`` trains a small job with the change of every row."""
     trained = {
         (row.flags, frozenset(row.drops.split()) & frozenset(flags), NUMBERS[row.numbers])
         for row in SMALL_JOBS[name].rows

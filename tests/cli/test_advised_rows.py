@@ -10,9 +10,9 @@ import pytest
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.advise import changed
 from megatron.zero_bubble.cli.job_runs import SEVERAL
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.ir.queues import HardwareQueues
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.planning.advice import Adviser, Setting, Tried
 from megatron.zero_bubble.planning.change import Row
 from megatron.zero_bubble.planning.feasibility import Feasibility

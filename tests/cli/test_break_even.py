@@ -8,8 +8,8 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.break_even import Contenders
+from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offer import Offer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.search.loops import compiled
+from megatron.zero_bubble.core.search.loops import compiled
 from tests.helpers.rows import some
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ import pytest
 from megatron.zero_bubble.cli import deciding
 from megatron.zero_bubble.cli.deciding import COSTS, DECISION, decided
 from megatron.zero_bubble.cli.machine import Gpu
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.changes import Pipeline
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.planning.job.changes import Pipeline
 
 JOB = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "

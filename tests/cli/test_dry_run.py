@@ -13,11 +13,11 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import costs_to_json
-from megatron.zero_bubble.formats.plan import plan_to_json
-from megatron.zero_bubble.plan import lower_training
-from megatron.zero_bubble.plan.nccl import Ctas, collective_ctas
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import costs_to_json
+from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan.nccl import Ctas, collective_ctas
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.formats.costs import costs_to_json
-from megatron.zero_bubble.formats.plan import plan_to_json
-from megatron.zero_bubble.formats.trace import trace_to_json
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.schedules import build
-from tests.formats.test_trace import recording
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.formats.costs import costs_to_json
+from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.core.formats.trace import trace_to_json
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.schedules import build
+from tests.core.formats.test_trace import recording
 from tests.helpers.reads import log_reads
 
 LINEAR = Placement.linear(2)

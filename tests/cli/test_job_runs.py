@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.cli.job_runs import SEVERAL, job_queues, with_more_queues
-from megatron.zero_bubble.errors import PlanError
+from megatron.zero_bubble.core.errors import PlanError
+from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning.feasibility import Feasibility
-from megatron.zero_bubble.schedules import build
 
 MANY = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 

@@ -9,20 +9,20 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory
-from megatron.zero_bubble.costs.layers import LayerCosts, Part
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.changes import Pipeline
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.plan.timelines import timeline_of
+from megatron.zero_bubble.core.schedules import SCHEDULES, build
 from megatron.zero_bubble.planning.advice import Adviser, _in_order
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import Today, need_of
 from megatron.zero_bubble.planning.cuts import Cuts
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.job.changes import Pipeline
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.vocabulary import variants
-from megatron.zero_bubble.schedules import SCHEDULES, build
 
 
 def random_pipeline(seed: int) -> tuple[Pipeline, Today]:

@@ -9,8 +9,8 @@ import pytest
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.formats.layout import stage_layers
-from megatron.zero_bubble.search import portfolio
+from megatron.zero_bubble.core.formats.layout import stage_layers
+from megatron.zero_bubble.core.search import portfolio
 from tests.cli.test_plan_and_compare import CONFIGS, SIZES, TIMES, run, run_json
 
 Capture = pytest.CaptureFixture[str]

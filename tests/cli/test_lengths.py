@@ -8,7 +8,7 @@ import pytest
 
 from megatron.zero_bubble import LengthCost, build
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.costs.lengths import Load
+from megatron.zero_bubble.core.costs.lengths import Load
 from megatron.zero_bubble.planning.ordering import Simulator
 
 Capture = pytest.CaptureFixture[str]

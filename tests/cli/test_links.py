@@ -8,9 +8,9 @@ from megatron.zero_bubble import Placement, build, simulate
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.links import Given, with_transfers
 from megatron.zero_bubble.cli.rank_groups import RankGroups
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.layers import LayerCosts, Part
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.figures import Figures
 
 JOB = (

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.formats.plan import read_schedule_file
-from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.core.formats.plan import read_schedule_file
+from megatron.zero_bubble.core.ir import Placement
 
 SIZE = "--num-ranks 4 --num-microbatches 4 --forward-ms 12 --backward-ms 12 --wgrad-ms 12 --comm-ms 0.2"
 AUTO = f"plan --schedule zb-auto {SIZE}"

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.job.flags import parse_ours
-from megatron.zero_bubble.megatron_lm import checks, fork_flags
+from megatron.zero_bubble.integration.megatron_lm import checks, fork_flags
+from megatron.zero_bubble.planning.job.flags import parse_ours
 from tests.helpers.megatron_lm import BASE_FLAGS, VARIABLE, Checkout, checkouts, environment
 from tests.helpers.ranks import RankPool
 from tests.helpers.refusals import H1, V, jobs_of_effects, jobs_of_exclusions, jobs_of_options
@@ -107,12 +107,12 @@ ALL = [*of_tables(), *of_the_fork(), *OTHERS]
 
 def sentences_of_runs(rank: int, jobs: Sequence[Sequence[str]]) -> list[str]:
     """How runs of a stand-in for Megatron-LM's script end, in the order of the launcher's steps."""
-    from megatron.zero_bubble.errors import UserError
-    from megatron.zero_bubble.job.planned import adopt
-    from megatron.zero_bubble.job.rules import Job, check_flags
-    from megatron.zero_bubble.megatron_lm import install
-    from megatron.zero_bubble.megatron_lm.meeting import Meeting
-    from megatron.zero_bubble.patching.seams import installed_seams
+    from megatron.zero_bubble.core.errors import UserError
+    from megatron.zero_bubble.integration.megatron_lm import install
+    from megatron.zero_bubble.integration.megatron_lm.meeting import Meeting
+    from megatron.zero_bubble.integration.patching.seams import installed_seams
+    from megatron.zero_bubble.planning.job.planned import adopt
+    from megatron.zero_bubble.planning.job.rules import Job, check_flags
 
     sys.path.insert(0, str(STAND_IN))
     try:

@@ -10,9 +10,9 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.formats.costs import CostsFile, costs_to_json
-from megatron.zero_bubble.ir import Pass, Placement
-from megatron.zero_bubble.plan.offload import Move
+from megatron.zero_bubble.core.formats.costs import CostsFile, costs_to_json
+from megatron.zero_bubble.core.ir import Pass, Placement
+from megatron.zero_bubble.core.plan.offload import Move
 
 SIZE = ("--num-ranks", "4", "--num-microbatches", "16")
 UNITS = (*SIZE, "--forward-ms", "2", "--backward-ms", "2", "--wgrad-ms", "2")

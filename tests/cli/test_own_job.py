@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble import __main__
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.options import OPTIONS, flag_of
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.exclusions import BALANCE, SHARDS
+from megatron.zero_bubble.planning.job.options import OPTIONS, flag_of
 from megatron.zero_bubble.training import pretrain
 from megatron.zero_bubble.training.arguments import build_parser, parse
 from tests.helpers.refusals import H1, MEGATRONS_VALUES, jobs_of_effects, jobs_of_exclusions

@@ -13,10 +13,10 @@ import pytest
 
 from megatron.zero_bubble import SCHEDULES, PassCosts, PassMemory, Placement, build, simulate, validate
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.analysis.bounds import lower_bound
-from megatron.zero_bubble.analysis.memory import message_peaks
-from megatron.zero_bubble.formats.costs import costs_to_json
-from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.core.analysis.bounds import lower_bound
+from megatron.zero_bubble.core.analysis.memory import message_peaks
+from megatron.zero_bubble.core.formats.costs import costs_to_json
+from megatron.zero_bubble.core.plan import lower_training
 from tests.helpers.plans import schedule_from_json
 from tests.helpers.rows import some
 

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.zero_bubble import PassCosts
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.formats.costs import costs_to_json
+from megatron.zero_bubble.core.formats.costs import costs_to_json
 from tests.cli.test_playground import ask, drawing, get, refusal
 from tests.helpers.playground import playground, without_seconds
 

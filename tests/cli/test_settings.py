@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.search.loops import compiled
+from megatron.zero_bubble.core.search.loops import compiled
 from tests.helpers.settings import LAYER_COSTS, LAYERS, is_quick, settings
 
 ROOT = Path(__file__).parents[2]

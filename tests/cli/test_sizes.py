@@ -13,11 +13,11 @@ import pytest
 
 from megatron.zero_bubble.__main__ import main, parser
 from megatron.zero_bubble.cli.playground.questions import read_question
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.trace import trace_to_json
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.schedules import build
-from tests.formats.test_trace import recording
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.trace import trace_to_json
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.schedules import build
+from tests.core.formats.test_trace import recording
 
 _LONGEST_S, _MORE_BYTES = 30, 3 * 2**30
 TIMES = {"--forward-ms": "10", "--backward-ms": "10", "--wgrad-ms": "10"}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.formats.trace import trace_to_json
-from tests.formats.test_trace import recording
+from megatron.zero_bubble.core.formats.trace import trace_to_json
+from tests.core.formats.test_trace import recording
 from tests.helpers.trace_format import problems
 from tests.test_main import Capture, fails, run
 

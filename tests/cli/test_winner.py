@@ -11,14 +11,14 @@ import pytest
 
 from megatron.zero_bubble import SCHEDULES
 from megatron.zero_bubble.__main__ import main, parser
-from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.compare import how_to_run
 from megatron.zero_bubble.cli.compare_table import Row
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.job.flags import add_flags
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.search.placements import placements
 from megatron.zero_bubble.planning.candidates import Comparison
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.search.placements import placements
+from megatron.zero_bubble.planning.job.flags import add_flags
 from tests.helpers.rows import some
 from tests.helpers.settings import LAYER_COSTS, LAYERS
 

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, Schedule, build
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.ir.vocabulary import FLOWS
-from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.transport import Transport
-from megatron.zero_bubble.schedules import SCHEDULES
-from megatron.zero_bubble.search.vocabulary import with_vocabulary
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.core.ir.vocabulary import FLOWS
+from megatron.zero_bubble.core.schedules import SCHEDULES
+from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
+from megatron.zero_bubble.engine.runtime.groups import Directions
+from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.emulate.execute import virtual_deviation_ms
 from tests.helpers.emulate.links import VirtualCollectives
 from tests.helpers.ranks import RankPool

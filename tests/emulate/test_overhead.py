@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron.zero_bubble import PassCosts, build
-from megatron.zero_bubble.plan import lower
-from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.core.plan import lower
+from megatron.zero_bubble.engine.runtime.groups import Directions
+from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.emulate.execute import execute
 from tests.helpers.emulate.stages import SleepingStage
 from tests.helpers.ranks import RankPool

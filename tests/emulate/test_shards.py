@@ -9,12 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from megatron.zero_bubble import PassCosts, build, simulate
-from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
-from megatron.zero_bubble.ir import Plan
-from megatron.zero_bubble.plan import lower_training
-from megatron.zero_bubble.plan.shard import Sharding
-from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.core.analysis.timeline import LaneSpan, Span
+from megatron.zero_bubble.core.ir import Plan
+from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan.shard import Sharding
+from megatron.zero_bubble.engine.runtime.groups import Directions
+from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.emulate.clock import VirtualClock
 from tests.helpers.emulate.execute import execute
 from tests.helpers.emulate.links import VirtualLinks

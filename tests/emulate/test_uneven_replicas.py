@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble import LengthCost, balance, build
-from megatron.zero_bubble.costs.lengths import Load
-from megatron.zero_bubble.plan import lower_training
-from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.core.costs.lengths import Load
+from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.engine.runtime.groups import Directions
+from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.emulate.clock import VirtualClock
 from tests.helpers.emulate.execute import execute
 from tests.helpers.emulate.links import VirtualLinks

@@ -6,11 +6,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, build, simulate
-from megatron.zero_bubble.analysis.period import iterations, period_ms
-from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.transport import Transport
-from megatron.zero_bubble.schedules import SCHEDULES
-from megatron.zero_bubble.search import zb_auto
+from megatron.zero_bubble.core.analysis.period import iterations, period_ms
+from megatron.zero_bubble.core.schedules import SCHEDULES
+from megatron.zero_bubble.core.search import zb_auto
+from megatron.zero_bubble.engine.runtime.groups import Directions
+from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.emulate.execute import (
     virtual_cases,
     virtual_deviation_ms,

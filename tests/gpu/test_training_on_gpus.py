@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zero_bubble.platforms.cuda import nccl_shares_gpus
+from megatron.zero_bubble.engine.platforms.cuda import nccl_shares_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 ODD = "tests/gpu/pretrain_oddly.py"

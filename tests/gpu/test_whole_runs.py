@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.zero_bubble.platforms.cuda import nccl_shares_gpus
-from tests.adapter.test_parity import BUCKETS, FP16, UNTIED
+from megatron.zero_bubble.engine.platforms.cuda import nccl_shares_gpus
 from tests.helpers import expert_models
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.launch import Death, run_training
@@ -30,6 +29,7 @@ from tests.helpers.ranks import RankPool, install_cpu_platform
 from tests.helpers.slices import LONG
 from tests.helpers.training import losses
 from tests.helpers.training import train as train_job
+from tests.integration.adapter.test_parity import BUCKETS, FP16, UNTIED
 from tests.loops import varied
 from tests.training.test_faults import BACKWARD, LIMIT_S
 
@@ -283,8 +283,8 @@ def test_evaluation_traces_and_costs_are_written(pool: RankPool, tmp_path: Path)
 
 def reduce_alone(_rank: int) -> tuple[list[float], list[int]]:
     """In a world of one rank: sum figures as an optimizer step does, and create the groups of a pipeline."""
-    from megatron.zero_bubble.optimizer.global_state import Reduction
-    from megatron.zero_bubble.runtime.groups import new_group
+    from megatron.zero_bubble.engine.optimizer.global_state import Reduction
+    from megatron.zero_bubble.engine.runtime.groups import new_group
 
     backend = torch.distributed.get_backend()
     group = new_group([0], backend)

@@ -16,7 +16,7 @@ import pytest
 
 from bench import ranks
 from gpu_day import algorithms, install, memory_check, pack, passes, predict, pytests, shared_nccl, slim
-from megatron.zero_bubble.ir import Compute, Kind, Pass
+from megatron.zero_bubble.core.ir import Compute, Kind, Pass
 
 CHECKS = """
 import pytest
@@ -195,7 +195,7 @@ def test_only_extensions_for_this_python_are_copied(tmp_path: Path, monkeypatch:
         for end in (suffix, ".cpython-27-other.so"):
             (tmp_path / f"packed/extensions/{name}{end}").write_text(f"{name}{end}")
     assert install.copy_extensions() == [f"_ops{suffix}", f"_planner{suffix}"]
-    assert (tmp_path / f"megatron/zero_bubble/search/_planner{suffix}").read_text() == f"_planner{suffix}"
+    assert (tmp_path / f"megatron/zero_bubble/core/search/_planner{suffix}").read_text() == f"_planner{suffix}"
 
 
 def test_packed_versions_are_the_tested_ones() -> None:

@@ -60,8 +60,8 @@ def test_selections_select_tests() -> None:
         "-m",
         "",
         "tests/gpu",
-        "tests/kernels",
-        "tests/platforms",
+        "tests/engine/kernels",
+        "tests/engine/platforms",
     ]
     listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     tests = [line for line in listing.splitlines() if "::" in line]

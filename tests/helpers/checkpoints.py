@@ -19,8 +19,8 @@ def pass_on(ranks: RankPool, num_ranks: int, flags: str) -> None:
 
 
 def _load_and_save(rank: int, num_ranks: int, flags: Sequence[str]) -> None:
-    from megatron.zero_bubble.patching import revert
-    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.engine.platforms import select
+    from megatron.zero_bubble.integration.patching import revert
     from megatron.zero_bubble.training import checkpoint, model, pretrain
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check

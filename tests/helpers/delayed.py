@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.zero_bubble import PassCosts, Schedule
-from megatron.zero_bubble.analysis.steps import advance, steps_of
-from megatron.zero_bubble.analysis.timeline import Span
-from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Trace
-from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.core.analysis.steps import advance, steps_of
+from megatron.zero_bubble.core.analysis.timeline import Span
+from megatron.zero_bubble.core.analysis.trace import RankTrace, Received, Sent, Trace
+from megatron.zero_bubble.core.ir import Pass
 
 Delays = Mapping[Pass, float]
 NONE: Delays = {}

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.ir import Kind, Pass, Placement, Schedule
 
 _TICKS = 1_000_000
 """Ticks in the sum of all passes. Durations are rounded down to ticks, so that the bound holds for the exact ones."""

@@ -13,7 +13,7 @@ import torch
 
 import megatron.zero_bubble
 from megatron.zero_bubble import PassCosts, build, simulate
-from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.core.formats.plan import plan_to_json
 from tests.helpers.weights import draw_by_name
 
 SEQUENCE, VOCABULARY = 8, 32

@@ -12,10 +12,10 @@ import torch
 
 import megatron.zero_bubble
 from megatron.zero_bubble import simulate
-from megatron.zero_bubble.analysis.memory import most_kept
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import read_plan_file
-from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.plan import read_plan_file
+from megatron.zero_bubble.core.ir import Kind
 from megatron.zero_bubble.planning.source import even_costs
 from tests.helpers import expert_models
 from tests.helpers.expert_models import train
@@ -23,7 +23,7 @@ from tests.helpers.expert_models import train
 
 def deferred(rank: int, name: str, num_microbatches: int) -> list[int]:
     """Train on two stages with a plan file; return how many weight gradients waited at each W."""
-    from megatron.zero_bubble.wgrad.store import WgradStore
+    from megatron.zero_bubble.engine.wgrad.store import WgradStore
 
     waiting, run = [], WgradStore.run
 
@@ -43,7 +43,7 @@ def peaks(rank: int, name: str, num_microbatches: int) -> tuple[float, float]:
     """
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.measure import memory as measure
+    from megatron.zero_bubble.engine.measure import memory as measure
 
     found: list[tuple[float, float]] = []
     held: list[int] = []
@@ -82,9 +82,9 @@ def nodes_of_fused_backwards(rank: int, name: str, num_microbatches: int) -> lis
     """
     from megatron.core.pipeline_parallel.utils import ScheduleNode
 
-    from megatron.zero_bubble.adapter.layered_stage import LayeredStage
-    from megatron.zero_bubble.runtime.transport import Transport
-    from megatron.zero_bubble.wgrad.store import WgradStore
+    from megatron.zero_bubble.engine.runtime.transport import Transport
+    from megatron.zero_bubble.engine.wgrad.store import WgradStore
+    from megatron.zero_bubble.integration.adapter.layered_stage import LayeredStage
 
     found: list[tuple[str, list[str]]] = []
     alone, backward, run, send = LayeredStage.run_alone, ScheduleNode.backward, WgradStore.run, Transport.send
@@ -132,8 +132,8 @@ def sends(rank: int, name: str, num_microbatches: int) -> list[tuple[str, bool]]
     """
     from megatron.core.pipeline_parallel.utils import ScheduleNode
 
-    from megatron.zero_bubble.adapter.layered_stage import LayeredStage
-    from megatron.zero_bubble.runtime.transport import Transport
+    from megatron.zero_bubble.engine.runtime.transport import Transport
+    from megatron.zero_bubble.integration.adapter.layered_stage import LayeredStage
 
     pairs: list[Any] = [None]
     found: list[tuple[str, bool]] = []
@@ -179,7 +179,7 @@ def refusal_of_a_loop(rank: int, name: str) -> str:
 
 def refusal_of_one_expert(rank: int) -> str:
     """What this version says to a single expert per rank; empty if it supports one."""
-    from megatron.zero_bubble.adapter.versions import check_layer_plans
+    from megatron.zero_bubble.integration.adapter.versions import check_layer_plans
 
     for experts, ranks in ((4, 2), (2, 2)):
         try:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zero_bubble.ir import Compute, Kind, Op
-from megatron.zero_bubble.runtime.observer import IterationObserver
+from megatron.zero_bubble.core.ir import Compute, Kind, Op
+from megatron.zero_bubble.engine.runtime.observer import IterationObserver
 from tests.helpers.parity import BASE_FLAGS, Outcome, _digest, _splits, _train_once, rebuild_process_groups
 
 
@@ -54,7 +54,7 @@ class _Injector(IterationObserver):
 
     def counted(self) -> tuple[str, ...]:
         """Return the number of forwards per chunk, and the sums that experts collect for the log."""
-        from megatron.zero_bubble.optimizer.log_sums import sums_for_the_log
+        from megatron.zero_bubble.engine.optimizer.log_sums import sums_for_the_log
 
         forwards = [f"{chunk.num_forwards.item():.0f} forwards" for chunk in self._chunks]
         return (*forwards, *(f"{key} {_digest(value)}" for key, value in sorted(sums_for_the_log().items())))
@@ -75,7 +75,7 @@ def train_with_faults(
     Args:
         daring: whether steps are taken ahead whatever the forecast, except the first one.
     """
-    from megatron.zero_bubble.optimizer.clip_forecast import ClipForecast
+    from megatron.zero_bubble.engine.optimizer.clip_forecast import ClipForecast
 
     with pytest.MonkeyPatch.context() as patch:
         if daring:
@@ -87,8 +87,8 @@ def train_with_faults(
 def _train(flags: str, faults: Sequence[Fault]) -> Outcome:
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.optimizer.log_sums import sums_for_the_log
-    from megatron.zero_bubble.patching import apply, revert
+    from megatron.zero_bubble.engine.optimizer.log_sums import sums_for_the_log
+    from megatron.zero_bubble.integration.patching import apply, revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir import Kind, Pass, Placement, Schedule, Slices
 
 
 def gpipe(placement: Placement, num_microbatches: int, num_slices: int = 1) -> Schedule:

@@ -178,7 +178,7 @@ class LaunchServer:
 
 
 def _launch(arguments: list[str], variables: dict[str, str], output: str) -> None:
-    from megatron.zero_bubble.megatron_lm import launch
+    from megatron.zero_bubble.integration.megatron_lm import launch
 
     os.environ.update(variables)
     _write_to(output)

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 from random import Random
 
 from megatron.zero_bubble import Placement
-from megatron.zero_bubble.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
 
 
 def all_layouts(placement: Placement, num_layers: int) -> Iterator[tuple[int, ...]]:

@@ -31,10 +31,10 @@ from unittest import mock
 
 import torch
 
-from megatron.zero_bubble.runtime import groups
-from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.transport import Transport
-from megatron.zero_bubble.runtime.watchdog import Watchdog
+from megatron.zero_bubble.engine.runtime import groups
+from megatron.zero_bubble.engine.runtime.groups import Directions
+from megatron.zero_bubble.engine.runtime.transport import Transport
+from megatron.zero_bubble.engine.runtime.watchdog import Watchdog
 
 COMPUTE = "compute"
 JOIN_TIMEOUT_S = 60.0

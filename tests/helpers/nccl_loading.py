@@ -27,13 +27,13 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.ir import Kind, Op, Pass, Plan, Value
-from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, ReleaseWeights, Wait
-from megatron.zero_bubble.runtime.collectives import Transfer, collective_handlers
-from megatron.zero_bubble.runtime.executor import Executor
-from megatron.zero_bubble.runtime.handler import Awaited, Handler
-from megatron.zero_bubble.runtime.handlers import handlers
-from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.core.ir import Kind, Op, Pass, Plan, Value
+from megatron.zero_bubble.core.ir.shards import Close, Gather, Open, Reduce, ReleaseWeights, Wait
+from megatron.zero_bubble.engine.runtime.collectives import Transfer, collective_handlers
+from megatron.zero_bubble.engine.runtime.executor import Executor
+from megatron.zero_bubble.engine.runtime.handler import Awaited, Handler
+from megatron.zero_bubble.engine.runtime.handlers import handlers
+from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.nccl import COMPUTE, Event, GPUs, Stream, _Task
 
 Kernels = Callable[[Any], Hashable]

@@ -4,8 +4,8 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron.zero_bubble.platforms import cpu, select
-from megatron.zero_bubble.platforms.cpu.megatron_lm import JOB_POINTS
+from megatron.zero_bubble.engine.platforms import cpu, select
+from megatron.zero_bubble.engine.platforms.cpu.megatron_lm import JOB_POINTS
 
 if __name__ == "__main__":
     del sys.argv[0]

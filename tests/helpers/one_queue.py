@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 
 from megatron.zero_bubble import PassCosts
-from megatron.zero_bubble.analysis.simulate import Run
-from megatron.zero_bubble.analysis.steps import Step, steps
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.ir import Op, Plan
-from megatron.zero_bubble.plan.prove import in_one_queue, stream_of
+from megatron.zero_bubble.core.analysis.simulate import Run
+from megatron.zero_bubble.core.analysis.steps import Step, steps
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.ir import Op, Plan
+from megatron.zero_bubble.core.plan.prove import in_one_queue, stream_of
 
 
 class _Hold(Op):

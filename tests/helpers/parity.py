@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.engine.platforms import select
 from tests.helpers.progress import RecordedProgress
 from tests.helpers.shards import read_each
 
@@ -130,8 +130,8 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcom
 
 def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[Any, Any]]:
     """Apply each schedule in turn; yield the checked flags and the pipeline, which is None for stock."""
-    from megatron.zero_bubble.job.flags import parse_ours
-    from megatron.zero_bubble.patching import apply, revert
+    from megatron.zero_bubble.integration.patching import apply, revert
+    from megatron.zero_bubble.planning.job.flags import parse_ours
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
 
@@ -210,7 +210,7 @@ def own_rows(chunks: Any, weight: torch.Tensor, of_stock: torch.Tensor) -> torch
         return of_stock
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.adapter.vocabulary.shards import VocabularyShards
+    from megatron.zero_bubble.integration.adapter.vocabulary.shards import VocabularyShards
 
     tensor = parallel_state.get_tensor_model_parallel_group()
     of_stock = of_stock.to(weight.device).contiguous()
@@ -231,7 +231,7 @@ def _train_once(
 
     ``on_start`` is called with the model chunks and the progress before the first iteration.
     """
-    from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
+    from megatron.zero_bubble.engine.optimizer.post_validation import PostValidatedOptimizer
     from megatron.zero_bubble.training import checkpoint, loop, model, stop
     from megatron.zero_bubble.training import schedule as zero_bubble
     from megatron.zero_bubble.training.data import tokenizer

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.zero_bubble.formats.plan import plan_from_json
-from megatron.zero_bubble.ir import Op, Plan, Schedule
-from megatron.zero_bubble.ir.offload import OFFLOAD_OPS
-from megatron.zero_bubble.ir.ops import OPS, parse_op
-from megatron.zero_bubble.ir.shards import SHARD_OPS
+from megatron.zero_bubble.core.formats.plan import plan_from_json
+from megatron.zero_bubble.core.ir import Op, Plan, Schedule
+from megatron.zero_bubble.core.ir.offload import OFFLOAD_OPS
+from megatron.zero_bubble.core.ir.ops import OPS, parse_op
+from megatron.zero_bubble.core.ir.shards import SHARD_OPS
 
 
 def plan_from_text(

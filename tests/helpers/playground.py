@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.zero_bubble.cli.playground import add_playground
 from megatron.zero_bubble.cli.playground.job import job_of
 from megatron.zero_bubble.cli.playground.server import Server
-from megatron.zero_bubble.schedules import SCHEDULES
+from megatron.zero_bubble.core.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver

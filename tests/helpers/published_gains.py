@@ -15,11 +15,11 @@ from typing import Any
 
 from megatron.zero_bubble import Schedule, build
 from megatron.zero_bubble.cli.model_config import read_model
-from megatron.zero_bubble.costs.estimate import DEVICES, layer_costs
-from megatron.zero_bubble.costs.layers import LayerCosts
+from megatron.zero_bubble.core.costs.estimate import DEVICES, layer_costs
+from megatron.zero_bubble.core.costs.layers import LayerCosts
+from megatron.zero_bubble.core.search.timed import timed
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto
-from megatron.zero_bubble.search.timed import timed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LIMITS = {"zb_1p": "1p", "zb_2p": "2p"}

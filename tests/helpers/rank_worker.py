@@ -81,7 +81,7 @@ def reset() -> None:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    patching = sys.modules.get("megatron.zero_bubble.patching")
+    patching = sys.modules.get("megatron.zero_bubble.integration.patching")
     left = patching.report() if patching else []
     assert not left, f"the job left patches behind; call patching.revert() at its end: {left}"
     parallel_state.destroy_model_parallel()

@@ -41,7 +41,7 @@ PRELOADED = ["tests.helpers.rank_worker", "tests.helpers.rank_imports"]
 
 def install_cpu_platform() -> None:
     """Install the CPU platform: the default initializer, which a rank runs once before its first job."""
-    importlib.import_module("megatron.zero_bubble.platforms.cpu").install()
+    importlib.import_module("megatron.zero_bubble.engine.platforms.cpu").install()
 
 
 class RankFailure(Exception):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.job.effects import EFFECTS
-from megatron.zero_bubble.job.features import OPTIONS as OURS
-from megatron.zero_bubble.job.options import OPTIONS, flag_of
 from megatron.zero_bubble.planning import exclusions
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
+from megatron.zero_bubble.planning.job.effects import EFFECTS
+from megatron.zero_bubble.planning.job.features import OPTIONS as OURS
+from megatron.zero_bubble.planning.job.options import OPTIONS, flag_of
 from megatron.zero_bubble.planning.rule import Rule
 
 H1, V, SEQ = (f"--zero-bubble-schedule {name}" for name in ("zb-h1", "zb-v", "seq-zb-h1"))

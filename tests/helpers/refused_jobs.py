@@ -26,8 +26,8 @@ def main(checkout: str) -> None:
     """Check the jobs from standard input."""
     sys.path.insert(0, checkout)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    from megatron.zero_bubble.platforms import cpu, select
-    from megatron.zero_bubble.platforms.cpu.megatron_lm import JOB_POINTS
+    from megatron.zero_bubble.engine.platforms import cpu, select
+    from megatron.zero_bubble.engine.platforms.cpu.megatron_lm import JOB_POINTS
 
     select("cpu")
     cpu.install(JOB_POINTS)
@@ -43,11 +43,11 @@ def num_ranks(job: list[str]) -> int:
 
 
 def _sentence(job: list[str]) -> str:
-    from megatron.zero_bubble.errors import UserError
-    from megatron.zero_bubble.job.flags import parse_ours
-    from megatron.zero_bubble.job.rules import Job, check_flags
-    from megatron.zero_bubble.megatron_lm.checks import check_format
-    from megatron.zero_bubble.megatron_lm.fork_flags import modernize
+    from megatron.zero_bubble.core.errors import UserError
+    from megatron.zero_bubble.integration.megatron_lm.checks import check_format
+    from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
+    from megatron.zero_bubble.planning.job.flags import parse_ours
+    from megatron.zero_bubble.planning.job.rules import Job, check_flags
 
     os.environ["WORLD_SIZE"] = str(num_ranks(job))
     printed = io.StringIO()
@@ -71,9 +71,9 @@ def _validate(arguments: list[str], options: Any) -> None:
     """Parse and validate the flags up to the point at which the schedule would be put in force."""
     from megatron.training import arguments as megatron_arguments
 
-    from megatron.zero_bubble.megatron_lm import install
-    from megatron.zero_bubble.megatron_lm.meeting import Meeting
-    from megatron.zero_bubble.patching.seams import installed_seams
+    from megatron.zero_bubble.integration.megatron_lm import install
+    from megatron.zero_bubble.integration.megatron_lm.meeting import Meeting
+    from megatron.zero_bubble.integration.patching.seams import installed_seams
 
     original, argv = megatron_arguments.add_megatron_arguments, sys.argv
     megatron_arguments.add_megatron_arguments = install._with_our_flags(original)

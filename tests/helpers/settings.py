@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
-from megatron.zero_bubble.schedules import SCHEDULES, has_units
-from megatron.zero_bubble.schedules.recipe import Recipe
+from megatron.zero_bubble.core.schedules import SCHEDULES, has_units
+from megatron.zero_bubble.core.schedules.recipe import Recipe
 
 TIMES = "--forward-ms 4 --backward-ms 5 --wgrad-ms 3"
 SIZES = ((2, 3), (3, 7), (4, 8))

@@ -88,7 +88,7 @@ def gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Grad
 
 def own_gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Gradients, dict[str, torch.Tensor]]:
     """As ``gradients_of``, with only the gradients of this rank's weights."""
-    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.engine.platforms import select
     from megatron.zero_bubble.training import checkpoint, loop, model
     from megatron.zero_bubble.training.data import tokenizer
     from megatron.zero_bubble.training.data.batches import Splits

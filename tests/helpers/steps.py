@@ -37,8 +37,8 @@ class Job:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer import TransformerConfig
 
-        from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
-        from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
+        from megatron.zero_bubble.engine.optimizer.post_validation import PostValidatedOptimizer
+        from megatron.zero_bubble.engine.optimizer.rollback import ROLLBACKS
 
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(1, pipeline, create_gloo_process_groups=False)

@@ -18,7 +18,7 @@ SMALL = (
 
 def run(rank: int, num_ranks: int, flags: Sequence[str]) -> None:
     """Run one rank of ``pretrain_gpt.py`` in the pool's process group."""
-    from megatron.zero_bubble.patching import revert
+    from megatron.zero_bubble.integration.patching import revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
     from megatron.zero_bubble.training.pretrain import train

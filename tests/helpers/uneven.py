@@ -50,7 +50,7 @@ def worst_differences(rank: int, flags: str, schedule: str, scaled: bool = False
     """
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.adapter.recent import Recent
+    from megatron.zero_bubble.integration.adapter.recent import Recent
 
     start: Any = None
     found: list[list[tuple[dict[str, torch.Tensor], float]]] = []
@@ -96,7 +96,7 @@ def _scaled(forward_step: Any, factor: float) -> Any:
 
 
 def _trainer(args: Any, chunks: Any) -> Any:
-    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.engine.platforms import select
     from megatron.zero_bubble.training import checkpoint, loop, model
     from megatron.zero_bubble.training.data import tokenizer
     from megatron.zero_bubble.training.data.batches import Splits
@@ -115,7 +115,7 @@ def _iteration(
     """Run the passes of one iteration; returns the gradients of the pipeline by name, and the loss."""
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.costs.lengths import Shape
+    from megatron.zero_bubble.core.costs.lengths import Shape
     from megatron.zero_bubble.training.data.documents import packed
     from megatron.zero_bubble.training.data.shares import Share
     from megatron.zero_bubble.training.loop import _mean_loss

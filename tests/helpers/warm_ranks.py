@@ -102,8 +102,8 @@ class _FakeWandb(ModuleType):
 
 def _serve(script: str, answers: TextIO) -> list[str]:
     """Answer requests until stdin closes; returns only in a forked rank, with its arguments."""
-    from megatron.zero_bubble.platforms import cpu, select
-    from megatron.zero_bubble.platforms.cpu.megatron_lm import JOB_POINTS
+    from megatron.zero_bubble.engine.platforms import cpu, select
+    from megatron.zero_bubble.engine.platforms.cpu.megatron_lm import JOB_POINTS
 
     cpu.install(JOB_POINTS)
     select("cpu").setup(0)
@@ -196,7 +196,7 @@ def _spoil_gradients() -> None:
 
 def _read_whole_weights() -> Callable[[Sequence[Any]], AbstractContextManager[None]]:
     """Return a context in which weights are whole; it prints how many bytes were, if they are shards."""
-    from megatron.zero_bubble.adapter.shards import ShardedUnits
+    from megatron.zero_bubble.integration.adapter.shards import ShardedUnits
 
     step_shards, found = ShardedUnits.step_shards, []
 
@@ -284,6 +284,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(sys.argv[1]).parent)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # the imports may print
-    from megatron.zero_bubble.megatron_lm import launch
+    from megatron.zero_bubble.integration.megatron_lm import launch
 
     sys.exit(launch.main(_serve(sys.argv[1], answers)))

@@ -16,11 +16,11 @@ from tests.helpers.hybrid_jobs import pretrain_hybrid
 from tests.helpers.megatron_lm import VARIABLE, Checkout, Log, checkouts, pretrain_gpt
 from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
+from tests.integration.megatron_lm.test_models import pretrain_vlm
+from tests.integration.megatron_lm.test_parity import same
 from tests.jobs.table import BRIDGE, EQUAL, LOOPS, REFUSED, SCRIPTS, ScriptJob
 from tests.loops.checkouts import check_on
 from tests.loops.compare import SCHEDULES, differences, outcomes
-from tests.megatron_lm.test_models import pretrain_vlm
-from tests.megatron_lm.test_parity import same
 
 CHECKOUTS = checkouts()
 PIPELINE = "--pipeline-model-parallel-size 2 --train-iters 6 --seq-length 32 --max-position-embeddings 32"

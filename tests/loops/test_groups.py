@@ -81,7 +81,7 @@ def first_after_reload(rank: int) -> list[Any]:
     from megatron.core import tensor_parallel
 
     import megatron.zero_bubble
-    from megatron.zero_bubble.runtime.transport import Transport
+    from megatron.zero_bubble.engine.runtime.transport import Transport
 
     done: list[Any] = []
     tokens, send = Transport._exchange_tokens, Transport.send
@@ -119,7 +119,7 @@ def steps_ahead(rank: int) -> list[Any]:
     from megatron.core import parallel_state
 
     import megatron.zero_bubble
-    from tests.adapter.test_post_validated_loop import ITERATIONS, passes, report, setup, train
+    from tests.integration.adapter.test_post_validated_loop import ITERATIONS, passes, report, setup, train
 
     logs: list[Any] = [[], []]
     initialize(None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 from tests.helpers.megatron_lm import Checkout, checkouts
 from tests.helpers.ranks import RankPool
 from tests.loops.checkouts import check_on

@@ -13,9 +13,9 @@ from itertools import product
 
 import pytest
 
-from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.cli.plan import add_plan, question_of
-from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.core.analysis.validate import validate
+from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.planning.answer import CHOOSERS, answer
 from megatron.zero_bubble.planning.offer import Ask, Offer
 from megatron.zero_bubble.planning.question import Question

@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 
 from megatron.zero_bubble import Kind, Pass, Schedule, build
-from megatron.zero_bubble.adapter.part import IterationFacts, Joined, Part
-from megatron.zero_bubble.adapter.pipeline import Pipeline
-from megatron.zero_bubble.adapter.prepared import Lowering
-from megatron.zero_bubble.ir import Compute, Op, Plan
-from megatron.zero_bubble.runtime.executor import Handler
+from megatron.zero_bubble.core.ir import Compute, Op, Plan
+from megatron.zero_bubble.engine.runtime.executor import Handler
+from megatron.zero_bubble.integration.adapter.part import IterationFacts, Joined, Part
+from megatron.zero_bubble.integration.adapter.pipeline import Pipeline
+from megatron.zero_bubble.integration.adapter.prepared import Lowering
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
 
@@ -89,7 +89,7 @@ class PassCounter(Part):
 
 def train_counting(rank: int, flags: str, schedules: Sequence[str | None]) -> tuple[list[Outcome], Any, Any]:
     """Train with the part in the pipeline; return the outcomes and what the part has counted."""
-    from megatron.zero_bubble import patching
+    from megatron.zero_bubble.integration import patching
 
     counter = PassCounter()
     with mock.patch.object(patching, "apply", partial(patching.apply, parts=[counter])):

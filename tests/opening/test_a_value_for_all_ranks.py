@@ -17,20 +17,20 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement, Schedule, simulate
-from megatron.zero_bubble.analysis.difference import Comparison
-from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
-from megatron.zero_bubble.analysis.trace import Trace
-from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.ir import Chain, Compute, Effects, Flow, Op, Plan, Send, Slices, Token, Value
-from megatron.zero_bubble.ir.ops import NET, OPS, Rows, Times
-from megatron.zero_bubble.measure.gather import gather_trace
-from megatron.zero_bubble.measure.recorder import Recorder
-from megatron.zero_bubble.plan import communicate, lower, prove
-from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.render.perfetto import render_perfetto
-from megatron.zero_bubble.render.svg import render_svg
-from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.core.analysis.difference import Comparison
+from megatron.zero_bubble.core.analysis.timeline import LaneSpan, Span
+from megatron.zero_bubble.core.analysis.trace import Trace
+from megatron.zero_bubble.core.errors import PlanError
+from megatron.zero_bubble.core.ir import Chain, Compute, Effects, Flow, Op, Plan, Send, Slices, Token, Value
+from megatron.zero_bubble.core.ir.ops import NET, OPS, Rows, Times
+from megatron.zero_bubble.core.plan import communicate, lower, prove
+from megatron.zero_bubble.core.render.perfetto import render_perfetto
+from megatron.zero_bubble.core.render.svg import render_svg
+from megatron.zero_bubble.engine.measure.gather import gather_trace
+from megatron.zero_bubble.engine.measure.recorder import Recorder
+from megatron.zero_bubble.engine.platforms import select
+from megatron.zero_bubble.engine.runtime.groups import Directions
+from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.emulate.clock import VirtualClock
 from tests.helpers.emulate.execute import execute
 from tests.helpers.emulate.links import VirtualLinks

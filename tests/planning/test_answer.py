@@ -11,12 +11,12 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.analysis.score import is_less
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import CostsFile
-from megatron.zero_bubble.ir import Slices
-from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.analysis.score import is_less
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import CostsFile
+from megatron.zero_bubble.core.ir import Slices
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning import choosers
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.figures import Figures

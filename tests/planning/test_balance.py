@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import megatron.zero_bubble
 from megatron.zero_bubble import LengthCost, balance, build, simulate
-from megatron.zero_bubble.costs.lengths import Load
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.costs.lengths import Load
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.balance import duration, karmarkar_karp, load_of, microbatches, simulator_of
 
 HIDDEN = 2048

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, Slices, build
-from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.costs.cuts import balanced
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.costs.cuts import balanced
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.choosers import slices
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offer import Offer

@@ -7,9 +7,9 @@ from argparse import Namespace
 import pytest
 
 from megatron.zero_bubble import Placement
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.model import division_of
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.division import Division
+from megatron.zero_bubble.planning.job.model import division_of
 
 LINEAR, VEE, LOOP = Placement.linear(4), Placement.vee(4), Placement.interleaved(4, 3)
 

@@ -16,14 +16,14 @@ from bench.experts import COSTS, SCALES, costs_file
 from megatron.zero_bubble import simulate
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.advise import _refusal
-from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import plan_from_json
-from megatron.zero_bubble.ir import Kind
-from megatron.zero_bubble.ir.queues import HardwareQueues
-from megatron.zero_bubble.job.options import _NEEDED_BY_PAIRS
-from megatron.zero_bubble.plan import lower_training
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.costs import PassMemory
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.plan import plan_from_json
+from megatron.zero_bubble.core.ir import Kind
+from megatron.zero_bubble.core.ir.queues import HardwareQueues
+from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan.timelines import timeline_of
+from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning.advice import Setting
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import need_of
@@ -31,8 +31,8 @@ from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import contenders, verdict
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures, measured
+from megatron.zero_bubble.planning.job.options import _NEEDED_BY_PAIRS
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.schedules import build
 from tests.helpers.rows import some
 
 SMALL = (4, 16, 4)

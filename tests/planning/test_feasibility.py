@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from megatron.zero_bubble.analysis.memory import peaks_in_order
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.formats.costs import CostsFile, costs_to_json
-from megatron.zero_bubble.ir import WHOLE, Slices
-from megatron.zero_bubble.ir.queues import HardwareQueues
+from megatron.zero_bubble.core.analysis.memory import peaks_in_order
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.core.formats.costs import CostsFile, costs_to_json
+from megatron.zero_bubble.core.ir import WHOLE, Slices
+from megatron.zero_bubble.core.ir.queues import HardwareQueues
+from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning import worker
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.feasibility import ONE_QUEUE, Feasibility
@@ -22,7 +23,6 @@ from megatron.zero_bubble.planning.figures import measured
 from megatron.zero_bubble.planning.question import of_run
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
-from megatron.zero_bubble.schedules import build
 
 GIB = 2.0**30
 PLACEMENTS: list[tuple[Any, int | None]] = [("linear", None), ("vee", None), ("loop", 2), ("loop", 3), ("wave", 4)]

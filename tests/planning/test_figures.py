@@ -6,17 +6,17 @@ from random import Random
 
 import pytest
 
-from megatron.zero_bubble.analysis.memory import most_kept
-from megatron.zero_bubble.analysis.score import within
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.plan.timelines import timeline_of
+from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.source import ZB_AUTO
-from megatron.zero_bubble.schedules import build
 
 
 def uneven(seed: int) -> Figures:

@@ -8,17 +8,17 @@ from random import Random
 import pytest
 
 from megatron.zero_bubble import Placement, Schedule, build, simulate
-from megatron.zero_bubble.analysis.memory import most_kept
-from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.costs.layers import LayerCosts, Part
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.schedules import recipe
+from megatron.zero_bubble.core.search import portfolio
+from megatron.zero_bubble.core.search.cut import even, least_layers
+from megatron.zero_bubble.core.search.placements import PlacementChoice
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import EVEN, MOVED, lay_out, shifted_layers
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search
-from megatron.zero_bubble.schedules import recipe
-from megatron.zero_bubble.search import portfolio
-from megatron.zero_bubble.search.cut import even, least_layers
-from megatron.zero_bubble.search.placements import PlacementChoice
 from tests.helpers.layouts import all_layouts, random_layers
 from tests.helpers.rows import some
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
-from megatron.zero_bubble.analysis.bounds import lower_bound_with_offload
-from megatron.zero_bubble.analysis.memory import highest, host_peaks, memory_curve
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.ir.offload import Evict, Fetch
-from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.core.analysis.bounds import lower_bound_with_offload
+from megatron.zero_bubble.core.analysis.memory import highest, host_peaks, memory_curve
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir.offload import Evict, Fetch
+from megatron.zero_bubble.core.plan import lower_training
 from megatron.zero_bubble.planning.offload import HostLimits, OffloadPlan, plan_offload
 from tests.helpers.rows import some
 

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, build
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.choosers import offload, schedules, search_limits, vocabulary
 from megatron.zero_bubble.planning.figures import Figures

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, build
-from megatron.zero_bubble.ir.garbage import without_gc
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.ir.garbage import without_gc
+from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.offload import plan_offload
 
 

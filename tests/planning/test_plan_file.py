@@ -11,9 +11,9 @@ import pytest
 
 from megatron.zero_bubble.__main__ import parser
 from megatron.zero_bubble.cli.plan import question_of
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import PlanFile, plan_from_json
-from megatron.zero_bubble.formats.plan_keys import PLAN_KEYS
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.plan import PlanFile, plan_from_json
+from megatron.zero_bubble.core.formats.plan_keys import PLAN_KEYS
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.plan_file import decided, written
 

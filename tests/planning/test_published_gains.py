@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.search.timed import timed
+from megatron.zero_bubble.core.search.timed import timed
 from tests.helpers.published_gains import INTERLEAVED, PLAIN, PublishedRun, published_runs
 from tests.helpers.rows import some
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build
-from megatron.zero_bubble.costs.static import StageBytes
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.plan.shard import Sharding
+from megatron.zero_bubble.core.costs.static import StageBytes
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import bound
 from megatron.zero_bubble.planning.shard_search import plan_shards

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build
-from megatron.zero_bubble.costs.static import StageBytes
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.plan.shard import Sharding
+from megatron.zero_bubble.core.costs.static import StageBytes
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, of_schedule, with_collectives

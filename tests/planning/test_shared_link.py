@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.ir import Compute, Op, Pass, Plan
-from megatron.zero_bubble.ir.offload import Evict, Fetch, Reclaim, ReleaseDevice
-from megatron.zero_bubble.plan.offload import offload
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.ir import Compute, Op, Pass, Plan
+from megatron.zero_bubble.core.ir.offload import Evict, Fetch, Reclaim, ReleaseDevice
+from megatron.zero_bubble.core.plan.offload import offload
 from megatron.zero_bubble.planning.offload import HostLimits, OffloadPlan, plan_offload
 
 Case = tuple[Timeline, PassCosts, PassMemory]

@@ -21,13 +21,13 @@ from megatron.zero_bubble import (
     simulate,
     validate,
 )
-from megatron.zero_bubble.analysis.memory import peaks_in_order
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import CostsFile
-from megatron.zero_bubble.formats.plan import plan_to_json
-from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
-from megatron.zero_bubble.job.runnable import check_runnable
+from megatron.zero_bubble.core.analysis.memory import peaks_in_order
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import CostsFile
+from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.planning.job.runnable import check_runnable
 from megatron.zero_bubble.planning.source import ScheduleSource, UnitChoice, even_costs
 
 

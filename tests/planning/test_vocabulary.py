@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import PassMemory, Placement, Schedule, build
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import read_costs_file
-from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.analysis.validate import validate
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import read_costs_file
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.core.plan.timelines import timeline_of
+from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.plans import peak_memory
@@ -25,7 +26,6 @@ from megatron.zero_bubble.planning.vocabulary import (
     variants,
     with_times,
 )
-from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 from tests.helpers.rows import some
 
 ROOT = Path(__file__).parents[2] / "configs" / "published" / "vocabulary_a100"

@@ -15,16 +15,16 @@ import pytest
 
 from megatron.zero_bubble import Placement, simulate
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.analysis.memory import most_kept
-from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import costs_to_json
-from megatron.zero_bubble.ir import WHOLE, Slices
-from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
-from megatron.zero_bubble.job.runnable import check_runnable
+from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import costs_to_json
+from megatron.zero_bubble.core.ir import WHOLE, Slices
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.planning import worker
+from megatron.zero_bubble.planning.job.runnable import check_runnable
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
 from tests.helpers.plans import schedule_from_json

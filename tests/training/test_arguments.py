@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.features import OPTIONS
-from megatron.zero_bubble.job.flags import full_help, parse_ours
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.planning.job.features import OPTIONS
+from megatron.zero_bubble.planning.job.flags import full_help, parse_ours
 from megatron.zero_bubble.training.arguments import build_parser, parse
 from megatron.zero_bubble.training.config_file import RIVALS
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.checkpoint_folder import (
     MANIFEST,

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import PassCosts, build, simulate
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import plan_to_json
-from megatron.zero_bubble.job import installed
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.planning.job import installed
 from megatron.zero_bubble.training import model_checks
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 
@@ -79,7 +79,7 @@ def test_limit_without_moves_is_rejected() -> None:
 
 def test_jobs_of_megatron_lm_are_checked_with_equal_stages() -> None:
     """Megatron-LM's validated flags, which lack --recompute-activations."""
-    checks = pytest.importorskip("megatron.zero_bubble.megatron_lm.checks")
+    checks = pytest.importorskip("megatron.zero_bubble.integration.megatron_lm.checks")
     args = parse([*JOB.split(), "--global-batch-size", "32"])
     check(args, 4, 4)
     del args.recompute_activations

@@ -27,9 +27,9 @@ pytestmark = pytest.mark.timeout(300)  # whole runs, some including imports; ten
 # machine with oversubscribed cores more than 20.
 LIMIT_S = 60.0
 
-BACKWARD = "megatron.zero_bubble.adapter.stage:MegatronStage._backward"
+BACKWARD = "megatron.zero_bubble.integration.adapter.stage:MegatronStage._backward"
 OPTIMIZER = "megatron.core.optimizer.optimizer:ChainedOptimizer.step"
-VALIDATE = "megatron.zero_bubble.optimizer.post_validation:PostValidatedOptimizer.validate"
+VALIDATE = "megatron.zero_bubble.engine.optimizer.post_validation:PostValidatedOptimizer.validate"
 SAVE = "megatron.core.dist_checkpointing:save"
 SENTENCE = (
     "zero-bubble: rank {0}: stopped because rank {1} died; look at the output of rank {1} first, then start the job "
@@ -44,7 +44,7 @@ def flags(layout: Layout, num_microbatches: int, *more: str, schedule: str = "zb
 
 def exit_in_backward(rank: int) -> None:
     if rank == 1:
-        from megatron.zero_bubble.adapter.stage import MegatronStage
+        from megatron.zero_bubble.integration.adapter.stage import MegatronStage
 
         MegatronStage._backward = lambda *_, **__: sys.exit(3)  # type: ignore[method-assign, assignment]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.adapter.test_offload import LARGE
 from tests.helpers.launch import Setup, run_training
 from tests.helpers.parity import BASE_FLAGS, Layout
 from tests.helpers.plans import plan_from_text
+from tests.integration.adapter.test_offload import LARGE
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 60.0
@@ -30,7 +30,7 @@ def fail_a_copy(kind: str, rank: int) -> None:
     """Make the fifth copy of ``kind`` on rank 1 read memory of another size."""
     if rank != 1:
         return
-    from megatron.zero_bubble.runtime import offload
+    from megatron.zero_bubble.engine.runtime import offload
 
     copy, calls = offload._copy, []
 
@@ -43,8 +43,8 @@ def fail_a_copy(kind: str, rank: int) -> None:
 
 def fetch_too_late(rank: int) -> None:
     """Move every Fetch and Reclaim behind its backward, by the text of the plan."""
-    from megatron.zero_bubble.adapter import offloading
-    from megatron.zero_bubble.ir import Plan
+    from megatron.zero_bubble.core.ir import Plan
+    from megatron.zero_bubble.integration.adapter import offloading
 
     place = offloading.offload
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.formats.plan import plan_to_json
-from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.schedules import build
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.core.ir import Placement, Schedule
+from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.training.pretrain import main
 from tests.helpers.launch import run_training
 from tests.helpers.parity import BASE_FLAGS, Layout
@@ -156,9 +156,11 @@ def test_all_ranks_end_if_one_cannot_apply_the_schedule(tmp_path: Path) -> None:
 
 
 def refuse_on_rank_1(rank: int) -> None:
-    patches = importlib.import_module("megatron.zero_bubble.patching.apply")  # the package has a function of that name
+    patches = importlib.import_module(
+        "megatron.zero_bubble.integration.patching.apply"
+    )  # the package has a function of that name
 
-    from megatron.zero_bubble.errors import SeamError
+    from megatron.zero_bubble.core.errors import SeamError
 
     def another() -> Any:
         raise SeamError("rank 1 has another megatron-core")

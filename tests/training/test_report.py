@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.training.report import BubbleMetrics, IterationMetrics, Progress
 
 

@@ -10,7 +10,7 @@ from tests.helpers.launch import Death, run_training
 from tests.helpers.parity import Layout
 from tests.training.test_faults import check_survivors, flags
 
-OPS = "megatron.zero_bubble.adapter.shards:DistributedChunk"
+OPS = "megatron.zero_bubble.integration.adapter.shards:DistributedChunk"
 
 
 @pytest.mark.full

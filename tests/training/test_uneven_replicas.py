@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from corpus import write_documents
 
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import read_costs_file
-from megatron.zero_bubble.formats.trace import read_trace_file
-from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import read_costs_file
+from megatron.zero_bubble.core.formats.trace import read_trace_file
+from megatron.zero_bubble.core.ir import Kind
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from tests.helpers.launch import Death, run_training

@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.analysis.idle import Idle, idle_of
-from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.core.analysis.idle import Idle, idle_of
+from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.advice import Advice
 from megatron.zero_bubble.planning.change import NUMBERS, Row, Today
 from megatron.zero_bubble.planning.experts import Refusal, verdict
 from megatron.zero_bubble.planning.uncertainty import SHARE
-from megatron.zero_bubble.search.placements import name_of
 from megatron.zero_bubble.training.arguments import misspelt
 
 _GIB = 2**30

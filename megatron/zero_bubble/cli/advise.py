@@ -12,9 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.zero_bubble.analysis.idle import idle_of
-from megatron.zero_bubble.analysis.score import ROUNDING
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of
 from megatron.zero_bubble.cli.job_figures import gpu_bytes, job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_runs import SEVERAL, job_runs, with_more_queues
@@ -27,17 +24,20 @@ from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_
 from megatron.zero_bubble.cli.planned_job import planned_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size
-from megatron.zero_bubble.costs.estimate import DEVICES
-from megatron.zero_bubble.costs.units import format_bytes, positive_figure
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.layout import job_layers
-from megatron.zero_bubble.job.changes import Pipeline
-from megatron.zero_bubble.job.flags import has_schedule
-from megatron.zero_bubble.job.options import check_pairs
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.analysis.idle import idle_of
+from megatron.zero_bubble.core.analysis.score import ROUNDING
+from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.costs.estimate import DEVICES
+from megatron.zero_bubble.core.costs.units import format_bytes, positive_figure
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.layout import job_layers
+from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.advice import WORTH, WORTH_ESTIMATED, Advice, Adviser, Setting, Tried
 from megatron.zero_bubble.planning.change import NUMBERS, Change, Need, Row, Today, need_of
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.job.changes import Pipeline
+from megatron.zero_bubble.planning.job.flags import has_schedule
+from megatron.zero_bubble.planning.job.options import check_pairs
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 

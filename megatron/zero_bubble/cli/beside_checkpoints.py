@@ -11,11 +11,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import read_costs_file
-from megatron.zero_bubble.formats.facts import KEY_FACTS, Facts, differences, facts_from, listed
-from megatron.zero_bubble.formats.files import json_object, read_file, read_key
-from megatron.zero_bubble.job.changes import DECIDABLE
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import read_costs_file
+from megatron.zero_bubble.core.formats.facts import KEY_FACTS, Facts, differences, facts_from, listed
+from megatron.zero_bubble.core.formats.files import json_object, read_file, read_key
+from megatron.zero_bubble.planning.job.changes import DECIDABLE
 
 COSTS, DECISION = "zero_bubble_costs.json", "zero_bubble_auto.json"
 """The files: what a run has measured, and what it decided."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron.zero_bubble.analysis.score import length_ms
-from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.core.analysis.score import length_ms
+from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.planning.offer import Offer
 
 _STEPS = 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.vocabulary import are_divided
 

@@ -11,9 +11,6 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from megatron.zero_bubble.analysis.bounds import least_memory
-from megatron.zero_bubble.analysis.score import length_ms, within
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
 from megatron.zero_bubble.cli.choices import choices_of, choices_of_files, common_choices
 from megatron.zero_bubble.cli.compare_table import Row, Table, short_text, table_text
@@ -27,8 +24,12 @@ from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shard
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.cli.winner import how_to_run
-from megatron.zero_bubble.ir import WHOLE, Placement, Slices
-from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.analysis.bounds import least_memory
+from megatron.zero_bubble.core.analysis.score import length_ms, within
+from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.ir import WHOLE, Placement, Slices
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.search.placements import label_of, name_of, placements
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, comparable, most_chunks
 from megatron.zero_bubble.planning.choosers import search_limits, with_costs
@@ -40,7 +41,6 @@ from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import Variant
-from megatron.zero_bubble.search.placements import label_of, name_of, placements
 
 
 def add_compare(verb: argparse.ArgumentParser) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby
 
-from megatron.zero_bubble.analysis.score import length_ms
-from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.break_even import BreakEven
 from megatron.zero_bubble.cli.divisions import division_lines, mark
 from megatron.zero_bubble.cli.layouts import compared
 from megatron.zero_bubble.cli.plan_text import SLOW
+from megatron.zero_bubble.core.analysis.score import length_ms
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.search.loops import compiled
 from megatron.zero_bubble.planning.candidates import FITTED
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.search.loops import compiled
 
 
 @dataclass(frozen=True)

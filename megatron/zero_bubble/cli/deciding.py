@@ -35,13 +35,13 @@ from megatron.zero_bubble.cli.beside_checkpoints import (
 from megatron.zero_bubble.cli.job_runs import check_job, job_runs
 from megatron.zero_bubble.cli.machine import Gpu, gpu_here
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.facts import Facts, all_differences, listed
-from megatron.zero_bubble.job.facts import facts_of, job_facts
-from megatron.zero_bubble.job.flags import StrictParser, given, has_schedule, parse_ours
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.facts import Facts, all_differences, listed
+from megatron.zero_bubble.core.search.placements import HAS_CHUNKS
 from megatron.zero_bubble.planning.change import NUMBERS, ROUNDED
+from megatron.zero_bubble.planning.job.facts import facts_of, job_facts
+from megatron.zero_bubble.planning.job.flags import StrictParser, given, has_schedule, parse_ours
 from megatron.zero_bubble.planning.source import AUTO_LIMIT, ZB_AUTO
-from megatron.zero_bubble.search.placements import HAS_CHUNKS
 from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
 
 AUTO = "auto"

@@ -7,7 +7,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Protocol
 
-from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 
 _MARK = "   lower bound"

@@ -10,7 +10,6 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.advice_text import not_read
 from megatron.zero_bubble.cli.deciding import decided
 from megatron.zero_bubble.cli.job_figures import gpu_bytes
@@ -21,20 +20,21 @@ from megatron.zero_bubble.cli.planned_job import RankMemory, planned_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size, show
 from megatron.zero_bubble.cli.stock import against_stock
-from megatron.zero_bubble.costs.estimate import DEVICES
-from megatron.zero_bubble.costs.units import parse_bytes
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.layout import job_predictions
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.job import experts, recomputation
-from megatron.zero_bubble.job.facts import remarks as of_other_jobs
-from megatron.zero_bubble.job.flags import has_schedule
-from megatron.zero_bubble.job.installed import missing_packages as packages_of_megatrons
-from megatron.zero_bubble.job.pattern import contents
+from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.costs.estimate import DEVICES
+from megatron.zero_bubble.core.costs.units import parse_bytes
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.layout import job_predictions
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.render.text import headline, imbalance
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.job import experts, recomputation
+from megatron.zero_bubble.planning.job.facts import remarks as of_other_jobs
+from megatron.zero_bubble.planning.job.flags import has_schedule
+from megatron.zero_bubble.planning.job.installed import missing_packages as packages_of_megatrons
+from megatron.zero_bubble.planning.job.pattern import contents
 from megatron.zero_bubble.planning.plans import rank_memory, slower_than_1f1b
-from megatron.zero_bubble.render.text import headline, imbalance
 from megatron.zero_bubble.training.model_checks import missing_packages as packages_of_ours
 
 _COPIES = "Copies to host memory and back are not in the times, unless the costs file has host_ms."

@@ -10,15 +10,15 @@ from functools import partial
 from megatron.zero_bubble.cli.layouts import BY_COST
 from megatron.zero_bubble.cli.links import add_links, links_of
 from megatron.zero_bubble.cli.model_config import read_model
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate, layer_costs
-from megatron.zero_bubble.costs.static import StageBytes
-from megatron.zero_bubble.costs.tensor import TensorParallel
-from megatron.zero_bubble.costs.units import checked_figure, checked_share, refuse_no_time
-from megatron.zero_bubble.errors import UserError, as_flag
-from megatron.zero_bubble.formats.costs import read_costs_file
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.ir.sizes import check_size
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
+from megatron.zero_bubble.core.costs.static import StageBytes
+from megatron.zero_bubble.core.costs.tensor import TensorParallel
+from megatron.zero_bubble.core.costs.units import checked_figure, checked_share, refuse_no_time
+from megatron.zero_bubble.core.errors import UserError, as_flag
+from megatron.zero_bubble.core.formats.costs import read_costs_file
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir.sizes import check_size
 from megatron.zero_bubble.planning.figures import Figures, TensorFigures, measured
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")

@@ -8,29 +8,29 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate, layer_costs
-from megatron.zero_bubble.costs.expert_layers import Links
-from megatron.zero_bubble.costs.predictions import (
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
+from megatron.zero_bubble.core.costs.expert_layers import Links
+from megatron.zero_bubble.core.costs.predictions import (
     prediction_expert_weights,
     prediction_experts,
     prediction_parts,
     prediction_weights,
     with_predictions,
 )
-from megatron.zero_bubble.costs.static import StageBytes
-from megatron.zero_bubble.costs.units import parse_bytes
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import CostsFile, read_costs_file
-from megatron.zero_bubble.formats.facts import differences, listed
-from megatron.zero_bubble.formats.layout import job_predictions
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.facts import facts_of
-from megatron.zero_bubble.job.flags import has_schedule
-from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, unestimated_kinds
-from megatron.zero_bubble.job.vocabulary import tokenizers_vocabulary
+from megatron.zero_bubble.core.costs.static import StageBytes
+from megatron.zero_bubble.core.costs.units import parse_bytes
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import CostsFile, read_costs_file
+from megatron.zero_bubble.core.formats.facts import differences, listed
+from megatron.zero_bubble.core.formats.layout import job_predictions
+from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import HALVED, Figures
+from megatron.zero_bubble.planning.job.facts import facts_of
+from megatron.zero_bubble.planning.job.flags import has_schedule
+from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, unestimated_kinds
+from megatron.zero_bubble.planning.job.vocabulary import tokenizers_vocabulary
 from megatron.zero_bubble.planning.vocabulary import Choice, are_divided, variants
 
 _NO_PREDICTIONS = (

@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron.zero_bubble.ir.queues import HardwareQueues
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.flags import has_schedule
-from megatron.zero_bubble.job.runnable import check_runnable
+from megatron.zero_bubble.core.ir.queues import HardwareQueues
+from megatron.zero_bubble.engine.runtime.backends import QUEUES, hardware_queues, is_nccl
 from megatron.zero_bubble.planning.feasibility import Feasibility
-from megatron.zero_bubble.runtime.backends import QUEUES, hardware_queues, is_nccl
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.planning.job.flags import has_schedule
+from megatron.zero_bubble.planning.job.runnable import check_runnable
 
 SEVERAL = f"{QUEUES}=32"
 """What a job is started with so that its streams do not share hardware queues."""

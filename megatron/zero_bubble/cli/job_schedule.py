@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.stock import stock_schedule
-from megatron.zero_bubble.ir import WHOLE, Schedule
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.ir import WHOLE, Schedule
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.question import of_run
 from megatron.zero_bubble.planning.source import AUTO_LIMIT, DEFAULT_LIMIT, ZB_AUTO, ScheduleSource
 

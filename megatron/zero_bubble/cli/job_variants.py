@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.change import ORDER, ROUNDED, SAME
 
 VARIANTS = ("micro-batch-size", "recompute", "pipeline")

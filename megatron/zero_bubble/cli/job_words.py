@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 
 
 def job_words(options: argparse.Namespace) -> list[str]:

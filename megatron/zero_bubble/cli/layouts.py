@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.zero_bubble.formats.layout import stages_text
+from megatron.zero_bubble.core.formats.layout import stages_text
 from megatron.zero_bubble.planning.layouts import LayoutPlan
 
 EVENLY, BY_COST = "even", "auto"

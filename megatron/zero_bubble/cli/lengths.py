@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.costs.lengths import LengthCost, Load, PackedCosts
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.costs.lengths import LengthCost, Load, PackedCosts
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.offer import Offer
 from megatron.zero_bubble.planning.ordering import Simulator
 

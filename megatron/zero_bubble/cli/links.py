@@ -8,9 +8,9 @@ from itertools import permutations
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.rank_groups import RankGroups
-from megatron.zero_bubble.costs.estimate import DEVICES
-from megatron.zero_bubble.costs.expert_layers import Links
-from megatron.zero_bubble.costs.units import checked_figure, positive_figure
+from megatron.zero_bubble.core.costs.estimate import DEVICES
+from megatron.zero_bubble.core.costs.expert_layers import Links
+from megatron.zero_bubble.core.costs.units import checked_figure, positive_figure
 from megatron.zero_bubble.planning.figures import Figures
 
 NETWORK_GBS = 50.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from typing import NamedTuple
 
-from megatron.zero_bubble.costs.estimate import DEVICES
-from megatron.zero_bubble.job.facts import gpu_kind
+from megatron.zero_bubble.core.costs.estimate import DEVICES
+from megatron.zero_bubble.planning.job.facts import gpu_kind
 
 ASSUMED = "h100"
 """The GPU to estimate for where another is not known."""

@@ -6,16 +6,21 @@ import argparse
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.layout import layout_text
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.flags import has_schedule, parse_ours
-from megatron.zero_bubble.job.pattern import pattern_of
-from megatron.zero_bubble.job.planned import adopt
-from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags
-from megatron.zero_bubble.megatron_lm import checks
-from megatron.zero_bubble.megatron_lm.batches import in_training, job_batches, last_iteration, num_microbatches
-from megatron.zero_bubble.megatron_lm.fork_flags import modernize
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.layout import layout_text
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.integration.megatron_lm import checks
+from megatron.zero_bubble.integration.megatron_lm.batches import (
+    in_training,
+    job_batches,
+    last_iteration,
+    num_microbatches,
+)
+from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
+from megatron.zero_bubble.planning.job.flags import has_schedule, parse_ours
+from megatron.zero_bubble.planning.job.pattern import pattern_of
+from megatron.zero_bubble.planning.job.planned import adopt
+from megatron.zero_bubble.planning.job.rules import Job, check_costs_file, check_flags
 
 
 class MegatronJob(NamedTuple):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.zero_bubble.costs.estimate import Model
-from megatron.zero_bubble.errors import UserError, as_flag
-from megatron.zero_bubble.formats.facts import Facts
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.ir.sizes import MOST_LAYERS, check_size
-from megatron.zero_bubble.job.facts import facts_of
-from megatron.zero_bubble.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, stated_vocabulary
+from megatron.zero_bubble.core.costs.estimate import Model
+from megatron.zero_bubble.core.errors import UserError, as_flag
+from megatron.zero_bubble.core.formats.facts import Facts
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir.sizes import MOST_LAYERS, check_size
 from megatron.zero_bubble.planning.division import Division
+from megatron.zero_bubble.planning.job.facts import facts_of
+from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, stated_vocabulary
 
 
 def read_model(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from megatron.zero_bubble.costs.units import bytes_per_ms, parse_bytes, positive_figure
-from megatron.zero_bubble.errors import UserError, as_flag
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.plan.offload import NO_SHARE, parse_share
+from megatron.zero_bubble.core.costs.units import bytes_per_ms, parse_bytes, positive_figure
+from megatron.zero_bubble.core.errors import UserError, as_flag
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.plan.offload import NO_SHARE, parse_share
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO, HostLimits, OffloadPlan, check_copies
 from megatron.zero_bubble.planning.question import Offloading

@@ -18,29 +18,29 @@ from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.shards import add_shards, number_or_auto, replicas_of, shard_summary, shards, with_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
-from megatron.zero_bubble.costs.units import parse_memory_limit, refuse_huge
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import PlanFile, read_plan_file
-from megatron.zero_bubble.formats.torch_csv import plan_to_csv, schedule_to_csv
-from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.job.runnable import check_trainable
-from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.core.costs.units import parse_memory_limit, refuse_huge
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.plan import PlanFile, read_plan_file
+from megatron.zero_bubble.core.formats.torch_csv import plan_to_csv, schedule_to_csv
+from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.render.svg import render_svg, zoomable
+from megatron.zero_bubble.core.schedules import SCHEDULES, recipe
+from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
+from megatron.zero_bubble.core.search.placements import PLACEMENTS, placements
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.candidates import MOST_CHUNKS
 from megatron.zero_bubble.planning.choosers import search_limits
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.job.runnable import check_trainable
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.plans import ADAPTING, about_1p, limit_verdict, slower_than_1f1b
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
-from megatron.zero_bubble.render.svg import render_svg, zoomable
-from megatron.zero_bubble.schedules import SCHEDULES, recipe
-from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
-from megatron.zero_bubble.search.placements import PLACEMENTS, placements
 
 _OF_TORCH: dict[str, Callable[[Schedule], str]] = {
     "csv": schedule_to_csv,

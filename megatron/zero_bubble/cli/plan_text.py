@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 
-from megatron.zero_bubble.analysis.period import period_ms
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.formats.plan import Certificate
+from megatron.zero_bubble.core.analysis.period import period_ms
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.formats.plan import Certificate
+from megatron.zero_bubble.core.render.excerpt import draw
+from megatron.zero_bubble.core.render.text import headline, imbalance
+from megatron.zero_bubble.core.search.loops import compiled
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import limit_verdict, message_memory, rank_memory
-from megatron.zero_bubble.render.excerpt import draw
-from megatron.zero_bubble.render.text import headline, imbalance
-from megatron.zero_bubble.search.loops import compiled
 
 _WIDEST = 160
 """Width of a picture in characters where the terminal is wider, or the output is not a terminal."""

@@ -8,23 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron.zero_bubble.analysis.memory import host_peaks
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.job_figures import job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_runs import batch_counts, check_job, job_runs
 from megatron.zero_bubble.cli.job_schedule import job_answer, job_schedule
 from megatron.zero_bubble.cli.links import bandwidth_to_replicas, given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
-from megatron.zero_bubble.formats.layout import job_layers
-from megatron.zero_bubble.ir import Plan, Schedule
-from megatron.zero_bubble.job.flags import has_schedule
-from megatron.zero_bubble.plan import PostReceives, lower_training
-from megatron.zero_bubble.plan.offload import MoveSelection
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.analysis.memory import host_peaks
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.formats.layout import job_layers
+from megatron.zero_bubble.core.ir import Plan, Schedule
+from megatron.zero_bubble.core.plan import PostReceives, lower_training
+from megatron.zero_bubble.core.plan.offload import MoveSelection
+from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.job.flags import has_schedule
 from megatron.zero_bubble.planning.plans import message_memory, rank_memory
 from megatron.zero_bubble.planning.shards import of_schedule, with_collectives
 

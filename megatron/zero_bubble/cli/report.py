@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from megatron.zero_bubble import __version__
-from megatron.zero_bubble.job.installed import INSTALL
-from megatron.zero_bubble.search.loops import compiled
+from megatron.zero_bubble.core.search.loops import compiled
+from megatron.zero_bubble.planning.job.installed import INSTALL
 
 _NAMES = "megatron-core names (seams)"
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "triton", "numpy")
@@ -67,9 +67,9 @@ def _planner() -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     if find_spec("torch") is None:
         return
-    from megatron.zero_bubble import kernels
-    from megatron.zero_bubble.platforms import select
-    from megatron.zero_bubble.platforms.cuda import CudaPlatform
+    from megatron.zero_bubble.engine import kernels
+    from megatron.zero_bubble.engine.platforms import select
+    from megatron.zero_bubble.engine.platforms.cuda import CudaPlatform
 
     device = select("auto")
     yield "device", device.describe()
@@ -83,13 +83,13 @@ def _megatron() -> Iterator[tuple[str, str]]:
     if missing:
         yield "training", f"not available without {' and '.join(missing)}; run {INSTALL}"
         return
-    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.engine.platforms import select
 
     select("auto").setup(0)  # on a machine without a GPU, megatron-core cannot be imported before this
     import megatron.core
 
-    from megatron.zero_bubble.patching import Seam, bodies
-    from megatron.zero_bubble.patching.seams import installed_seams
+    from megatron.zero_bubble.integration.patching import Seam, bodies
+    from megatron.zero_bubble.integration.patching.seams import installed_seams
 
     seams = installed_seams()
     found = [getattr(seams, field.name) for field in fields(seams)]

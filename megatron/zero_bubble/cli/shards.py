@@ -7,18 +7,18 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.cli.figures import replicas
-from megatron.zero_bubble.costs.units import bytes_per_ms, checked_figure, parse_memory_limit, refuse_huge
-from megatron.zero_bubble.errors import UserError, as_flag
-from megatron.zero_bubble.job.option import unit_microbatches
-from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS
+from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.costs.units import bytes_per_ms, checked_figure, parse_memory_limit, refuse_huge
+from megatron.zero_bubble.core.errors import UserError, as_flag
+from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
+from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.job.option import unit_microbatches
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import sharded_bound
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, with_collectives
 from megatron.zero_bubble.planning.source import ZB_AUTO
-from megatron.zero_bubble.schedules import recipe
 
 _MOST = 1_000_000
 """Most replicas, and most whole stages."""

@@ -6,9 +6,9 @@ import argparse
 from itertools import pairwise
 from typing import Literal
 
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Slices
-from megatron.zero_bubble.ir.slices import MOST_SLICES
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Slices
+from megatron.zero_bubble.core.ir.slices import MOST_SLICES
 from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
 from megatron.zero_bubble.planning.offload import AUTO
 

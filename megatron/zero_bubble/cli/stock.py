@@ -5,21 +5,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megatron.zero_bubble.analysis.score import length_ms, within
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.job_figures import job_figures
 from megatron.zero_bubble.cli.links import given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
 from megatron.zero_bubble.cli.rank_groups import RankGroups
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.layout import job_layers
-from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.job.features import OPTIONS
-from megatron.zero_bubble.job.flags import parse_ours
-from megatron.zero_bubble.megatron_lm.fork_flags import modernize
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.analysis.score import length_ms, within
+from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.layout import job_layers
+from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.plan.timelines import timeline_of
+from megatron.zero_bubble.core.schedules import build
+from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.schedules import build
+from megatron.zero_bubble.planning.job.features import OPTIONS
+from megatron.zero_bubble.planning.job.flags import parse_ours
 
 
 def stock_schedule(args: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.zero_bubble.analysis.difference import Comparison
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.trace import Recording, read_trace_file
-from megatron.zero_bubble.render.html import render_html
-from megatron.zero_bubble.render.perfetto import render_perfetto
-from megatron.zero_bubble.render.svg import draw_comparison
-from megatron.zero_bubble.render.text import headline
+from megatron.zero_bubble.core.analysis.difference import Comparison
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.trace import Recording, read_trace_file
+from megatron.zero_bubble.core.render.html import render_html
+from megatron.zero_bubble.core.render.perfetto import render_perfetto
+from megatron.zero_bubble.core.render.svg import draw_comparison
+from megatron.zero_bubble.core.render.text import headline
 
 
 def add_trace(verb: argparse.ArgumentParser) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.zero_bubble.costs.units import refuse_huge
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.errors import UserError, as_flag
-from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.costs.units import refuse_huge
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.core.errors import UserError, as_flag
+from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.vocabulary import CHOICES, Choice, Variant, variants, with_times
 

@@ -10,13 +10,13 @@ from typing import Any, cast
 from megatron.zero_bubble.cli.compare_table import Row
 from megatron.zero_bubble.cli.layouts import BY_COST
 from megatron.zero_bubble.cli.plan import add_plan
-from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.schedules import recipe
+from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, name_of
 from megatron.zero_bubble.planning.candidates import Candidate
 from megatron.zero_bubble.planning.plans import ADAPTING
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.source import ZB_AUTO
-from megatron.zero_bubble.schedules import recipe
-from megatron.zero_bubble.search.placements import HAS_CHUNKS, name_of
 
 FILE = "plan.json"
 

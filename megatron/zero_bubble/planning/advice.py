@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron.zero_bubble.analysis.score import ROUNDING, length_ms
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.errors import PlanError, UserError
-from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.core.analysis.score import ROUNDING, length_ms
+from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.errors import PlanError, UserError
+from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.answer import Answer, answer, refusal_of
 from megatron.zero_bubble.planning.change import LARGE, SAME, Change, Need, Row, Today, need_of_plan
 from megatron.zero_bubble.planning.feasibility import Feasibility

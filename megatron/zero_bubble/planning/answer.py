@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from megatron.zero_bubble.errors import PlanError, UserError
-from megatron.zero_bubble.formats.plan import Certificate
-from megatron.zero_bubble.ir.garbage import without_gc
-from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.errors import PlanError, UserError
+from megatron.zero_bubble.core.formats.plan import Certificate
+from megatron.zero_bubble.core.ir.garbage import without_gc
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.choosers import layout, offload, schedules, shards, slices, vocabulary
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, Feasibility
 from megatron.zero_bubble.planning.offer import Ask, Chooser, Offer, score

@@ -17,12 +17,12 @@ from math import inf
 from operator import itemgetter
 from typing import Any
 
-from megatron.zero_bubble.analysis.score import ROUNDING
-from megatron.zero_bubble.costs.lengths import LengthCost, Load
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.core.analysis.score import ROUNDING
+from megatron.zero_bubble.core.costs.lengths import LengthCost, Load
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning.ordering import Simulator
-from megatron.zero_bubble.schedules import build
 
 Microbatches = tuple[tuple[int, ...], ...]
 """The samples of each microbatch of a replica."""

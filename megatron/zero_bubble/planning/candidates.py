@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement, Slices
-from megatron.zero_bubble.ir.sizes import check_size
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Placement, Slices
+from megatron.zero_bubble.core.ir.sizes import check_size
+from megatron.zero_bubble.core.schedules import SCHEDULES
+from megatron.zero_bubble.core.schedules.recipe import Recipe
+from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, label_of, name_of
 from megatron.zero_bubble.planning.experts import WITH_OVERLAP, WITH_PAIRS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.question import Offloading, Question
@@ -17,9 +20,6 @@ from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import Variant
-from megatron.zero_bubble.schedules import SCHEDULES
-from megatron.zero_bubble.schedules.recipe import Recipe
-from megatron.zero_bubble.search.placements import HAS_CHUNKS, label_of, name_of
 
 FITTED = "fitted"
 """Suffix for the name of a schedule for equal passes that was refitted to the costs."""

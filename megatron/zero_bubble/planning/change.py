@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron.zero_bubble.analysis.score import length_ms
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.core.analysis.score import length_ms
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import message_memory, rank_memory

@@ -8,10 +8,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 
-from megatron.zero_bubble.analysis.score import ROUNDING, is_less, length_ms
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
+from megatron.zero_bubble.core.analysis.score import ROUNDING, is_less, length_ms
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import WHOLE, Placement, Schedule, Slices
+from megatron.zero_bubble.core.schedules import build, recipe
+from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
+from megatron.zero_bubble.core.search.placements import label_of, placements
 from megatron.zero_bubble.planning.cuts import Cuts
 from megatron.zero_bubble.planning.experts import hidden
 from megatron.zero_bubble.planning.figures import Figures
@@ -24,9 +27,6 @@ from megatron.zero_bubble.planning.score import Best, DroppedVariant, Score, att
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import Variant, inserted, known_schedules, searched
-from megatron.zero_bubble.schedules import build, recipe
-from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
-from megatron.zero_bubble.search.placements import label_of, placements
 
 Offers = Iterator[Offer | DroppedVariant]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.zero_bubble.costs.cuts import balanced, default_cuts
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement, Slices
+from megatron.zero_bubble.core.costs.cuts import balanced, default_cuts
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Placement, Slices
 from megatron.zero_bubble.planning.figures import Figures
 
 LEAST_TOKENS = 1024

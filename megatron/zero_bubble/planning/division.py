@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron.zero_bubble.formats.layout import layout_text, stage_layers
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.search.cut import even
+from megatron.zero_bubble.core.formats.layout import layout_text, stage_layers
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.search.cut import even
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ A job, its dry run, ``plan``, ``compare`` and the playground ask the same rows, 
 
 from __future__ import annotations
 
-from megatron.zero_bubble.plan.offload import parse_share
+from megatron.zero_bubble.core.plan.offload import parse_share
+from megatron.zero_bubble.core.schedules import ZB_AUTO, sliced
 from megatron.zero_bubble.planning.rule import Choice, Choices, Rule, Spell, check, chosen, is_chosen, is_value
-from megatron.zero_bubble.schedules import ZB_AUTO, sliced
 
 
 def refuse_excluded(choices: Choices, spell: Spell | None = None) -> None:

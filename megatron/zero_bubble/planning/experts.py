@@ -8,16 +8,16 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from megatron.zero_bubble.analysis.score import length_ms
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.costs.units import format_bytes
-from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.analysis.score import length_ms
+from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.costs.units import format_bytes
+from megatron.zero_bubble.core.ir import Placement, Schedule
+from megatron.zero_bubble.core.plan.timelines import timeline_of
+from megatron.zero_bubble.core.schedules import build, recipe
+from megatron.zero_bubble.core.schedules.alone import fuse_alone, split_alone
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.score import attempt
-from megatron.zero_bubble.schedules import build, recipe
-from megatron.zero_bubble.schedules.alone import fuse_alone, split_alone
 
 WITH_PAIRS, WITH_OVERLAP = "with pairs", "with overlap"
 """The ends of names of schedules that hide the all-to-all of experts: in pairs, or beneath weight gradients only."""

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from megatron.zero_bubble.analysis.memory import host_peaks
-from megatron.zero_bubble.analysis.score import within
-from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.costs.units import format_bytes
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Plan, Schedule
-from megatron.zero_bubble.ir.queues import HardwareQueues
-from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
-from megatron.zero_bubble.plan.nccl import Ctas, collective_ctas
-from megatron.zero_bubble.plan.offload import Move, select_longest
-from megatron.zero_bubble.plan.shard import Sharding
+from megatron.zero_bubble.core.analysis.memory import host_peaks
+from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.analysis.validate import validate
+from megatron.zero_bubble.core.costs import PassMemory
+from megatron.zero_bubble.core.costs.units import format_bytes
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Plan, Schedule
+from megatron.zero_bubble.core.ir.queues import HardwareQueues
+from megatron.zero_bubble.core.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
+from megatron.zero_bubble.core.plan.nccl import Ctas, collective_ctas
+from megatron.zero_bubble.core.plan.offload import Move, select_longest
+from megatron.zero_bubble.core.plan.shard import Sharding
 
 ONE_QUEUE = HardwareQueues(1, "one hardware queue per GPU", "CUDA_DEVICE_MAX_CONNECTIONS is 1", "32")
 """The fewest that a GPU has: what is proved for them ends with any number."""

@@ -8,17 +8,17 @@ from functools import cache
 from operator import mul
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.layers import LayerCosts
-from megatron.zero_bubble.costs.passes import COMM, MESSAGE
-from megatron.zero_bubble.costs.static import StageBytes
-from megatron.zero_bubble.costs.units import BYTES, checked_figure, parse_memory_limit, refuse_huge, spread
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import CostsFile
-from megatron.zero_bubble.formats.facts import Facts
-from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.layers import LayerCosts
+from megatron.zero_bubble.core.costs.passes import COMM, MESSAGE
+from megatron.zero_bubble.core.costs.static import StageBytes
+from megatron.zero_bubble.core.costs.units import BYTES, checked_figure, parse_memory_limit, refuse_huge, spread
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import CostsFile
+from megatron.zero_bubble.core.formats.facts import Facts
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.search.cut import even
 from megatron.zero_bubble.planning.division import Division
-from megatron.zero_bubble.search.cut import even
 
 HALVED = (
     "the stages of the costs differ, and are divided evenly into stages of a finer placement, but an "

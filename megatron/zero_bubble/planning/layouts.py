@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatron.zero_bubble.analysis.bounds import least_memory
-from megatron.zero_bubble.analysis.memory import most_kept
-from megatron.zero_bubble.analysis.score import ROUNDING, excess, is_less, length_ms, within
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.costs.layers import LayerCosts
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.layout import layout_text
-from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.core.analysis.bounds import least_memory
+from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.analysis.score import ROUNDING, excess, is_less, length_ms, within
+from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.costs.layers import LayerCosts
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.layout import layout_text
+from megatron.zero_bubble.core.ir import Placement, Schedule
+from megatron.zero_bubble.core.search.cut import cut, least_layers
+from megatron.zero_bubble.core.search.layout import Layout, LayoutTrials, best_layout
+from megatron.zero_bubble.core.search.timed import timed
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
-from megatron.zero_bubble.search.cut import cut, least_layers
-from megatron.zero_bubble.search.layout import Layout, LayoutTrials, best_layout
-from megatron.zero_bubble.search.timed import timed
 
 _MOST_ROUNDS = 3
 """How often a schedule is made again for the best layout, and the best layout found again for that schedule."""

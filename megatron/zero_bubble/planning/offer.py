@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.zero_bubble.analysis.score import excess, length_ms
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.analysis.score import excess, length_ms
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan
 from megatron.zero_bubble.planning.offload import OffloadPlan

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.zero_bubble.analysis.memory import host_peaks, most_kept
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.analysis.undelayed import undelayed
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Plan, Schedule
-from megatron.zero_bubble.ir.garbage import without_gc
-from megatron.zero_bubble.ir.passes import F
-from megatron.zero_bubble.plan.collect import collect
-from megatron.zero_bubble.plan.offload import Move, offload, parse_share
-from megatron.zero_bubble.plan.prove import prove
-from megatron.zero_bubble.plan.select import Selection, pending_wgrads
+from megatron.zero_bubble.core.analysis.memory import host_peaks, most_kept
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.analysis.undelayed import undelayed
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Plan, Schedule
+from megatron.zero_bubble.core.ir.garbage import without_gc
+from megatron.zero_bubble.core.ir.passes import F
+from megatron.zero_bubble.core.plan.collect import collect
+from megatron.zero_bubble.core.plan.offload import Move, offload, parse_share
+from megatron.zero_bubble.core.plan.prove import prove
+from megatron.zero_bubble.core.plan.select import Selection, pending_wgrads
 
 AUTO = "auto"
 _TRIES = 6

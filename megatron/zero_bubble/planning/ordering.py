@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron.zero_bubble.analysis.varying import Varying
-from megatron.zero_bubble.costs.lengths import LengthCost, Load, PackedCosts
-from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.core.analysis.varying import Varying
+from megatron.zero_bubble.core.costs.lengths import LengthCost, Load, PackedCosts
+from megatron.zero_bubble.core.ir import Schedule
 
 
 @dataclass(frozen=True)

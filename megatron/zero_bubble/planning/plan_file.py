@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.zero_bubble.formats.facts import KEY_FACTS
-from megatron.zero_bubble.formats.layout import LAYERS, LAYOUT, NEEDED_LAYOUT
-from megatron.zero_bubble.formats.moves import OFFLOAD, moves_content
-from megatron.zero_bubble.formats.plan import RECOMPUTE_LOGITS, PlanFile, plan_to_json
-from megatron.zero_bubble.formats.sharding import SHARD_WEIGHTS, sharding_content
+from megatron.zero_bubble.core.formats.facts import KEY_FACTS
+from megatron.zero_bubble.core.formats.layout import LAYERS, LAYOUT, NEEDED_LAYOUT
+from megatron.zero_bubble.core.formats.moves import OFFLOAD, moves_content
+from megatron.zero_bubble.core.formats.plan import RECOMPUTE_LOGITS, PlanFile, plan_to_json
+from megatron.zero_bubble.core.formats.sharding import SHARD_WEIGHTS, sharding_content
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan

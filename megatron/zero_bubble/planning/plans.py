@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from megatron.zero_bubble.analysis.bounds import Bound, lower_bound, lower_bound_with_offload
-from megatron.zero_bubble.analysis.memory import message_peaks, most_kept
-from megatron.zero_bubble.analysis.score import length_ms, within
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
-from megatron.zero_bubble.ir.sizes import check_size
-from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.plan import PostReceives, lower_training
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.analysis.bounds import Bound, lower_bound, lower_bound_with_offload
+from megatron.zero_bubble.core.analysis.memory import message_peaks, most_kept
+from megatron.zero_bubble.core.analysis.score import length_ms, within
+from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.ir import WHOLE, Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir.sizes import check_size
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.plan import PostReceives, lower_training
+from megatron.zero_bubble.core.plan.timelines import timeline_of
+from megatron.zero_bubble.core.schedules import SCHEDULES, build
+from megatron.zero_bubble.core.search.auto import fit, zb_auto
+from megatron.zero_bubble.core.search.placements import Placements, placements
+from megatron.zero_bubble.core.search.sliced import sliced_auto
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import Search
 from megatron.zero_bubble.planning.unit_sizes import best_within
-from megatron.zero_bubble.schedules import SCHEDULES, build
-from megatron.zero_bubble.search.auto import fit, zb_auto
-from megatron.zero_bubble.search.placements import Placements, placements
-from megatron.zero_bubble.search.sliced import sliced_auto
 
 _ALIKE = 0.005
 """Relative difference between two amounts of memory up to which they count as equal."""

@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from operator import gt
 
-from megatron.zero_bubble.analysis.score import within
-from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
-from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.ir import WHOLE, Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.plan.timelines import timeline_of
+from megatron.zero_bubble.core.schedules import recipe
+from megatron.zero_bubble.core.search.placements import PlacementName, Placements
 from megatron.zero_bubble.planning.cuts import Cuts
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
@@ -19,8 +21,6 @@ from megatron.zero_bubble.planning.plans import ADAPTING, peak_memory
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource
 from megatron.zero_bubble.planning.vocabulary import Variant
-from megatron.zero_bubble.schedules import recipe
-from megatron.zero_bubble.search.placements import PlacementName, Placements
 
 _DIGITS = 1e4
 """A limit in units of 1F1B's peak is rounded to so many parts, so that a command with it asks for the same plan."""

@@ -1,7 +1,7 @@
 """The row of every table of refusals: what a choice needs or excludes, why, and what to do instead.
 
-``planning/exclusions.py`` has the choices that exclude each other, ``job/options.py`` what options of Megatron must be,
-and ``job/rules.py`` where a flag has an effect.
+``planning/exclusions.py`` has the choices that exclude each other, ``planning/job/options.py`` what options of Megatron
+must be, and ``planning/job/rules.py`` where a flag has an effect.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.errors import UserError, as_flag
+from megatron.zero_bubble.core.errors import UserError, as_flag
 
 Choices = Mapping[str, Any]
 """The values of fields of ``ZeroBubbleConfig``, and of flags that only some programs have, under their names with

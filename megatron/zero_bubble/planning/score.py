@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import lt
 from typing import Generic, NamedTuple, TypeVar
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 
 T = TypeVar("T")
 Score = tuple[float, ...]

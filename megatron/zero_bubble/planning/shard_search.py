@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from megatron.zero_bubble.analysis.memory import peaks_in_order
-from megatron.zero_bubble.analysis.score import ROUNDING, within
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.ir import Plan, Schedule
-from megatron.zero_bubble.ir.shards import Gather
-from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS, Sharding
+from megatron.zero_bubble.core.analysis.memory import peaks_in_order
+from megatron.zero_bubble.core.analysis.score import ROUNDING, within
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.ir import Plan, Schedule
+from megatron.zero_bubble.core.ir.shards import Gather
+from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS, Sharding
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, lane_ms, lowered, of_schedule, static_bytes
 from megatron.zero_bubble.planning.unit_sizes import unit_sizes

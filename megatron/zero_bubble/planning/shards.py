@@ -6,19 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.zero_bubble.analysis.memory import most_kept
-from megatron.zero_bubble.analysis.score import within
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.static import StageBytes
-from megatron.zero_bubble.costs.units import spread
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Op, Placement, Plan, Schedule
-from megatron.zero_bubble.ir.shards import Gather, Reduce
-from megatron.zero_bubble.plan.collect import collect
-from megatron.zero_bubble.plan.prove import prove
-from megatron.zero_bubble.plan.shard import (
+from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.static import StageBytes
+from megatron.zero_bubble.core.costs.units import spread
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Op, Placement, Plan, Schedule
+from megatron.zero_bubble.core.ir.shards import Gather, Reduce
+from megatron.zero_bubble.core.plan.collect import collect
+from megatron.zero_bubble.core.plan.prove import prove
+from megatron.zero_bubble.core.plan.shard import (
     DEFAULT_OPEN_CHUNKS,
     Sharding,
     check_chunks,

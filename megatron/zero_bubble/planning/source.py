@@ -7,32 +7,32 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron.zero_bubble import schedules
-from megatron.zero_bubble.analysis.memory import peaks_in_order
-from megatron.zero_bubble.analysis.score import within
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.units import parse_memory_limit
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import CostsFile
-from megatron.zero_bubble.formats.plan import PlanFile
-from megatron.zero_bubble.ir import WHOLE, Kind, Pass, Placement, Schedule, Slices
-from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.plan import PostReceives
-from megatron.zero_bubble.plan.offload import Move
-from megatron.zero_bubble.plan.shard import DEFAULT_OPEN_CHUNKS
+from megatron.zero_bubble.core import schedules
+from megatron.zero_bubble.core.analysis.memory import peaks_in_order
+from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.units import parse_memory_limit
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import CostsFile
+from megatron.zero_bubble.core.formats.plan import PlanFile
+from megatron.zero_bubble.core.ir import WHOLE, Kind, Pass, Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.plan import PostReceives
+from megatron.zero_bubble.core.plan.offload import Move
+from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
+from megatron.zero_bubble.core.schedules import build, recipe
+from megatron.zero_bubble.core.schedules.alone import fuse_alone
+from megatron.zero_bubble.core.search.auto import zb_auto
+from megatron.zero_bubble.core.search.placements import PlacementName, placements
+from megatron.zero_bubble.core.search.sliced import sliced_auto
+from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, ONE_QUEUE, Feasibility
 from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, with_collectives
 from megatron.zero_bubble.planning.unit_sizes import smallest, unit_sizes
-from megatron.zero_bubble.schedules import build, recipe
-from megatron.zero_bubble.schedules.alone import fuse_alone
-from megatron.zero_bubble.search.auto import zb_auto
-from megatron.zero_bubble.search.placements import PlacementName, placements
-from megatron.zero_bubble.search.sliced import sliced_auto
-from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 
 ZB_AUTO = schedules.ZB_AUTO
 DEFAULT_LIMIT = "1p"

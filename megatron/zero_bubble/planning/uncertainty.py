@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron.zero_bubble.analysis.score import length_ms
-from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.core.analysis.score import length_ms
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.plan.timelines import timeline_of
 
 SHARE = 0.2
 """By how much of itself each figure is varied."""

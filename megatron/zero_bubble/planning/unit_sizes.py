@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TypeVar
 
-from megatron.zero_bubble.analysis.score import ROUNDING, excess, is_less
+from megatron.zero_bubble.core.analysis.score import ROUNDING, excess, is_less
 from megatron.zero_bubble.planning.score import Score, best
 
 Plan = TypeVar("Plan")

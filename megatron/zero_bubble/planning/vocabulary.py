@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron.zero_bubble.analysis.bounds import least_memory
-from megatron.zero_bubble.analysis.score import within
-from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.divided_vocabulary import divide, efficiency
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, algorithm_of
+from megatron.zero_bubble.core.analysis.bounds import least_memory
+from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.divided_vocabulary import divide, efficiency
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Placement, Schedule
+from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Algorithm, algorithm_of
+from megatron.zero_bubble.core.schedules import build
+from megatron.zero_bubble.core.search.placements import Placements, name_of, placements
+from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, fitted
 from megatron.zero_bubble.planning.source import ZB_AUTO
-from megatron.zero_bubble.schedules import build
-from megatron.zero_bubble.search.placements import Placements, name_of, placements
-from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 
 Choice = Literal["off", "1", "2", "auto"]
 CHOICES: tuple[Choice, ...] = ("off", "1", "2", "auto")

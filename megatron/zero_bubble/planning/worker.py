@@ -14,21 +14,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import CostsFile
-from megatron.zero_bubble.formats.files import is_positive, is_text, json_object, read_key
-from megatron.zero_bubble.formats.plan import KEY_VOCABULARY, algorithm_from, plan_to_json
-from megatron.zero_bubble.formats.slices import slices_content, slices_from
-from megatron.zero_bubble.ir import WHOLE, Slices
-from megatron.zero_bubble.ir.queues import HardwareQueues
-from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.plan.nccl import Ctas
+from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import CostsFile
+from megatron.zero_bubble.core.formats.files import is_positive, is_text, json_object, read_key
+from megatron.zero_bubble.core.formats.plan import KEY_VOCABULARY, algorithm_from, plan_to_json
+from megatron.zero_bubble.core.formats.slices import slices_content, slices_from
+from megatron.zero_bubble.core.ir import WHOLE, Slices
+from megatron.zero_bubble.core.ir.queues import HardwareQueues
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.plan.nccl import Ctas
+from megatron.zero_bubble.core.search.placements import PLACEMENTS, PlacementName
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.feasibility import ANY_RUN, Feasibility
 from megatron.zero_bubble.planning.figures import beyond_floats, measured
 from megatron.zero_bubble.planning.question import of_run
-from megatron.zero_bubble.search.placements import PLACEMENTS, PlacementName
 
 _LOWEST_PRIORITY = 19
 MEMORY_LIMIT = "memory_limit"

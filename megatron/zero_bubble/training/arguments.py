@@ -11,9 +11,9 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.flags import add_flags
-from megatron.zero_bubble.job.options import add_options
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.planning.job.flags import add_flags
+from megatron.zero_bubble.planning.job.options import add_options
 from megatron.zero_bubble.training.argument_group import Group
 from megatron.zero_bubble.training.config_file import config_tokens
 from megatron.zero_bubble.training.layer_frequency import layer_frequency

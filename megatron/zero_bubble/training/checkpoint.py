@@ -27,16 +27,16 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.zero_bubble.adapter.placement import as_pipeline_rank, megatron_rank
-from megatron.zero_bubble.adapter.shards import ShardedUnits
-from megatron.zero_bubble.adapter.whole_weights import copy_weights
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.files import make_writable
-from megatron.zero_bubble.formats.layout import job_layers, layout_text, stages_text
-from megatron.zero_bubble.job.model import uneven_layout
-from megatron.zero_bubble.optimizer import random_state
-from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
-from megatron.zero_bubble.runtime.transport import lost_connection
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.files import make_writable
+from megatron.zero_bubble.core.formats.layout import job_layers, layout_text, stages_text
+from megatron.zero_bubble.engine.optimizer import random_state
+from megatron.zero_bubble.engine.optimizer.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.engine.runtime.transport import lost_connection
+from megatron.zero_bubble.integration.adapter.placement import as_pipeline_rank, megatron_rank
+from megatron.zero_bubble.integration.adapter.shards import ShardedUnits
+from megatron.zero_bubble.integration.adapter.whole_weights import copy_weights
+from megatron.zero_bubble.planning.job.model import uneven_layout
 from megatron.zero_bubble.training.checkpoint_folder import (
     TRACKER,
     WRITING,

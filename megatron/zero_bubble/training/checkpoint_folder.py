@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "files.json"

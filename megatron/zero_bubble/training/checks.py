@@ -9,17 +9,17 @@ import argparse
 import math
 from pathlib import Path
 
-from megatron.zero_bubble.errors import UserError, as_flag
-from megatron.zero_bubble.formats.layout import check_ends, job_layers
-from megatron.zero_bubble.formats.layout_string import check_layout as check_layout_string
-from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.ir.sizes import MOST_LAYERS, check_size
-from megatron.zero_bubble.job.flags import has_schedule
-from megatron.zero_bubble.job.host_memory import check_host_memory
-from megatron.zero_bubble.job.model import uneven_layout
-from megatron.zero_bubble.job.planned import adopt
-from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule
-from megatron.zero_bubble.job.stages import place_stages
+from megatron.zero_bubble.core.errors import UserError, as_flag
+from megatron.zero_bubble.core.formats.layout import check_ends, job_layers
+from megatron.zero_bubble.core.formats.layout_string import check_layout as check_layout_string
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir.sizes import MOST_LAYERS, check_size
+from megatron.zero_bubble.planning.job.flags import has_schedule
+from megatron.zero_bubble.planning.job.host_memory import check_host_memory
+from megatron.zero_bubble.planning.job.model import uneven_layout
+from megatron.zero_bubble.planning.job.planned import adopt
+from megatron.zero_bubble.planning.job.rules import Job, check_costs_file, check_flags, check_schedule
+from megatron.zero_bubble.planning.job.stages import place_stages
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.data.checks import check_data, check_tokenizer
 from megatron.zero_bubble.training.data.tokenizer import known_vocabulary

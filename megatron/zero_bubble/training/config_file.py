@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 
 # Groups of alternative flags: one of them on the command line drops the others of its group from the file.
 RIVALS = (

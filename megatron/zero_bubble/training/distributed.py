@@ -12,11 +12,11 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.layout import embedding_stages
-from megatron.zero_bubble.platforms import Platform
-from megatron.zero_bubble.platforms.cuda import nccl_shares_gpus
-from megatron.zero_bubble.runtime.backends import is_nccl
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.layout import embedding_stages
+from megatron.zero_bubble.engine.platforms import Platform
+from megatron.zero_bubble.engine.platforms.cuda import nccl_shares_gpus
+from megatron.zero_bubble.engine.runtime.backends import is_nccl
 from megatron.zero_bubble.training.process import Launch, refuse_nccl_on_cpu
 
 
@@ -71,7 +71,7 @@ def lay_out(args: argparse.Namespace) -> None:
     from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 
-    from megatron.zero_bubble.adapter.placement import embedding_ranks
+    from megatron.zero_bubble.integration.adapter.placement import embedding_ranks
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,

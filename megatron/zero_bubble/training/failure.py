@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron.zero_bubble.errors import PeerError
-from megatron.zero_bubble.runtime.transport import lost_connection
+from megatron.zero_bubble.core.errors import PeerError
+from megatron.zero_bubble.engine.runtime.transport import lost_connection
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 
-from megatron.zero_bubble.ir.sizes import MOST_LAYERS
+from megatron.zero_bubble.core.ir.sizes import MOST_LAYERS
 
 
 def layer_frequency(text: str) -> int | list[int]:

@@ -19,12 +19,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import Dataset
 
-from megatron.zero_bubble.costs.lengths import Load
-from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
-from megatron.zero_bubble.optimizer.loss_scale import LossScale
-from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
-from megatron.zero_bubble.optimizer.step import Outcome
-from megatron.zero_bubble.platforms import Platform
+from megatron.zero_bubble.core.costs.lengths import Load
+from megatron.zero_bubble.engine.measure.bubble_meter import BubbleMeter
+from megatron.zero_bubble.engine.optimizer.loss_scale import LossScale
+from megatron.zero_bubble.engine.optimizer.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.engine.optimizer.step import Outcome
+from megatron.zero_bubble.engine.platforms import Platform
 from megatron.zero_bubble.training.checkpoint import TrainedObjects, TrainState, save
 from megatron.zero_bubble.training.data.batches import Batch, Splits, microbatches
 from megatron.zero_bubble.training.data.documents import ENDS

@@ -24,9 +24,14 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.adapter.placement import as_pipeline_rank, copy_embedding, groups_as, megatron_rank
-from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.integration.adapter.placement import (
+    as_pipeline_rank,
+    copy_embedding,
+    groups_as,
+    megatron_rank,
+)
+from megatron.zero_bubble.integration.adapter.vocabulary.shards import shard_vocabulary
 from megatron.zero_bubble.training.model_checks import check_biases_of_experts
 from megatron.zero_bubble.training.packing import PackedAttention
 

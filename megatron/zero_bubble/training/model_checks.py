@@ -9,8 +9,8 @@ import argparse
 from importlib.util import find_spec
 from typing import NoReturn
 
-from megatron.zero_bubble.errors import UserError, as_flag
-from megatron.zero_bubble.job import installed
+from megatron.zero_bubble.core.errors import UserError, as_flag
+from megatron.zero_bubble.planning.job import installed
 
 _MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 _OF_ENGINE = {"layernorm", "moe_act"}

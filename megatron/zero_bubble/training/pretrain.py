@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.facts import Facts
-from megatron.zero_bubble.job import experts, recomputation
-from megatron.zero_bubble.job.facts import facts_of, gpu_kind, remarks
-from megatron.zero_bubble.job.flags import has_schedule, records
-from megatron.zero_bubble.job.installed import check_installed
-from megatron.zero_bubble.job.post_validation import forecast
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.facts import Facts
+from megatron.zero_bubble.planning.job import experts, recomputation
+from megatron.zero_bubble.planning.job.facts import facts_of, gpu_kind, remarks
+from megatron.zero_bubble.planning.job.flags import has_schedule, records
+from megatron.zero_bubble.planning.job.installed import check_installed
+from megatron.zero_bubble.planning.job.post_validation import forecast
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.model_checks import check_packages
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     import torch
     from megatron.core.transformer import TransformerConfig
 
-    from megatron.zero_bubble.adapter.pipeline import Pipeline
-    from megatron.zero_bubble.adapter.tracer import Tracer
-    from megatron.zero_bubble.costs.lengths import Load
-    from megatron.zero_bubble.measure.recorder import Recorder
-    from megatron.zero_bubble.platforms import Platform
+    from megatron.zero_bubble.core.costs.lengths import Load
+    from megatron.zero_bubble.engine.measure.recorder import Recorder
+    from megatron.zero_bubble.engine.platforms import Platform
+    from megatron.zero_bubble.integration.adapter.pipeline import Pipeline
+    from megatron.zero_bubble.integration.adapter.tracer import Tracer
     from megatron.zero_bubble.training.checkpoint import TrainedObjects, TrainState
     from megatron.zero_bubble.training.report import Progress
 
@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace, launch: Launch) -> int:
     """Train, and notify the other ranks of how this rank ends."""
     import torch.distributed as dist
 
-    from megatron.zero_bubble.runtime.peers import Peers
+    from megatron.zero_bubble.engine.runtime.peers import Peers
     from megatron.zero_bubble.training.failure import lost_peer
 
     peers = Peers()
@@ -92,7 +92,7 @@ def train(args: argparse.Namespace, launch: Launch, joined: Callable[[], None] =
     Raises:
         UserError: a problem that the checks of the flags cannot find.
     """
-    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.engine.platforms import select
     from megatron.zero_bubble.training.distributed import check_backend, describe_rank, initialize
 
     platform = select(args.zero_bubble_device)
@@ -132,7 +132,7 @@ def _train_rank(
 ) -> None:
     """Build and train on a rank that has joined the process group."""
     with quiet():
-        from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
+        from megatron.zero_bubble.engine.measure.bubble_meter import BubbleMeter
         from megatron.zero_bubble.training import loop, stop
         from megatron.zero_bubble.training import report as progress
         from megatron.zero_bubble.training.data import batches as data
@@ -181,9 +181,9 @@ def _tracer(
     number: Callable[[], int],
     loads: Callable[[], tuple[Load, ...]] | None,
 ) -> tuple[Tracer, Recorder]:
-    from megatron.zero_bubble.adapter.tracer import Packing, Tracer, end_of_run
-    from megatron.zero_bubble.job.balance import length_cost
-    from megatron.zero_bubble.measure.recorder import Recorder
+    from megatron.zero_bubble.engine.measure.recorder import Recorder
+    from megatron.zero_bubble.integration.adapter.tracer import Packing, Tracer, end_of_run
+    from megatron.zero_bubble.planning.job.balance import length_cost
     from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
 
     def end(first: int) -> int:

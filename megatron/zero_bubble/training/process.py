@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from megatron.zero_bubble.analysis.bubble import Bubble
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.analysis.bubble import Bubble
+from megatron.zero_bubble.core.errors import UserError
 
 _BAR = 24
 

@@ -6,15 +6,15 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.zero_bubble.errors import PatchError, SeamError, UserError
+from megatron.zero_bubble.core.errors import PatchError, SeamError, UserError
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
 
-    from megatron.zero_bubble.adapter.pipeline import Pipeline
-    from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
-    from megatron.zero_bubble.runtime.observer import IterationObserver
+    from megatron.zero_bubble.engine.optimizer.post_validation import PostValidatedOptimizer
+    from megatron.zero_bubble.engine.runtime.observer import IterationObserver
+    from megatron.zero_bubble.integration.adapter.pipeline import Pipeline
 
 
 class ScheduleInUse(NamedTuple):
@@ -39,13 +39,13 @@ def apply_schedule(args: argparse.Namespace, observers: Sequence[IterationObserv
 
     if args.zero_bubble_schedule is None and args.zero_bubble_schedule_file is None:
         if observers:
-            from megatron.zero_bubble.patching import observe
+            from megatron.zero_bubble.integration.patching import observe
 
             observe(observers)
         return ScheduleInUse("Megatron's own schedule", None)
     problem = pipeline = None
     try:
-        from megatron.zero_bubble.patching import apply
+        from megatron.zero_bubble.integration.patching import apply
 
         pipeline = apply(args.zero_bubble, observers, source=args.source)
     except (UserError, PatchError, SeamError) as error:
@@ -55,7 +55,7 @@ def apply_schedule(args: argparse.Namespace, observers: Sequence[IterationObserv
 
 
 def _wgrad_words(args: argparse.Namespace) -> str:
-    from megatron.zero_bubble import kernels, platforms
+    from megatron.zero_bubble.engine import kernels, platforms
 
     if args.zero_bubble.exact:
         return "computed as in megatron-core"

@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 from tests.helpers.bridge.absent import stand_in
 
 TOY: dict[str, Any] = {

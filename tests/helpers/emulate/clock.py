@@ -8,9 +8,9 @@ import os
 import threading
 import time
 
-from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
-from megatron.zero_bubble.ir import Op, Pass
-from megatron.zero_bubble.ir.ops import COMPUTE
+from megatron.zero_bubble.core.analysis.timeline import LaneSpan, Span
+from megatron.zero_bubble.core.ir import Op, Pass
+from megatron.zero_bubble.core.ir.ops import COMPUTE
 
 
 class VirtualClock:

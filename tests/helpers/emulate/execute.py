@@ -9,19 +9,19 @@ from itertools import product
 
 import torch.distributed as dist
 
-from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.ir import WHOLE, Op, Pair, Plan, Schedule, Slices
-from megatron.zero_bubble.ir.vocabulary import FLOWS
-from megatron.zero_bubble.plan import lower_training
-from megatron.zero_bubble.runtime.executor import Executor
-from megatron.zero_bubble.runtime.handler import Handler
-from megatron.zero_bubble.runtime.handlers import handlers
-from megatron.zero_bubble.runtime.observer import IterationObserver
-from megatron.zero_bubble.runtime.transport import Transport
-from megatron.zero_bubble.schedules import SCHEDULES, build
-from megatron.zero_bubble.search.vocabulary import with_vocabulary
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.core.ir import WHOLE, Op, Pair, Plan, Schedule, Slices
+from megatron.zero_bubble.core.ir.vocabulary import FLOWS
+from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.schedules import SCHEDULES, build
+from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
+from megatron.zero_bubble.engine.runtime.executor import Executor
+from megatron.zero_bubble.engine.runtime.handler import Handler
+from megatron.zero_bubble.engine.runtime.handlers import handlers
+from megatron.zero_bubble.engine.runtime.observer import IterationObserver
+from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.emulate.clock import VirtualClock
 from tests.helpers.emulate.links import VirtualCollectives, VirtualLinks
 from tests.helpers.emulate.optimizer import VirtualOptimizer

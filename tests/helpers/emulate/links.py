@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.ir import Message, Op, Plan
-from megatron.zero_bubble.ir.collectives import AllGather, Collective, Finish, Spread, Sum
-from megatron.zero_bubble.runtime.collectives import collective_kinds
-from megatron.zero_bubble.runtime.groups import group_beside_passes
-from megatron.zero_bubble.runtime.handler import Awaited, Handler
-from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.ir import Message, Op, Plan
+from megatron.zero_bubble.core.ir.collectives import AllGather, Collective, Finish, Spread, Sum
+from megatron.zero_bubble.engine.runtime.collectives import collective_kinds
+from megatron.zero_bubble.engine.runtime.groups import group_beside_passes
+from megatron.zero_bubble.engine.runtime.handler import Awaited, Handler
+from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.emulate.clock import VirtualClock
 
 

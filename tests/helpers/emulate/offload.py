@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.ir import Op, Schedule
-from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, ReleaseDevice
-from megatron.zero_bubble.runtime.handler import Handler
+from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.ir import Op, Schedule
+from megatron.zero_bubble.core.ir.offload import Discard, Evict, Fetch, Reclaim, ReleaseDevice
+from megatron.zero_bubble.engine.runtime.handler import Handler
 from tests.helpers.emulate.clock import VirtualClock
 
 

@@ -7,7 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.optimizer.global_state import RankChain, Reduction
+from megatron.zero_bubble.engine.optimizer.global_state import RankChain, Reduction
 from tests.helpers.emulate.clock import VirtualClock, sleep_until
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.ir import Op, Schedule
-from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, ReleaseWeights, Wait
-from megatron.zero_bubble.runtime.handler import Handler
+from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.ir import Op, Schedule
+from megatron.zero_bubble.core.ir.shards import Close, Gather, Open, Reduce, ReleaseWeights, Wait
+from megatron.zero_bubble.engine.runtime.handler import Handler
 from tests.helpers.emulate.clock import VirtualClock
 
 

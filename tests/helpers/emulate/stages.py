@@ -9,10 +9,10 @@ from typing import Protocol
 
 import torch
 
-from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.costs.messages import occupied
-from megatron.zero_bubble.ir import Message, Pair, Pass, Schedule
-from megatron.zero_bubble.runtime.handlers import Stage
+from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.costs.messages import occupied
+from megatron.zero_bubble.core.ir import Message, Pair, Pass, Schedule
+from megatron.zero_bubble.engine.runtime.handlers import Stage
 from tests.helpers.emulate.clock import VirtualClock, sleep_until
 
 

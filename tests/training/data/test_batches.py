@@ -97,7 +97,7 @@ def test_middle_ranks_read_no_data_but_know_the_splits(ranks: RankPool, constant
 def read_a_large_id(_rank: int) -> tuple[str, bool]:
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.errors import UserError
+    from megatron.zero_bubble.core.errors import UserError
     from megatron.zero_bubble.training.data.batches import microbatches
 
     parallel_state.initialize_model_parallel()

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.training.data.blends import Blend, parse_blend
 
 

@@ -11,7 +11,7 @@ import torch
 from corpus import read_documents, split_of, standard_library_files, write_documents
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.training.data.indexed import check_indexed
 from megatron.zero_bubble.training.data.tokenizer import ByteLevelTokenizer
 

@@ -11,7 +11,7 @@ import torch
 from corpus import write_documents
 
 from megatron.zero_bubble import Schedule, build
-from megatron.zero_bubble.costs.lengths import LengthCost
+from megatron.zero_bubble.core.costs.lengths import LengthCost
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.data.documents import Documents, IndexedTexts, MockTexts, packed
 from megatron.zero_bubble.training.data.shares import Balance, BalancedOrder

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron.zero_bubble.cli.playground.job import PageJob, add_job, job_of
 from megatron.zero_bubble.cli.playground.server import Server
 from megatron.zero_bubble.cli.playground.static import static_page
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 
 
 def add_playground(verb: argparse.ArgumentParser) -> None:

@@ -18,18 +18,18 @@ from megatron.zero_bubble.cli.figures import figures
 from megatron.zero_bubble.cli.job_schedule import planned_schedule
 from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.cli.winner import FILE, flags_of_name, has_name, run_text
-from megatron.zero_bubble.costs.passes import TIMES
-from megatron.zero_bubble.errors import UserError, as_flag
-from megatron.zero_bubble.formats.costs import read_costs_file
-from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.ir.sizes import check_size
-from megatron.zero_bubble.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.job.changes import stage_flags
-from megatron.zero_bubble.job.flags import StrictParser
+from megatron.zero_bubble.core.costs.passes import TIMES
+from megatron.zero_bubble.core.errors import UserError, as_flag
+from megatron.zero_bubble.core.formats.costs import read_costs_file
+from megatron.zero_bubble.core.ir import Placement, Schedule
+from megatron.zero_bubble.core.ir.sizes import check_size
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.figures import Figures, measured
+from megatron.zero_bubble.planning.job.changes import stage_flags
+from megatron.zero_bubble.planning.job.flags import StrictParser
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.search.placements import name_of
 
 _SCHEDULE = "--zero-bubble-schedule"
 _GIB = 2**30

@@ -14,30 +14,30 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
-from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.lengths import Lengths, loads_of
 from megatron.zero_bubble.cli.plan import add_plan, question_of
 from megatron.zero_bubble.cli.playground.job import PageJob
-from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.costs.lengths import Load
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import plan_content
-from megatron.zero_bubble.ir import Compute, Pass, Schedule
-from megatron.zero_bubble.ir.flow import SAVED
-from megatron.zero_bubble.ir.ops import COPY_BACK, COPY_OUT
-from megatron.zero_bubble.ir.passes import VOCABULARY_KINDS
-from megatron.zero_bubble.job.flags import StrictParser
-from megatron.zero_bubble.plan.offload import NO_SHARE
+from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.costs.lengths import Load
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.plan import plan_content
+from megatron.zero_bubble.core.ir import Compute, Pass, Schedule
+from megatron.zero_bubble.core.ir.flow import SAVED
+from megatron.zero_bubble.core.ir.ops import COPY_BACK, COPY_OUT
+from megatron.zero_bubble.core.ir.passes import VOCABULARY_KINDS
+from megatron.zero_bubble.core.plan.offload import NO_SHARE
+from megatron.zero_bubble.core.render.svg import COLOURS, LANE_COLOUR, MEANING
+from megatron.zero_bubble.core.schedules import SCHEDULES, sliced
+from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.planning.answer import Answer, answer
+from megatron.zero_bubble.planning.job.flags import StrictParser
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import offload_content, written
 from megatron.zero_bubble.planning.plans import limit_verdict, rank_memory
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import CHOICES
-from megatron.zero_bubble.render.svg import COLOURS, LANE_COLOUR, MEANING
-from megatron.zero_bubble.schedules import SCHEDULES, sliced
-from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
 _FLAGS = (
     *("schedule", "equal-passes", "num-chunks", "num-ranks", "num-microbatches", "placement", "objective"),

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from megatron.zero_bubble.analysis.score import within
 from megatron.zero_bubble.cli.playground.job import PageJob, add_job, job_of
 from megatron.zero_bubble.cli.playground.page import build_page
 from megatron.zero_bubble.cli.playground.questions import catalogue, page_answer, read_question
-from megatron.zero_bubble.schedules import SCHEDULES
+from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.schedules import SCHEDULES
 
 _RANKS, _MULTIPLES = (4, 8), (1, 2, 4)
 _CHUNKS = 2

@@ -18,7 +18,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.training.data.documents import ENDS, Documents, build_documents, packed
 from megatron.zero_bubble.training.data.shares import Balance, BalancedOrder
 from megatron.zero_bubble.training.data.tokenizer import Tokenizer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.document_splits import NAMES, check_divided, check_whole
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.planning.job.document_splits import NAMES, check_divided, check_whole
 from megatron.zero_bubble.training.data.blends import Blend, parse_blend
 from megatron.zero_bubble.training.data.indexed import check_indexed
 

@@ -16,7 +16,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import Dataset
 
-from megatron.zero_bubble.job.document_splits import divide
+from megatron.zero_bubble.planning.job.document_splits import divide
 from megatron.zero_bubble.training.data.tokenizer import Tokenizer
 
 Sample = dict[str, torch.Tensor]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.document_splits import HEADER, MAGIC
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.planning.job.document_splits import HEADER, MAGIC
 
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 _REMEDY = "write it again with scripts/prepare_data.py"

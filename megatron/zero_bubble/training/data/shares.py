@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.costs.lengths import LengthCost, Load, Shape
-from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.job.balance import length_cost
+from megatron.zero_bubble.core.costs.lengths import LengthCost, Load, Shape
+from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.planning.balance import Microbatches, balance
+from megatron.zero_bubble.planning.job.balance import length_cost
 from megatron.zero_bubble.training.data.documents import padded_length
 from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections import OrderedDict
 
-from megatron.zero_bubble.job.model import stated_vocabulary
+from megatron.zero_bubble.planning.job.model import stated_vocabulary
 
 
 class ByteLevelTokenizer:

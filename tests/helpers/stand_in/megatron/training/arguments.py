@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from megatron.zero_bubble.job.options import add_options
+from megatron.zero_bubble.planning.job.options import add_options
 
 _NUMBERS = {
     "pipeline-model-parallel-size": 1,

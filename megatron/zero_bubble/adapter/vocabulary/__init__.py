@@ -1,5 +1,0 @@
-"""Runs the passes of vocabulary parallelism (``ir.vocabulary``) on megatron-core's GPTModel."""
-
-from megatron.zero_bubble.adapter.vocabulary.transfers import VocabularyTransfers
-
-__all__ = ["VocabularyTransfers"]

@@ -1,0 +1,44 @@
+"""By which length schedules are compared, what exceeds a memory limit, and which figures count as equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron.zero_bubble.core.analysis.timeline import Metric
+
+ROUNDING = 1e-9
+"""Relative difference up to which two lengths, or two amounts of memory, are equal."""
+
+
+class Measured(Protocol):
+    """A timeline, or a row of a table with its lengths in ms."""
+
+    @property
+    def span_ms(self) -> float: ...
+
+    @property
+    def makespan_ms(self) -> float: ...
+
+
+def length_ms(of: Measured, objective: Metric) -> float:
+    """The length in ms by which schedules are compared."""
+    return of.makespan_ms if objective == "makespan" else of.span_ms
+
+
+def within(amount: float, limit: float | None) -> bool:
+    """Whether an amount of memory is within a limit in the same unit; None for no limit."""
+    return limit is None or amount <= limit * (1 + ROUNDING)
+
+
+def excess(peak: float, limit: float | None) -> float:
+    """The peak of memory if it is above the limit, else 0, so that all plans within the limit are equally good."""
+    return 0.0 if within(peak, limit) else peak
+
+
+def is_less(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether ``one`` comes before ``other``, if figures that differ only by rounding are equal."""
+    for a, b in zip(one, other, strict=True):
+        if abs(a - b) > ROUNDING * max(abs(a), abs(b)):
+            return a < b
+    return False

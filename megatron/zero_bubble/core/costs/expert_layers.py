@@ -1,0 +1,121 @@
+"""The shapes of layers with experts: how many experts process a token, and over which links its states travel.
+
+All experts are assumed to get equally many tokens. A rank sends the hidden states of each of its tokens, in 16 bits, to
+the ranks of the experts that process it (dispatch), and gets as many back (combine); F and B do so once each. Only the
+copies for other ranks take time: those within a node at the bandwidth of its links, the others at that of the network,
+both at the same time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.zero_bubble.core.costs.layer_work import LayerWork
+
+CONTENTION = 132 / 112
+"""By how much longer computation is assumed to take next to an all-to-all: as in DeepSeek-V3's public trace, in which
+all-to-alls occupy 20 of 132 multiprocessors."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links over which all-to-alls go.
+
+    Attributes:
+        gpus_per_node: ranks of a node.
+        node_gbs, network_gbs: GB/s with which a rank sends within a node and between nodes; None for those of the
+            device.
+    """
+
+    gpus_per_node: int = 8
+    node_gbs: float | None = None
+    network_gbs: float | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of the layers of a model.
+
+    Attributes:
+        count: experts of a layer.
+        top_k: experts that process a token.
+        ffn: width of an expert.
+        shared: width of the shared experts together, which process every token.
+        parallel: ranks that divide the experts of a layer among them.
+        tensor_parallel: ranks that divide an expert.
+        gathers: whether every rank gets all tokens of these ranks (Megatron's allgather dispatcher).
+        layers: which layers have experts, in model order; empty for all.
+        links: where its all-to-alls go.
+    """
+
+    count: int
+    top_k: int
+    ffn: int
+    shared: int = 0
+    parallel: int = 1
+    tensor_parallel: int = 1
+    gathers: bool = False
+    layers: tuple[bool, ...] = ()
+    links: Links = Links()
+
+    @property
+    def ranks_on_node(self) -> int:
+        """Ranks of an expert-parallel group that are on one node; those that divide an expert are adjacent."""
+        return max(1, min(self.parallel, self.links.gpus_per_node // self.tensor_parallel))
+
+    def rank_weights(self, hidden: int, gated: bool) -> float:
+        """Number of weights of a rank in the experts of a layer, without the shared ones and the router."""
+        each = (3 if gated else 2) * hidden * self.ffn
+        return self.count * each / (self.parallel * self.tensor_parallel)
+
+    def other_weights(self, hidden: int, gated: bool, tensor_parallel: int) -> float:
+        """Number of weights of a rank in the shared experts and the router, which every rank has as a whole."""
+        return (3 if gated else 2) * hidden * self.shared / tensor_parallel + hidden * self.count
+
+    def all_to_all_ms(self, states: float, node_gbs: float, network_gbs: float) -> float:
+        """Milliseconds of a dispatch, or of a combine.
+
+        Args:
+            states: bytes of the hidden states of a rank's tokens.
+            node_gbs, network_gbs: those of the device.
+        """
+        copies = 1.0 if self.gathers else self.top_k / self.parallel  # for each rank of the group
+        others = self.ranks_on_node - 1, self.parallel - self.ranks_on_node
+        rates = self._rates(node_gbs, network_gbs)
+        return states * copies * max(count / (gbs * 1e6) for count, gbs in zip(others, rates, strict=True))
+
+    def assumed(self, node_gbs: float, network_gbs: float) -> str:
+        """A sentence with what the estimate assumes; the rates are those of the device."""
+        text = f"Experts are assumed to be balanced: {self.top_k} of {self.count} process each token"
+        if self.parallel == 1:
+            return f"{text}."
+        near, far = self._rates(node_gbs, network_gbs)
+        nodes = self.ranks_on_node < self.parallel
+        rates = f"{near:g} GB/s within a node" + (f" and {far:g} GB/s between nodes" if nodes else "")
+        return (
+            f"{text}. The all-to-alls of {self.parallel} expert-parallel ranks, {self.ranks_on_node} per node, run at "
+            f"{rates}."
+        )
+
+    def _rates(self, node_gbs: float, network_gbs: float) -> tuple[float, float]:
+        return self.links.node_gbs or node_gbs, self.links.network_gbs or network_gbs
+
+    def routed(self, tokens: int, hidden: int, split: int, whole: int, gated: bool) -> LayerWork:
+        """What the experts of a layer take, without the shared ones.
+
+        Args:
+            tokens: tokens of a microbatch.
+            split, whole: the number of ranks that divide a layer of the model, and the hidden states.
+        """
+        matrices = 2.0 * tokens * self.top_k * (3 if gated else 2) * hidden * self.ffn
+        rows = tokens / whole * self.top_k * self.tensor_parallel  # of a rank, for its part of an expert
+        inner, wide = (6 if gated else 4) * self.ffn, self.ffn * (2 if gated else 1)
+        # Bytes in bf16: the rows and what is inside an expert; W takes the rows and the gradients of its outputs.
+        kept = rows * (2 * hidden + inner / self.tensor_parallel)
+        for_wgrad = rows * (4 * hidden + 2 * (wide + self.ffn) / self.tensor_parallel)
+        return LayerWork(matrices, matrices, matrices, kept, kept, for_wgrad)
+
+    def scores(self, tokens: int, hidden: int, whole: int) -> LayerWork:
+        """What the router of a layer takes: a product, and its scores in 32 bits, before and after the softmax."""
+        operations, stored = 2.0 * tokens * hidden * self.count, 8.0 * tokens / whole * self.count
+        return LayerWork(operations, 2 * operations, 0.0, stored, stored, 0.0)

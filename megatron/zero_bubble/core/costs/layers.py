@@ -1,0 +1,267 @@
+"""Costs of the parts of a model: its layers, the embedding, and the output layer with the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import fsum
+
+from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, StageParts
+from megatron.zero_bubble.core.costs.memory import KEY_HISTORY, MEMORY, PassMemory
+from megatron.zero_bubble.core.costs.passes import KEY_HOST, SHARDS, TIMES, PassCosts
+from megatron.zero_bubble.core.costs.units import checked_figure, checked_share, refuse_huge
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Placement
+
+_AMOUNTS = (*TIMES, KEY_HOST, *SHARDS, *MEMORY, KEY_HISTORY)
+"""The figures of a stage that are sums over its parts."""
+_SHARES = ("forward_attention", "backward_attention")
+_NEARLY_NOTHING = 1e-3
+"""Activation of a stage that keeps nothing known, relative to the largest layer."""
+_ROUNDING = 1e-6
+"""Relative excess of a part over its stage that rounded figures may have."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Figures of one microbatch in one layer, in the embedding, or in the output layer with the loss.
+
+    Attributes:
+        forward_ms, backward_ms, wgrad_ms: time of F, B and W in ms.
+        activation, wgrad, history: memory as in ``PassMemory``: in bytes, or in microbatches.
+        forward_attention, backward_attention: shares of attention in F and B, from 0 to 1, as in ``PassCosts``.
+        host_ms: time in ms to copy what F saves to host memory, or back; 0 if unknown.
+        gather_ms, reduce_ms: time in ms of each collective of sharded units, as in ``PassCosts``; 0 if unknown.
+
+    Raises:
+        UserError: for a negative, huge or non-finite figure, or a share above 1.
+    """
+
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    wgrad_ms: float = 0.0
+    activation: float = 0.0
+    wgrad: float = 0.0
+    history: float = 0.0
+    forward_attention: float = 0.0
+    backward_attention: float = 0.0
+    host_ms: float = 0.0
+    gather_ms: float = 0.0
+    reduce_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            refuse_huge(**{name: value})
+            object.__setattr__(self, name, (checked_share if name in _SHARES else checked_figure)(name, value))
+
+    @property
+    def work_ms(self) -> float:
+        """Time of F, B and W together, in ms."""
+        return self.forward_ms + self.backward_ms + self.wgrad_ms
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """The parts of a model in order, for every division of its layers among stages.
+
+    A layout is the number of layers per stage, in model order. The embedding is on the first stage, and the output
+    layer with the loss on the last one.
+
+    Attributes:
+        layers: one part per layer.
+        input_memory: memory of a stage's input, which a stage keeps at least, in the unit of ``activation``; 0 if
+            unknown.
+        recomputed: as in ``PassMemory``.
+        comm_ms, links, message_ms: ms, as in ``PassCosts``.
+        slice_overhead: share, as in ``PassCosts``.
+        experts: the all-to-alls and experts of every layer, which its part includes; empty if no layer has any.
+        contention: the factor of ``PassCosts``.
+    """
+
+    layers: tuple[Part, ...]
+    embedding: Part = Part()
+    loss: Part = Part()
+    comm_ms: float = 0.0
+    links: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
+    input_memory: float = 0.0
+    recomputed: bool = False
+    message_ms: float = 0.0
+    experts: tuple[StageParts, ...] = ()
+    contention: float = 1.0
+    slice_overhead: float = 0.0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def work_ms(self) -> tuple[float, ...]:
+        """Time of F, B and W together in ms, per layer."""
+        return tuple(layer.work_ms for layer in self.layers)
+
+    def averaged(self) -> LayerCosts:
+        """The same model with equal layers, each the mean of all."""
+        amounts = [_amounts(layer) for layer in self.layers]
+        mean = {name: fsum(of[name] for of in amounts) / len(amounts) for name in amounts[0]}
+        experts: tuple[StageParts, ...] = ()
+        if self.experts:
+            experts = (StageParts._make(map(fsum, zip(*self.experts, strict=True))).divided(len(amounts)),) * len(
+                amounts
+            )
+        return replace(self, layers=(_part(mean),) * len(amounts), experts=experts)
+
+    def rank_work_ms(self, placement: Placement, layout: Sequence[int]) -> tuple[float, ...]:
+        """Time of F, B and W of one microbatch in ms, per rank."""
+        per_stage = [fsum(part) for part in self._parts_of(layout, "work_ms")]
+        return tuple(fsum(per_stage[s] for s in placement.stages_of(rank)) for rank in range(placement.num_ranks))
+
+    def on(self, layout: Sequence[int]) -> tuple[PassCosts, PassMemory]:
+        """Return costs in ms and memory per stage.
+
+        Raises:
+            UserError: when the numbers of layers do not add up, or a stage keeps nothing in memory.
+        """
+        if sum(layout) != self.num_layers or min(layout) < 0:
+            raise UserError(
+                f"the layers per stage must add up to {self.num_layers}; got {', '.join(map(str, layout))}; change them"
+            )
+        forward, backward, wgrad = (self._summed(layout, name) for name in TIMES)
+        host, gather, reduce = (self._summed(layout, name) for name in (KEY_HOST, *SHARDS))
+        costs = PassCosts(forward, backward, wgrad, self.comm_ms, self.links, message_ms=self.message_ms)
+        costs = replace(costs, host_ms=host, gather_ms=gather, reduce_ms=reduce, slice_overhead=self.slice_overhead)
+        if self._has_attention:
+            of_f = zip(self._products(layout, _SHARES[0], TIMES[0]), forward, strict=True)
+            of_b = zip(self._products(layout, _SHARES[1], TIMES[1]), backward, strict=True)
+            costs = costs.with_attention(*(tuple(min(1.0, a / t) if t else 0.0 for a, t in of) for of in (of_f, of_b)))
+        if self.experts:
+            costs = costs.with_experts(tuple(self._experts_on(layout)), self.contention)
+        least = self.input_memory or _NEARLY_NOTHING * max(layer.activation for layer in self.layers)
+        activation, wgrad = (self._summed(layout, name) for name in MEMORY)
+        kept = tuple(max(least, amount) for amount in activation)
+        return costs, PassMemory(kept, wgrad, self._summed(layout, KEY_HISTORY), self.recomputed)
+
+    def _experts_on(self, layout: Sequence[int]) -> Iterator[StageParts]:
+        """Yield the sum of the experts on each stage."""
+        for start, end in pairwise(accumulate(layout, initial=0)):
+            yield StageParts._make(map(fsum, zip(NO_EXPERTS, *self.experts[start:end], strict=True)))
+
+    @cached_property
+    def _has_attention(self) -> bool:
+        return any(layer.forward_attention or layer.backward_attention for layer in self.layers)
+
+    @cached_property
+    def _columns(self) -> dict[str, tuple[float, ...]]:
+        """Every figure of all parts in model order."""
+        parts = (self.embedding, *self.layers, self.loss)
+        names = (*_AMOUNTS, *_SHARES, "work_ms")
+        columns = {name: tuple(getattr(part, name) for part in parts) for name in names}
+        for share, ms in zip(_SHARES, TIMES, strict=False):
+            columns[share + ms] = tuple(a * b for a, b in zip(columns[share], columns[ms], strict=True))
+        return columns
+
+    def _parts_of(self, layout: Sequence[int], name: str) -> Iterator[tuple[float, ...]]:
+        """Yield one figure of all parts on each stage."""
+        column, start, last = self._columns[name], 1, len(layout) - 1
+        for stage, count in enumerate(layout):
+            yield column[start - (stage == 0) : start + count + (stage == last)]
+            start += count
+
+    def _summed(self, layout: Sequence[int], name: str) -> tuple[float, ...]:
+        # fsum, because the result of sum depends on the version of Python.
+        return tuple(map(fsum, self._parts_of(layout, name)))
+
+    def _products(self, layout: Sequence[int], share: str, ms: str) -> tuple[float, ...]:
+        return tuple(map(fsum, self._parts_of(layout, share + ms)))
+
+
+def stages_of_layers(layout: Sequence[int]) -> tuple[int, ...]:
+    """The stages that have nothing but layers, from which the costs of a layer are taken; of two stages, the first."""
+    last = len(layout) - 1
+    return tuple(s for s in (range(1, last) if last > 1 else range(last)) if layout[s])
+
+
+def of_stages(
+    costs: PassCosts,
+    memory: PassMemory | None,
+    layout: Sequence[int],
+    embedding: Part | None = None,
+    loss: Part | None = None,
+) -> LayerCosts:
+    """Derive the parts of a model from figures of its stages; with ``layout``, they give the same figures again.
+
+    The layers of a stage share its figures equally. Where ``embedding`` or ``loss`` is unknown, the layers of its stage
+    are as the mean of those between the first and the last stage, and it is what the stage takes beyond them. Of only
+    two stages, the first is then assumed to take nothing beyond its layers. Without memory figures, all layers keep the
+    same.
+
+    Raises:
+        UserError: when the layout is for another number of stages, no stage gives the time of a layer, or ``embedding``
+            or ``loss`` takes more than its stage.
+    """
+    known, last = stages_of_layers(layout), len(layout) - 1
+    if len(layout) != costs.num_stages:
+        raise UserError(
+            f"layers_per_stage must have one number for each of the {costs.num_stages} stages of the lists; got "
+            f"{len(layout)}; give as many"
+        )
+    if not known:
+        raise UserError(
+            "layers_per_stage must give layers to a stage between the first and the last, or to the first of two, from "
+            f"which the time of a layer is taken; got {', '.join(map(str, layout))}; give the costs per layer instead"
+        )
+    given = {stage: part for stage, part in ((0, embedding), (last, loss)) if part is not None}
+    figures = _figures_of(costs, memory)
+    for stage, end in given.items():
+        for name, amount in _amounts(end).items():
+            if name in figures:
+                _check_fits("loss" if stage else "embedding", name, amount, figures[name][stage])
+                figures[name][stage] = max(0.0, figures[name][stage] - amount)
+    mean = {name: fsum(of[s] for s in known) / sum(layout[s] for s in known) for name, of in figures.items()}
+
+    def layer(stage: int) -> Part:
+        of_stage = {name: of[stage] / layout[stage] for name, of in figures.items()}
+        if stage in (0, last) and stage not in given:  # of an end that takes less than its layers, all is theirs
+            of_stage = {name: min(mean[name], own) for name, own in of_stage.items()}
+        return _part(of_stage if memory is not None else of_stage | dict.fromkeys(MEMORY, 1.0))
+
+    def beyond(stage: int) -> Part:
+        left = {name: max(0.0, of[stage] - layout[stage] * mean[name]) for name, of in figures.items()}
+        return given[stage] if stage in given else _part(left)
+
+    layers = tuple(layer(stage) for stage, count in enumerate(layout) for _ in range(count))
+    experts = tuple(own.divided(count) for own, count in zip(costs.experts, layout, strict=False) for _ in range(count))
+    found = LayerCosts(layers, beyond(0), beyond(last), costs.comm_ms, costs.links, message_ms=costs.message_ms)
+    return replace(found, experts=experts, contention=costs.contention, slice_overhead=costs.slice_overhead)
+
+
+def _check_fits(end: str, name: str, amount: float, of_stage: float) -> None:
+    if name not in _SHARES and amount > of_stage * (1 + _ROUNDING):
+        raise UserError(
+            f"{name} of {end} must be at most that of its stage, which includes it; got {amount:g} and {of_stage:g}; "
+            f"give a smaller one, or leave out {end} to have it derived"
+        )
+
+
+def _figures_of(costs: PassCosts, memory: PassMemory | None) -> dict[str, list[float]]:
+    """Figures that add up over the parts of a stage, by stage; instead of a share of attention, its time."""
+    figures = {name: list(getattr(costs, name)) for name in (*TIMES, KEY_HOST, *SHARDS)}
+    if memory is not None:
+        figures |= {name: list(getattr(memory, name)) for name in (*MEMORY, KEY_HISTORY)}
+    for share, ms in zip(_SHARES, TIMES, strict=False):
+        figures[share] = [a * b for a, b in zip(getattr(costs, share), getattr(costs, ms), strict=True)]
+    return figures
+
+
+def _amounts(part: Part) -> dict[str, float]:
+    """The figures of one part, as in ``_figures_of``."""
+    times = dict(zip(_SHARES, TIMES, strict=False))
+    return {name: value * getattr(part, times[name]) if name in times else value for name, value in vars(part).items()}
+
+
+def _part(amounts: Mapping[str, float]) -> Part:
+    """The inverse of ``_amounts``."""
+    times = dict(zip(_SHARES, TIMES, strict=False))
+    shares = {share: min(1.0, amounts[share] / amounts[ms]) if amounts[ms] else 0.0 for share, ms in times.items()}
+    return Part(**{**amounts, **shares})

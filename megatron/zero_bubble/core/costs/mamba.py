@@ -1,0 +1,75 @@
+"""What a Mamba layer takes: a scan over the tokens between two matrices (Mamba-2, arXiv 2405.21060).
+
+The matrices are split like all others: W computes their weight gradients. The convolution and the scan stay whole in B,
+together with the gradients of their few parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.zero_bubble.core.costs.layer_work import LayerWork
+
+_CONVOLUTION = 4
+"""Tokens that the convolution in front of the scan sees."""
+_BLOCK = 128
+"""Tokens of a block of the scan, within which it is computed like attention."""
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """The shapes of Mamba layers, under Megatron's names and with its defaults.
+
+    Attributes:
+        heads: ``--mamba-num-heads``; None for as many as fill twice the hidden size.
+        head_size, state, groups: ``--mamba-head-dim``, ``--mamba-state-dim`` and ``--mamba-num-groups``.
+    """
+
+    heads: int | None = None
+    head_size: int = 64
+    state: int = 128
+    groups: int = 8
+
+    def inner(self, hidden: int) -> int:
+        """Features of all heads."""
+        return 2 * hidden if self.heads is None else self.heads * self.head_size
+
+    def weights(self, hidden: int) -> int:
+        """Number of weights in the two matrices."""
+        return hidden * (self._projected(hidden) + self.inner(hidden))
+
+    def work(self, tokens: int, hidden: int, split: int, whole: int, recomputed: bool) -> LayerWork:
+        """Operations and bytes of one layer.
+
+        In a block of Q tokens, scores take 2 Q operations per token and feature of the state, and their products with
+        the tokens 2 Q per feature of a head; from block to block, the state takes 4 per feature of a head and of the
+        state. B repeats all that, because the kernel keeps only its input and its output, and takes twice as many
+        operations besides.
+
+        Args:
+            split, whole: the number of ranks that divide what is inside the layer, and the hidden states.
+            recomputed: whether F keeps only the input of the layer.
+        """
+        inner, projected = self.inner(hidden), self._projected(hidden)
+        matrices = 2.0 * tokens * self.weights(hidden)
+        of_groups = self.groups * self.state
+        scan = 2.0 * _BLOCK * (of_groups + inner) + 4.0 * self.state * inner
+        scan += 2.0 * _CONVOLUTION * (inner + 2 * of_groups)
+        # Bytes in bf16: the input of the scan, its output before and after the gate, and what the norm makes of it;
+        # outside, a norm, the input of the first matrix and a dropout mask.
+        stored = tokens * ((2 * projected + 6 * inner) / split + 5 * hidden / whole)
+        for_wgrad = tokens * ((2 * projected + 2 * inner) / split + 4 * hidden / whole)
+        return LayerWork(
+            matrices + tokens * scan,
+            matrices + 3 * tokens * scan,
+            matrices,
+            stored,
+            2.0 * tokens * hidden / whole if recomputed else stored,
+            for_wgrad,
+        )
+
+    def _projected(self, hidden: int) -> int:
+        """Features that the first matrix makes: a gate and an input per head, B and C per group, a step per head."""
+        inner = self.inner(hidden)
+        heads = inner // self.head_size if self.heads is None else self.heads
+        return 2 * inner + 2 * self.groups * self.state + heads

@@ -1,0 +1,239 @@
+"""Plans as JSON: written by ``zero-bubble plan --format json`` and read by ``--schedule-file``.
+
+The keys are a contract with other tools (``plan_keys.py``, docs/plan-json.md). Reading takes what was decided, and
+ignores times, rates and peaks, which depend on the costs that they were computed with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+from megatron.zero_bubble.core.analysis.bounds import Bound
+from megatron.zero_bubble.core.analysis.score import length_ms
+from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.analysis.validate import validate
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.facts import Facts, facts_from
+from megatron.zero_bubble.core.formats.files import is_positive, is_text, json_object, read_file, read_key
+from megatron.zero_bubble.core.formats.layout import layout_from
+from megatron.zero_bubble.core.formats.moves import moves_from, offload_from
+from megatron.zero_bubble.core.formats.plan_keys import PLAN_KEYS
+from megatron.zero_bubble.core.formats.sharding import sharding_from
+from megatron.zero_bubble.core.formats.slices import slices_content, slices_from
+from megatron.zero_bubble.core.formats.torch_csv import schedule_from_csv
+from megatron.zero_bubble.core.ir import Flow, Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir.schedule import chain_of
+from megatron.zero_bubble.core.ir.sizes import check_size
+from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Algorithm, algorithm_of
+from megatron.zero_bubble.core.plan.offload import Move
+from megatron.zero_bubble.core.plan.shard import Sharding
+
+CSV = ".csv"
+KEY_VOCABULARY = "vocabulary"
+RECOMPUTE_LOGITS = "recompute_logits"
+OVERLAP_EXPERTS = "overlap_experts"
+_NAMES = frozenset(key.name for key in PLAN_KEYS)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The quality of a plan: no schedule with its placement and within ``memory_limit`` is shorter than ``bound``.
+
+    ``memory_limit`` is in the unit of memory of the costs, and ``microbatches`` is the same limit in microbatches on
+    the fullest rank. ``seconds`` is the planning time.
+    """
+
+    objective: Metric
+    memory_limit: float
+    microbatches: float
+    bound: Bound
+    seconds: float
+
+    def gap(self, timeline: Timeline) -> float:
+        """Return the largest share of the plan's length that a better plan could save; it may be below 0 for a plan
+        that exceeds the limit.
+        """
+        return self.bound.gap(length_ms(timeline, self.objective))
+
+
+def plan_to_json(
+    timeline: Timeline, certificate: Certificate | None = None, more: Mapping[str, Any] | None = None
+) -> str:
+    """Write the plan as JSON text, with one line per key and one line per rank's order.
+
+    Args:
+        more: further keys of ``PLAN_KEYS``, for what was decided in addition to the schedule, and its figures.
+    """
+    lines = []
+    for key, value in (plan_content(timeline, certificate) | dict(more or {})).items():
+        assert key in _NAMES, f"{key} must be in the table of keys"
+        text = json.dumps(value)
+        if key == "order":
+            text = "[\n    " + ",\n    ".join(json.dumps(row) for row in value) + "\n  ]"
+        lines.append(f"  {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> dict[str, Any]:
+    """Return the content of the plan's JSON, by key."""
+    schedule = timeline.schedule
+    content: dict[str, Any] = {
+        "schedule": schedule.name,
+        "num_ranks": schedule.num_ranks,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "stage_to_rank": schedule.placement.stage_to_rank,
+        **slices_content(schedule.slices),
+        **({} if (algorithm := algorithm_of(schedule)) is None else {KEY_VOCABULARY: algorithm}),
+        "order": schedule.to_text(),
+        **({OVERLAP_EXPERTS: True} if schedule.overlap_experts else {}),
+        "makespan_ms": timeline.makespan_ms,
+        "span_ms": timeline.span_ms,
+        "bubble_rate_makespan": timeline.bubble_rate("makespan"),
+        "bubble_rate_span": timeline.bubble_rate("span"),
+        "idle_rate_makespan": timeline.idle_rate("makespan"),
+        "idle_rate_span": timeline.idle_rate("span"),
+        "imbalance": timeline.imbalance,
+        "peak_activation": timeline.peak_activation,
+    }
+    if certificate is not None:
+        content |= {
+            "objective": certificate.objective,
+            "memory_limit": certificate.memory_limit,
+            "memory_limit_microbatches": certificate.microbatches,
+            "lower_bound_ms": certificate.bound.value_ms,
+            "lower_bound_reason": certificate.bound.reason,
+            "gap": certificate.gap(timeline),
+            "planning_seconds": certificate.seconds,
+        }
+    return content
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """What a plan decides, and a run takes from its file.
+
+    Attributes:
+        schedule: the passes in their order, with their placement, slices and algorithm of vocabulary parallelism.
+        layout: the layers of every stage, as ``--pipeline-model-parallel-layout``; None for those that the flags of a
+            job give.
+        offload: the choice for which the plan moves ``moves``, such as ``auto``; None for a plan without offloading.
+        moves: what moves to host memory between forward and backward.
+        sharding: how chunks are sharded over their replicas; None if each replica has all of them.
+        recompute_logits: whether the divided output layer computes its logits again for the weight gradient.
+        facts: those of the job that the plan was made for; empty if they are unknown.
+    """
+
+    schedule: Schedule
+    layout: str | None = None
+    offload: str | None = None
+    moves: tuple[Move, ...] = ()
+    sharding: Sharding | None = None
+    recompute_logits: bool = False
+    facts: Facts = field(default_factory=dict, compare=False)
+
+    @property
+    def vocabulary(self) -> Algorithm | None:
+        """The algorithm of vocabulary parallelism; None if the vocabulary is not divided."""
+        return algorithm_of(self.schedule)
+
+
+def plan_from_json(text: str) -> PlanFile:
+    """Read and validate a plan's JSON. Keys that decide nothing are ignored.
+
+    Raises:
+        UserError: when the text is not a plan; a ``ScheduleError``, with the grid, when the order is invalid.
+    """
+    content = json_object(text)
+    schedule = _schedule_from(content)
+    return PlanFile(
+        schedule,
+        layout_from(content, schedule.placement),
+        offload_from(content),
+        moves_from(content, schedule),
+        sharding_from(content, schedule.placement),
+        _recomputes_logits(content),
+        facts_from(content),
+    )
+
+
+def _schedule_from(content: dict[str, Any]) -> Schedule:
+    name = read_key(content, "schedule", "a string", is_text)
+    num_microbatches = read_key(content, "num_microbatches", "a whole number above 0", is_positive)
+    stage_to_rank = read_key(content, "stage_to_rank", "a list of ranks", lambda v: _is_list(v, _is_rank))
+    rows = read_key(content, "order", 'one list per rank, of passes such as "0F0"', lambda v: _is_list(v, _is_row))
+    placement = Placement(tuple(stage_to_rank))
+    flat = Schedule.from_text(name, placement, num_microbatches, rows)
+    # Every slice has an F, so the order gives the number of slices; only uneven cuts need a key.
+    num_slices = 1 + max((p.slice for p in flat.passes()), default=0)
+    slices = slices_from(content) or Slices.even(num_slices)
+    chunks = -(-placement.num_stages // placement.num_ranks)
+    check_size(placement.num_ranks, num_microbatches, chunks, num_slices)
+    schedule = replace(
+        flat, slices=slices, make_flow=flow_from(content), overlap_experts=_is_true(content, OVERLAP_EXPERTS)
+    )
+    for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):
+        if content.get(key, value) != value:
+            raise UserError(f"{key} must agree with stage_to_rank, which gives {value}; got {content[key]!r}")
+    if len(slices) != num_slices:
+        raise UserError(f"num_slices must agree with the order, which has {num_slices}; got {len(slices)}")
+    validate(schedule)
+    return schedule
+
+
+def flow_from(content: Mapping[str, Any]) -> Callable[[Schedule], Flow]:
+    """Read what makes the flow of a schedule with or without passes of the vocabulary."""
+    algorithm = algorithm_from(content)
+    return chain_of if algorithm is None else FLOWS[algorithm]
+
+
+def algorithm_from(content: Mapping[str, Any]) -> Algorithm | None:
+    """Read the algorithm of vocabulary parallelism; None if the schedule is without it."""
+    if KEY_VOCABULARY not in content:
+        return None
+    form = "the algorithm of its vocabulary passes, 1 or 2"
+    return cast(
+        Algorithm, read_key(dict(content), KEY_VOCABULARY, form, lambda value: type(value) is int and value in FLOWS)
+    )
+
+
+def _recomputes_logits(content: dict[str, Any]) -> bool:
+    recomputes = _is_true(content, RECOMPUTE_LOGITS)
+    if recomputes and KEY_VOCABULARY not in content:
+        raise UserError(
+            f"{RECOMPUTE_LOGITS} needs passes of a divided vocabulary and the key {KEY_VOCABULARY}, which is missing; "
+            f"remove {RECOMPUTE_LOGITS}"
+        )
+    return recomputes
+
+
+def _is_true(content: dict[str, Any], key: str) -> bool:
+    return bool(key in content and read_key(content, key, "true or false", lambda value: type(value) is bool))
+
+
+def read_plan_file(path: str | Path) -> PlanFile:
+    """Read a file with ``plan_from_json``, or, if it ends in ``.csv``, in torch's form; errors name the file."""
+    if (name := Path(path)).suffix == CSV:
+        return read_file(path, "schedule file", lambda text: PlanFile(schedule_from_csv(text, name.stem)))
+    return read_file(path, "schedule file", plan_from_json)
+
+
+def read_schedule_file(path: str | Path) -> Schedule:
+    """Read a file with ``read_plan_file``, and return its schedule."""
+    return read_plan_file(path).schedule
+
+
+def _is_rank(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_list(value: object, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(fits, value))
+
+
+def _is_row(value: object) -> bool:
+    return _is_list(value, is_text)

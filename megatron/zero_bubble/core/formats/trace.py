@@ -1,0 +1,309 @@
+"""Recorded iterations as JSON: written by ``--zero-bubble-trace`` and drawn by ``zero-bubble trace``.
+
+The keys are a contract with other tools (docs/trace-json.md).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from megatron.zero_bubble.core.analysis.difference import Comparison
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.analysis.timeline import Box, LaneSpan, Timeline, divided
+from megatron.zero_bubble.core.analysis.trace import RankTrace, Received, Sent, Settled, Trace, Validated
+from megatron.zero_bubble.core.analysis.validate import validate
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.lengths import Load, PackedCosts
+from megatron.zero_bubble.core.costs.memory import KEY_HISTORY, MEMORY
+from megatron.zero_bubble.core.costs.passes import ATTENTION, COMM, MESSAGE, OVERHEAD, TIMES
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.files import json_object, read_file, read_key
+from megatron.zero_bubble.core.formats.plan import KEY_VOCABULARY, flow_from
+from megatron.zero_bubble.core.formats.slices import slices_content, slices_from
+from megatron.zero_bubble.core.formats.vocabulary import vocabulary_content, vocabulary_from
+from megatron.zero_bubble.core.ir import Op, Pass
+from megatron.zero_bubble.core.ir.collectives import collectives_of
+from megatron.zero_bubble.core.ir.offload import OFFLOAD_OPS
+from megatron.zero_bubble.core.ir.ops import parse_op
+from megatron.zero_bubble.core.ir.passes import AND
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.plan.timelines import timeline_of
+
+FORMAT = 1
+
+_PASSES = "passes"
+_ROWS: Mapping[str, tuple[type[NamedTuple], tuple[str, ...]]] = {
+    _PASSES: (Box, ("pass", "start", "end")),
+    "sends": (Sent, ("pass", "rank", "sent")),
+    "receives": (Received, ("pass", "rank", "posted", "awaited", "arrived")),
+    "settles": (Settled, ("pass", "rank", "start", "end")),
+    "validations": (Validated, ("start", "end")),
+}
+_LANES = "lanes"
+"""The key of timed ops that are not passes; a rank without such ops does not have the key."""
+_SEQUENCE, _LOADS = "sequence_tokens", "loads"
+"""The keys of the sequence that the costs are for, and of the loads of the microbatches of an iteration."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Recorded iterations of a run, all with the same stages.
+
+    Attributes:
+        costs: costs of the plans that the iterations are compared with.
+        traces: at least one trace, by the number of the iteration.
+        memory: memory of a microbatch on each stage, in bytes; None if it was not measured.
+        sequence: the tokens of the sequence that the costs are for, if microbatches have loads of their own.
+    """
+
+    costs: PassCosts
+    traces: Mapping[int, Trace]
+    memory: PassMemory | None = None
+    sequence: int | None = None
+
+    def compared(self, iteration: int) -> Comparison:
+        """Compare an iteration with the simulation of its order. Ops that were read from a file have an unknown effect
+        on memory, so with such ops the comparison has no memory.
+        """
+        trace = self.traces[iteration]
+        schedule, costs = trace.timeline.schedule, self.costs
+        if trace.timeline.loads and self.sequence is not None:
+            costs = PackedCosts(**vars(costs), sequence=self.sequence, loads=trace.timeline.loads)
+            planned = simulate(schedule, costs, self.memory)
+        else:
+            planned = timeline_of(schedule, costs, self.memory)
+        known = not any(isinstance(span.op, str) for row in trace.timeline.lanes for span in row)
+        return Comparison(iteration, planned, trace, costs, self.memory if known else None)
+
+    @property
+    def typical(self) -> int:
+        """The number of the iteration with the median makespan."""
+        by_length = sorted(self.traces, key=lambda number: self.traces[number].timeline.makespan_ms)
+        return by_length[len(by_length) // 2]
+
+
+def trace_to_json(recording: Recording) -> str:
+    """Write the JSON text: one line per key common to all iterations, then one line per rank of each iteration."""
+    planned = recording.compared(recording.typical).planned
+    schedule = planned.schedule
+    costs, memory = recording.costs, recording.memory
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "schedule": schedule.name,
+        "num_ranks": schedule.num_ranks,
+        "num_microbatches": schedule.num_microbatches,
+        **slices_content(schedule.slices),
+        **({} if (algorithm := algorithm_of(schedule)) is None else {KEY_VOCABULARY: algorithm}),
+        **{key: getattr(costs, key) for key in TIMES},
+        **{key: getattr(costs, key) for key in ATTENTION if any(getattr(costs, key))},
+        COMM: costs.comm_ms,
+        **({MESSAGE: costs.message_ms} if costs.message_ms else {}),
+        **({OVERHEAD: costs.slice_overhead} if costs.slice_overhead else {}),
+        **({key: getattr(memory, key) for key in MEMORY} if memory else {}),
+        **({KEY_HISTORY: memory.history} if memory and any(memory.history) else {}),
+        **vocabulary_content(costs, memory),
+        **({} if recording.sequence is None else {_SEQUENCE: recording.sequence}),
+        "planned": _figures([planned]),
+        "measured": _figures([trace.timeline for trace in recording.traces.values()]),
+    }
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+    iterations = [
+        f'    {{"iteration": {number}, {_loads(trace)}"ranks": [\n      '
+        + ",\n      ".join(json.dumps(_rank(row, trace.timeline, rank)) for rank, row in enumerate(trace.ranks))
+        + "\n    ]}"
+        for number, trace in recording.traces.items()
+    ]
+    return "{\n" + ",\n".join([*lines, '  "iterations": [\n' + ",\n".join(iterations) + "\n  ]"]) + "\n}\n"
+
+
+def trace_from_json(text: str) -> Recording:
+    """Read what ``trace_to_json`` wrote; figures that follow from the iterations are ignored.
+
+    Raises:
+        UserError: when the text is not a trace file.
+    """
+    content = json_object(text)
+    read_key(content, "format", f"{FORMAT}, the only format that this version reads", _is_format)
+    name = read_key(content, "schedule", "a string", lambda value: isinstance(value, str))
+    iterations = read_key(content, "iterations", "a list of at least one iteration", _is_filled_list)
+    traces: dict[int, Trace] = {}
+    slices, make_flow = slices_from(content), flow_from(content)
+    for iteration in iterations:
+        if not isinstance(iteration, dict):
+            raise UserError(f"every iteration must be an object; got {json.dumps(iteration)[:60]}")
+        number = read_key(iteration, "iteration", "a whole number", lambda value: type(value) is int)
+        if number in traces:
+            raise UserError(f"iteration numbers must be unique; got {number} twice; remove one of them")
+        ranks = read_key(iteration, "ranks", "a list of at least one rank", _is_filled_list)
+        rows = tuple(_rank_from(row, rank, len(ranks), number) for rank, row in enumerate(ranks))
+        trace = Trace.of(name, rows, slices, make_flow, pairs=frozenset(chain.from_iterable(map(_pairs_from, ranks))))
+        traces[number] = trace.with_loads(_loads_from(iteration))
+        validate(traces[number].timeline.schedule)
+    num_stages = {trace.timeline.schedule.num_stages for trace in traces.values()}
+    if len(num_stages) > 1:
+        raise UserError(f"all iterations must have the same number of stages; got {sorted(num_stages)}; split the file")
+    f, b, w = (_per_stage(content, key) for key in TIMES)
+    forward, backward = (_per_stage(content, key) if key in content else () for key in ATTENTION)
+    figures = vocabulary_from(content)
+    num_ranks = next(iter(traces.values())).timeline.schedule.num_ranks
+    of_vocabulary = None if figures is None else figures.costs(num_ranks)
+    comm_ms = read_key(content, COMM, "a number", _is_number)
+    message_ms, overhead = (
+        read_key(content, key, "a number", _is_number) if key in content else 0.0 for key in (MESSAGE, OVERHEAD)
+    )
+    costs = PassCosts(f, b, w, comm_ms, {}, forward, backward, of_vocabulary, message_ms=message_ms)
+    costs = replace(costs, slice_overhead=overhead)
+    memory = None
+    if content.keys() & set(MEMORY):
+        activation, wgrad = (_per_stage(content, key) for key in MEMORY)
+        history = _per_stage(content, KEY_HISTORY) if KEY_HISTORY in content else ()
+        logits = () if figures is None else figures.memory(num_ranks)
+        memory = PassMemory(activation, wgrad, history, logits=logits)
+    sequence = read_key(content, _SEQUENCE, "a whole number", _is_positive) if _SEQUENCE in content else None
+    recording = Recording(costs, traces, memory, sequence)
+    recording.compared(recording.typical)  # raises if costs or memory are for another number of stages
+    return recording
+
+
+def read_trace_file(path: str | Path) -> Recording:
+    """Read a file with ``trace_from_json``; errors name the file."""
+    return read_file(path, "trace file", trace_from_json)
+
+
+def _per_stage(content: dict[str, Any], key: str) -> tuple[float, ...]:
+    return tuple(read_key(content, key, "a list of numbers, one per stage", _is_numbers))
+
+
+def _figures(timelines: Sequence[Timeline]) -> dict[str, float]:
+    return {
+        "makespan_ms": median(t.makespan_ms for t in timelines),
+        "span_ms": median(t.span_ms for t in timelines),
+        "bubble_rate_makespan": median(t.bubble_rate("makespan") for t in timelines),
+        "bubble_rate_span": median(t.bubble_rate("span") for t in timelines),
+        "idle_rate_makespan": median(t.idle_rate("makespan") for t in timelines),
+        "idle_rate_span": median(t.idle_rate("span") for t in timelines),
+    }
+
+
+def _loads(trace: Trace) -> str:
+    loads = trace.timeline.loads
+    return f'"{_LOADS}": {json.dumps(list(map(list, loads)))}, ' if loads else ""
+
+
+def _loads_from(iteration: dict[str, Any]) -> tuple[Load, ...]:
+    form = "a list of pairs of whole numbers, tokens and the sum of the squares of the samples' tokens"
+    return tuple(Load(*pair) for pair in read_key(iteration, _LOADS, form, _is_pairs)) if _LOADS in iteration else ()
+
+
+def _rank(row: RankTrace, timeline: Timeline, rank: int) -> dict[str, Any]:
+    boxes = [(AND.join(map(str, works)), start_ms, end_ms) for works, start_ms, end_ms in timeline.boxes(rank)]
+    rows = (boxes, row.sends, row.receives, row.settles, row.validations)
+    events = {key: [[_cell(cell) for cell in event] for event in kind] for key, kind in zip(_ROWS, rows, strict=True)}
+    lanes = (
+        {_LANES: [list(map(_cell, (lane, op, start, end))) for lane, op, start, end, _ in row.lanes]}
+        if row.lanes
+        else {}
+    )
+    return {"clock_error_ms": round(row.clock_error_ms, 6), **events, **lanes}
+
+
+def _cell(value: object) -> str | float:
+    """Round times to a tenth of a microsecond; more digits are noise and would double the file size."""
+    return round(value, 4) if isinstance(value, int | float) else str(value)
+
+
+def _rank_from(row: object, rank: int, num_ranks: int, iteration: int) -> RankTrace:
+    where = f"iteration {iteration}, rank {rank}"
+    if not isinstance(row, dict):
+        raise UserError(f"{where} must be an object; got {json.dumps(row)[:60]}")
+    kinds: list[Any] = [tuple(_events(row, key, where)) for key in _ROWS]
+    boxes, sends, receives, settles, validations = kinds
+    spans = tuple(span for works, start_ms, end_ms in boxes for span in divided(works, start_ms, end_ms))
+    times = [time for _, *both in spans for time in both]
+    if not spans or times != sorted(times):
+        raise UserError(
+            f"{where} must have one or more passes in order of time, without overlap; got {len(spans)} passes"
+        )
+    error_ms = read_key(row, "clock_error_ms", "a number", _is_number)
+    lanes = tuple(_events(row, _LANES, where)) if _LANES in row else ()
+    lanes = tuple(span._replace(op=_op(span.op, rank, num_ranks)) for span in lanes)
+    return RankTrace(spans, sends, receives, settles, validations, error_ms, lanes)
+
+
+def _pairs_from(row: dict[str, Any]) -> Iterator[Pass]:
+    """The forwards that ran together with the next pass of the rank."""
+    for works, *_ in _events(row, _PASSES, _PASSES):
+        yield from works[:-1]
+
+
+def _op(text: str, rank: int, num_ranks: int) -> Op | str:
+    """The collective or op of offloading that prints as ``text``; the text if it is another op."""
+    with suppress(UserError):
+        return parse_op(text, rank, (*collectives_of(num_ranks), *OFFLOAD_OPS))
+    return text
+
+
+def _events(row: dict[str, Any], key: str, where: str) -> Iterator[Any]:
+    kind, columns = _ROWS.get(key, (LaneSpan, ("lane", "op", "start", "end")))
+    make: Callable[..., Any] = kind
+    form = f"[{', '.join(columns)}]"
+    for event in read_key(row, key, f"a list of rows {form}", lambda value: isinstance(value, list)):
+        if not isinstance(event, list) or len(event) != len(columns):
+            raise UserError(f"{key} of {where} must be rows {form}; got {json.dumps(event)[:60]}")
+        cells = zip(event, columns, strict=True)
+        first = (_works(next(cells)[0], where),) if key == _PASSES else ()
+        yield make(*first, *(_value(cell, column, f"{key} of {where}") for cell, column in cells))
+
+
+def _works(cell: object, where: str) -> tuple[Pass, ...]:
+    """Read a pass, or the two passes of a pair."""
+    texts = cell.split(AND) if isinstance(cell, str) else [cell]
+    return tuple(_value(text, "pass", f"{_PASSES} of {where}") for text in texts)
+
+
+def _value(cell: object, column: str, where: str) -> Any:
+    if column == "pass" and isinstance(cell, str):
+        return Pass.parse(cell)
+    if column == "rank" and type(cell) is int and cell >= 0:
+        return cell
+    if column in ("lane", "op") and isinstance(cell, str):
+        return cell
+    if column not in ("pass", "rank", "lane", "op") and _is_number(cell):
+        return cell
+    form = {"pass": 'a pass such as "2F0"', "rank": "a rank", "lane": "a string", "op": "a string"}.get(column, "ms")
+    raise UserError(f"{where} must give {column} as {form}; got {json.dumps(cell)[:60]}")
+
+
+def _is_format(value: object) -> bool:
+    return type(value) is int and value == FORMAT  # True == 1
+
+
+def _is_number(value: object) -> bool:
+    """Whether ``value`` is a finite float, or a whole number that fits in one."""
+    return isinstance(value, int | float) and type(value) is not bool and abs(value) <= sys.float_info.max
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_number, value))
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_pairs(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_is_positive, pair)) for pair in value
+    )
+
+
+def _is_filled_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value)

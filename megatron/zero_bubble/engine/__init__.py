@@ -1,0 +1,1 @@
+"""Execution of plans: platforms, kernels, transport, weight gradients, optimizer steps and measurements."""

@@ -1,0 +1,245 @@
+"""Splits the backward of TransformerEngine's linears into B and W, with TransformerEngine's delayed weight gradients.
+
+A ``Linear``, ``LayerNormLinear`` or ``GroupedLinear`` built with ``delay_wgrad_compute=True`` puts the operands of its
+weight gradient into the module's queue during backward. ``backward_dw`` computes the oldest entry with the same call as
+an undelayed backward (TransformerEngine 2.8 to 2.20, ``pytorch/module``: ``_common.WeightGradStore``,
+``base.TransformerEngineBaseModule.backward_dw``). So TransformerEngine computes W, including FP8, bit for bit as
+without the delay, and this module only decides when.
+
+* Every ``put`` into a queue also adds an entry to our ``WgradStore``, which runs the queues in its order.
+* TransformerEngine expects each W before the next B of the same module. Here several B passes can precede a W, so the
+  gradients that autograd accumulates at B are kept with the W of their microbatch: those of a bias that is added
+  outside the module, or that is reduced before the quantization.
+* megatron-core's DDP lets ``backward_dw`` call its hooks, as with its own ``delay_wgrad_compute``.
+* During an unsplit backward, the delay is off, and the hooks are called at the points where DDP calls them without it.
+  It is off in a forward, too, where ``torch.autograd.grad`` may ask for gradients.
+* A module runs its whole backward in B, as without the delay, if autograd must find its gradients there: if others have
+  hooks on its parameters, or if its class inherits from TransformerEngine's but multiplies by itself. Such a module
+  never uses its queue, which turns out in its first B.
+
+This module does not import TransformerEngine. ``patching`` installs ``build``, ``delays``, ``put`` and ``wrap``.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.engine.wgrad.delayed import DelayedModule, own_class
+from megatron.zero_bubble.engine.wgrad.store import WgradStore
+
+SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
+"""The classes of ``transformer_engine.pytorch.module`` that are split. ``LayerNormMLP``, which Megatron does not use,
+computes its weight gradients in B."""
+
+
+class TransformerEngineSplit:
+    """Splits all TransformerEngine modules that are built while it is installed.
+
+    Args:
+        store: the store of deferred gradients that W passes run.
+        by_rows: see ``quantized.keep_columns``.
+        say: prints which modules do not defer their gradients.
+        check_options: rejects options of a module, before and after it is built; it gets a function that returns the
+            value of a named option, given what a missing one counts as.
+    """
+
+    def __init__(
+        self,
+        store: WgradStore,
+        by_rows: bool = False,
+        say: Callable[[str], None] = lambda _: None,
+        check_options: Callable[[Callable[[str, bool], bool]], None] = lambda _: None,
+    ) -> None:
+        self._store = store
+        self._by_rows = by_rows
+        self._check_options = check_options
+        self._say = functools.cache(say)  # a line once
+        self._built: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        # The keys are the modules' queues.
+        self._delayed: weakref.WeakKeyDictionary[Any, DelayedModule] = weakref.WeakKeyDictionary()
+        self._waits = True
+        self._in_forward = False
+        store.attach(self)
+
+    def build(self, original: Callable[..., None]) -> Callable[..., None]:
+        """The replacement for the constructor of the classes in ``SPLIT``.
+
+        It does not change modules whose caller passes ``delay_wgrad_compute``, nor weights in several parts, whose
+        gradient ``backward_dw`` would write to a copy.
+        """
+
+        @functools.wraps(original)
+        def init(module: Any, *args: Any, **options: Any) -> None:
+            ours = "delay_wgrad_compute" not in options and options.get("parameters_split") is None
+            if ours:
+                self._check_options(options.get)
+                options["delay_wgrad_compute"] = True
+            original(module, *args, **options)
+            self._built.add(module)
+            if ours:
+                self._check_options(functools.partial(getattr, module))
+                self._delayed[module.wgrad_store] = DelayedModule(module)
+
+        return init
+
+    def delays(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        """The replacement for ``WeightGradStore.delay_wgrad_compute``, which every backward asks."""
+
+        @functools.wraps(original)
+        def delay_wgrad_compute(queue: Any) -> bool:
+            module = self._delayed.get(queue)
+            if module is None or not original(queue):
+                return original(queue)
+            if self._in_forward and module.weights:
+                self._store.wants(None, module.weights[0], module.weights[0])  # raises for a backward()
+            return self._waits and self._delays_now(module)
+
+        return delay_wgrad_compute
+
+    def _delays_now(self, module: DelayedModule) -> bool:
+        delays = module.decide()
+        if module.is_hooked:
+            self._say(
+                f"{self._store.name_of(module.weights[0])} or its bias has hooks, so their gradients are computed in "
+                "B, not in W"
+            )
+        return delays
+
+    def put(self, original: Callable[..., None]) -> Callable[..., None]:
+        """The replacement for ``WeightGradStore.put``."""
+
+        @functools.wraps(original)
+        def put(queue: Any, tensor_list: list[Any], func: Callable[..., Any]) -> None:
+            module = self._delayed.get(queue)
+            if module is not None:
+                work = self._store.current
+                if work is None:
+                    raise _outside_schedule()
+                if module.weights and not self._store.wants(work, module.weights[0], module.weights[0]):
+                    return
+                self._store.put(module.use(tensor_list, work.microbatch, self._store.shared, self._by_rows))
+            original(queue, tensor_list, func)
+
+        return put
+
+    def wrap(self, original: Callable[..., None]) -> Callable[..., None]:
+        """The replacement for the constructor of megatron-core's ``DistributedDataParallel``."""
+
+        @functools.wraps(original)
+        def init(ddp: Any, config: Any, ddp_config: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
+            delayed = [m for m in map(self._delayed_of, module.modules()) if m is not None]
+            if not delayed:
+                original(ddp, config, ddp_config, module, *args, **named)
+                return
+            if not hasattr(ddp_config, "delay_wgrad_compute"):
+                raise UserError(
+                    "zero-bubble schedules with TransformerEngine layers need megatron-core 0.14 or newer, whose "
+                    "DistributedDataParallel has delay_wgrad_compute; upgrade it, or train with --transformer-impl "
+                    "local"
+                )
+            for one in delayed:
+                one.adopt()
+            before, ddp_config.delay_wgrad_compute = ddp_config.delay_wgrad_compute, True
+            try:
+                original(ddp, config, ddp_config, module, *args, **named)
+            finally:
+                ddp_config.delay_wgrad_compute = before
+            for one in delayed:
+                one.hook(ddp._make_backward_post_hook, lambda: self._waits)
+
+        return init
+
+    def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """See ``wgrad_store.Source``.
+
+        Raises:
+            UserError: a module was built before the split was installed.
+        """
+        for chunk in chunks:
+            if chunk in self._watched:
+                continue
+            self._watched.add(chunk)
+            for module in chunk.modules():
+                if module not in self._built and (own := own_class(module)) is not None and own.__name__ in SPLIT:
+                    raise UserError(
+                        "megatron.zero_bubble.apply() must be called before the model is built, because the "
+                        f"constructor of TransformerEngine's {own.__name__} decides whether its weight gradient is "
+                        "deferred; this model was built before; build it after apply()"
+                    )
+
+    def settle(self) -> None:
+        """See ``wgrad_store.Source``."""
+        for module in self._delayed.values():
+            if module.settle():
+                self._say(
+                    f"{module.name} inherits a linear of TransformerEngine but multiplies by itself, so the gradients "
+                    "of its weights are computed in B, not in W"
+                )
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """See ``wgrad_store.Source``."""
+        self._in_forward = True
+        with self._undelayed():
+            yield
+
+    @contextmanager
+    def backward(self, split: bool) -> Iterator[None]:
+        """See ``wgrad_store.Source``."""
+        if split:
+            yield
+            self.settle()
+            return
+        with self._undelayed():
+            yield
+
+    @contextmanager
+    def _undelayed(self) -> Iterator[None]:
+        self._waits = False
+        try:
+            yield
+        finally:
+            self._waits, self._in_forward = True, False
+
+    def clear(self) -> None:
+        """See ``wgrad_store.Source``; drops TransformerEngine's own queues."""
+        for queue, module in self._delayed.items():
+            module.clear()
+            while not queue.context.empty():
+                queue.context.get_nowait()
+
+    def close(self) -> None:
+        """Uninstall the split; models built while it was installed then raise UserError in backward."""
+        self.clear()
+        for queue in self._delayed:
+            queue.context = _Closed()
+
+    def _delayed_of(self, module: Any) -> DelayedModule | None:
+        queue = getattr(module, "wgrad_store", None)
+        return None if queue is None else self._delayed.get(queue)
+
+
+class _Closed:
+    """Replaces the queue of a module after ``close``, when no W pass would empty it."""
+
+    def put(self, _entry: Any) -> None:
+        raise _outside_schedule()
+
+    def empty(self) -> bool:
+        return True
+
+
+def _outside_schedule() -> UserError:
+    return UserError(
+        "a TransformerEngine module built for a zero-bubble schedule ran a backward outside a zero-bubble schedule, so "
+        "its deferred weight gradient would be lost; build the model again after revert(), and use more than one "
+        "pipeline stage"
+    )

@@ -1,0 +1,1 @@
+"""Plans in megatron-core, Megatron-LM and Megatron-Bridge: stages, patches, launchers."""

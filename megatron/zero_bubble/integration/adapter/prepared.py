@@ -1,0 +1,161 @@
+"""A plan that one rank is ready to run, and what the rank must know about it in every iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.core.analysis.period import break_even
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.analysis.validate import validate
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Plan, Schedule
+from megatron.zero_bubble.core.ir.queues import HardwareQueues
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.plan import (
+    LoweringPass,
+    PostReceives,
+    lower_forward_only,
+    lower_training,
+    prove_for_queues,
+)
+from megatron.zero_bubble.engine.runtime.backends import hardware_queues, is_nccl
+from megatron.zero_bubble.engine.runtime.groups import backend_of, torchs
+from megatron.zero_bubble.integration.adapter.stage import StageFacts
+from megatron.zero_bubble.integration.adapter.staging import steps_of
+from megatron.zero_bubble.integration.adapter.vocabulary.facts import VocabularyFacts
+from megatron.zero_bubble.planning.job.options import check_options
+from megatron.zero_bubble.planning.source import even_costs
+
+_FROM_BLACKWELL = "32 on Blackwell or later (before, Megatron-LM wants 1 with tensor or context parallelism)"
+"""The remedy for too few hardware queues where layers are divided."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What a part adds to a plan.
+
+    Attributes:
+        run: adds the ops.
+        what: determines what ``run`` adds, for example which values move. If it changes, a new plan is made.
+    """
+
+    run: LoweringPass = field(compare=False)
+    what: Collection[Hashable]
+
+
+@dataclass(frozen=True)
+class PreparedPlan:
+    """A plan, and the facts about it that one rank needs in every iteration.
+
+    Attributes:
+        lowerings: what parts have added to the plan.
+        break_even: see ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length.
+        steps: see ``staging.steps_of``.
+    """
+
+    schedule: Schedule
+    lowerings: tuple[Lowering, ...]
+    plan: Plan
+    rank: int
+    stages: tuple[StageFacts, ...]
+    break_even: float
+    vocabulary: VocabularyFacts | None
+    steps: frozenset[Hashable]
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, lowerings: tuple[Lowering, ...], plan: Plan, rank: int, forward_only: bool
+    ) -> PreparedPlan:
+        own = schedule.placement.stages_of(rank)
+        facts = tuple(StageFacts.of(plan.schedule, stage) for stage in own)
+        even = 0.0  # a plan without a drain validates nothing
+        if plan.drain:
+            even = break_even(simulate(plan.schedule, even_costs(plan.schedule.placement)))
+        vocabulary = VocabularyFacts.of(plan.schedule, rank)
+        steps = steps_of(plan, forward_only, {each for own in lowerings for each in own.what})
+        return cls(schedule, lowerings, plan, rank, facts, even, vocabulary, steps)
+
+    @property
+    def last_stage_rank(self) -> int:
+        return loss_rank(self.schedule)
+
+    @property
+    def has_last_stage(self) -> bool:
+        return self.last_stage_rank == self.rank
+
+
+def lowered(
+    schedule: Schedule,
+    lowerings: Sequence[Lowering],
+    forward_only: bool,
+    post_receives: PostReceives,
+    post_validation: bool,
+) -> Plan:
+    """Validate a schedule and lower it to a plan of training, or of an evaluation."""
+    validate(schedule)
+    more = [lowering.run for lowering in lowerings]
+    if forward_only:
+        return lower_forward_only(schedule, post_receives, more=more)
+    return lower_training(schedule, post_receives, post_validation, more=more)
+
+
+def chosen_by(schedule: Schedule) -> dict[str, Any]:
+    """The fields of a configuration that would choose what a schedule has."""
+    return {"num_slices": schedule.num_slices, "vocabulary": algorithm_of(schedule), "pairs": schedule.overlaps}
+
+
+def check_model(config: Any, schedule: Schedule) -> None:
+    """Reject a model's configuration that a schedule does not support.
+
+    Raises:
+        UserError: the rule, the value and the remedy.
+    """
+    divided = algorithm_of(schedule) is not None
+    check_options(config, num_slices=schedule.num_slices, vocabulary=divided, pairs=schedule.overlaps)
+
+
+def loss_rank(schedule: Schedule) -> int:
+    """The rank of the stage that computes the loss."""
+    (last,) = schedule.flow.sinks
+    return schedule.placement.stage_to_rank[last]
+
+
+def check_same_plan(plan: Plan, group: dist.ProcessGroup, who: str) -> None:
+    """Check that all ranks of ``group`` have the same plan. A collective call.
+
+    Raises:
+        UserError: the plans differ; ``who`` names the ranks.
+    """
+    digests: list[Any] = [None] * group.size()
+    dist.all_gather_object(digests, plan.digest, group=torchs(group))
+    if len(set(digests)) > 1:
+        raise UserError(
+            f"all {who} must run the same plan; their fingerprints are {digests}; start every rank with the same "
+            "schedule, batch sizes, files of schedules and costs, and version"
+        )
+
+
+def queues_of(group: dist.ProcessGroup) -> HardwareQueues | None:
+    """The hardware queues of the GPUs of a pipeline; None if its messages do not go over NCCL."""
+    if not is_nccl(backend_of(group)):
+        return None
+    own = hardware_queues()
+    return own._replace(several=_FROM_BLACKWELL) if own.several == "32" and _divides_layers() else own
+
+
+def _divides_layers() -> bool:
+    """Whether tensor or context parallelism divides the layers of this rank's model."""
+    of = parallel_state.get_tensor_model_parallel_group, parallel_state.get_context_parallel_group
+    groups = (get(check_initialized=False) for get in of)
+    return any(group is not None and group.size() > 1 for group in groups)
+
+
+def check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
+    """Raise PlanError if ranks could block each other because streams of a GPU share hardware queues."""
+    if (queues := queues_of(group)) is not None:
+        prove_for_queues(plan, queues.number, queues.setting, queues.several)

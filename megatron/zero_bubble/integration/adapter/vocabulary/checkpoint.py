@@ -1,0 +1,26 @@
+"""Checkpoints of a divided vocabulary, in the format of megatron-core's whole layers."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from megatron.zero_bubble.engine.kernels.vocabulary import Rows
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.", "output_layer."
+"""Names of the modules, as prefixes of the names of their weights."""
+
+
+def sharded(key: str, weight: torch.Tensor, rows: Rows, num_shards: int, is_copy: bool = False) -> ShardedTensor:
+    """The rows of a rank as a part of the whole layer's weight, whose padding may differ between checkpoints.
+
+    Args:
+        key: the name of the whole layer's weight.
+        is_copy: whether the rows are saved elsewhere, so that this entry is only loaded.
+    """
+    replica = int(is_copy), 0, parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    # The optimizer finds its parameters in the state dict by identity, and must not find the copy.
+    data = weight.detach() if is_copy else weight
+    offset = 0, rows.first // rows.num_rows, num_shards
+    return ShardedTensor.from_rank_offsets(key, data, offset, replica_id=replica, allow_shape_mismatch=True)

@@ -1,0 +1,142 @@
+"""The first and the last stage of a pipeline whose vocabulary is divided over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Pass
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.integration.adapter.stage import MegatronStage, StageParts
+from megatron.zero_bubble.integration.adapter.versions import given_to, supported_kwargs
+from megatron.zero_bubble.integration.adapter.vocabulary.batches import ReadAhead
+from megatron.zero_bubble.integration.adapter.vocabulary.shards import EmbeddingShard, OutputShard, gpt_of
+
+
+class _Tokens(Exception):
+    """Ends the forward step of I at the call of the model."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        super().__init__()
+        self.ids = ids
+
+
+def _stop(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = given_to(model, args, kwargs)
+    if given.get("decoder_input") is not None or given.get("input_ids") is None:
+        raise UserError(
+            "with vocabulary parallelism, the model must get tokens, which all ranks look up; got decoder_input in "
+            "their place; pass input_ids, or train with --zero-bubble-vocabulary-parallel off"
+        )
+    raise _Tokens(given["input_ids"])
+
+
+class FirstStage(MegatronStage):
+    """The stage with the embedding: its F takes the rows that all I looked up, and its B returns their gradient.
+
+    Args:
+        embedding: the rank's shard of the embedding.
+    """
+
+    def __init__(self, parts: StageParts, embedding: EmbeddingShard) -> None:
+        super().__init__(parts)
+        self._embedding = embedding
+        self._read_ahead = ReadAhead(self._batches)
+        if self._batches is not None:  # with tensor parallelism, one rank reads for all
+            self._batches = self._read_ahead
+
+    def read_tokens(self, microbatch: int) -> torch.Tensor:
+        """The tokens of a microbatch, (b, s): what the job's forward step passes to the model."""
+        gpt, recomputes = gpt_of(self._model), self._recomputes(microbatch)
+        hook = gpt.register_forward_pre_hook(_stop, with_kwargs=True)
+        more = () if recomputes is None else (recomputes,)
+        try:
+            with self._as_stage_rank(), self._read_ahead.ahead(microbatch):
+                self._step.forward_step_func(self._batches, self._model, *more)
+        except _Tokens as found:
+            return found.ids.contiguous()
+        finally:
+            hook.remove()
+        raise UserError(
+            "with vocabulary parallelism, the forward step must run the model that it is given, whose tokens are "
+            "looked up before its forward; it did not; train with --zero-bubble-vocabulary-parallel off"
+        )
+
+    def _leaf(self, inputs: Sequence[Any]) -> torch.Tensor:
+        (rows,) = inputs[0]
+        return rows.detach().requires_grad_(not self._step.forward_only)
+
+    def _run_model(self, work: Pass, x: torch.Tensor | None) -> torch.Tensor:
+        assert x is not None, "the first stage takes rows of the embedding"
+        with self._read_ahead.again(work.microbatch), self._embedding.delivering(x):
+            return super()._run_model(work, None)
+
+    def _input_gradient(self, gradient: torch.Tensor) -> Sequence[Any]:
+        return ((gradient,),)
+
+
+class LastStage(MegatronStage):
+    """The stage before the output layer: its F returns the hidden states and labels, and keeps the job's loss function
+    for L; its B takes the gradient of the hidden states.
+
+    Args:
+        output: the rank's shard of the output layer.
+        algorithm: that of the schedule.
+    """
+
+    def __init__(self, parts: StageParts, output: OutputShard, algorithm: Algorithm) -> None:
+        super().__init__(parts)
+        self._shard = output
+        self._algorithm = algorithm
+        self._loss_functions: dict[int, Any] = {}  # of the microbatches between F and L
+        self._labels: torch.Tensor | None = None
+
+    def loss(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
+        """The loss of a microbatch, from those of its tokens, (b, s).
+
+        megatron-core's forward step computes, scales, counts and reports it, and takes ``losses`` for the output of a
+        model: not all versions have a function for the loss alone.
+        """
+        step, output = self._step, (losses, self._loss_functions.pop(microbatch))
+        with self._as_stage_rank():
+            loss, num_tokens = schedules.forward_step(
+                lambda *_: output,
+                None,
+                self._model,
+                step.num_microbatches,
+                None,
+                self._results.forward_data,
+                step.config,
+                collect_non_loss_data=step.collect_non_loss_data,
+                vp_stage=self._facts.vp_stage,
+                **supported_kwargs(schedules.forward_step, cp_group_size=step.cp_size, is_last_stage=True),
+            )
+        self._results.num_tokens += num_tokens
+        return loss
+
+    def _run_model(self, work: Pass, x: torch.Tensor | None) -> torch.Tensor:
+        def forward_step(*args: Any) -> tuple[torch.Tensor, Any]:
+            _, self._loss_functions[work.microbatch] = self._step.forward_step_func(*args)
+            hidden, self._labels = self._shard.take()
+            return hidden, _no_loss
+
+        # On the last stage, a forward step returns an output without computing a loss only if it collects other data.
+        return self._forward_step(work, x, forward_step, [], collect_non_loss_data=True)
+
+    def _output(self, y: torch.Tensor) -> Sequence[Any]:
+        labels, self._labels = self._labels, None
+        assert labels is not None, "F has run"
+        return ((y.detach(), labels),)
+
+    def _received(self, inputs: Sequence[Any]) -> tuple[tuple[Any, torch.Tensor], torch.Tensor | None]:
+        gradient = inputs[0][0] if self._algorithm == 1 else inputs[0]
+        return inputs[-1], gradient
+
+
+def _no_loss(_hidden: torch.Tensor, non_loss_data: bool) -> None:
+    """In place of the job's loss function in F of the last stage."""
+    assert non_loss_data, "L computes the loss"

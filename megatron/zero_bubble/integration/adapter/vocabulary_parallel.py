@@ -1,0 +1,105 @@
+"""Vocabulary parallelism as a part of a pipeline, which divides the vocabulary over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.zero_bubble.core.ir import Op, Pass
+from megatron.zero_bubble.core.ir.passes import VOCABULARY_KINDS
+from megatron.zero_bubble.engine.runtime.collectives import collective_handlers
+from megatron.zero_bubble.engine.runtime.handler import Handler
+from megatron.zero_bubble.engine.runtime.handlers import Stage
+from megatron.zero_bubble.engine.wgrad.accumulate import GradAccumulator
+from megatron.zero_bubble.integration.adapter.part import IterationFacts, Part
+from megatron.zero_bubble.integration.adapter.stage import MegatronStage, StageParts
+from megatron.zero_bubble.integration.adapter.vocabulary.logits import KeptLogits, Logits, RecomputedLogits, SavedForT
+from megatron.zero_bubble.integration.adapter.vocabulary.passes import VocabularyStage
+from megatron.zero_bubble.integration.adapter.vocabulary.shards import VocabularyShards
+from megatron.zero_bubble.integration.adapter.vocabulary.stages import FirstStage, LastStage
+from megatron.zero_bubble.integration.adapter.vocabulary.tensor_parallel import TensorParallel
+from megatron.zero_bubble.integration.adapter.vocabulary.transfers import Shapes, VocabularyTransfers
+
+
+class VocabularyParallel(Part):
+    """Divides the vocabulary over the ranks, if the schedule does.
+
+    Args:
+        accumulate: accumulates the gradients of the weights.
+        recompute_logits: whether T computes the logits again, or S keeps them for it.
+
+    Attributes:
+        saved: notes what S saves for T.
+    """
+
+    def __init__(self, accumulate: GradAccumulator, recompute_logits: bool) -> None:
+        self._accumulate = accumulate
+        self._logits: Logits = RecomputedLogits() if recompute_logits else KeptLogits()
+        self.saved = SavedForT()
+
+    def stages(self, iteration: IterationFacts, chunks: Sequence[StageParts]) -> Mapping[int, Stage]:
+        """The stages of the rank, which also run the passes of the vocabulary."""
+        facts = iteration.prepared.vocabulary
+        if facts is None:
+            return {}
+        shards = VocabularyShards.of(chunks[0].model)
+        stages: dict[int, MegatronStage] = {}
+        loss_of = read_tokens = None
+        for own in chunks:
+            if own.facts.is_last:
+                stages[own.facts.stage] = last = LastStage(own, shards.output, facts.algorithm)
+                loss_of = last.loss
+            elif own.facts.stage == 0:
+                stages[0] = first = FirstStage(own, shards.embedding)
+                read_tokens = first.read_tokens
+            else:
+                stages[own.facts.stage] = MegatronStage(own)
+        step, *_, sync = chunks[0]  # the first chunk has the shards
+        tensor = TensorParallel(iteration.call.groups.tp, step.config.sequence_parallel)
+        vocabulary = VocabularyStage(
+            step,
+            facts,
+            shards,
+            _shapes(iteration, shards),
+            tensor,
+            self._logits,
+            self.saved,
+            loss_of,
+            read_tokens,
+            self._accumulate,
+            sync,
+        )
+        return {number: _WithVocabulary(stage, vocabulary) for number, stage in stages.items()}
+
+    def handlers(self, iteration: IterationFacts) -> Mapping[type[Op], Handler]:
+        """The handlers of the collectives."""
+        facts, plan = iteration.prepared.vocabulary, iteration.prepared.plan
+        if facts is None:
+            return {}
+        shapes = _shapes(iteration, VocabularyShards.of(iteration.call.chunks[0]))
+        trains, num_ranks = not iteration.forward_only, plan.schedule.num_ranks
+        transfers = VocabularyTransfers(shapes, num_ranks, facts.algorithm, trains)
+        return collective_handlers(plan, iteration.links.lanes, transfers, iteration.observer)
+
+    @property
+    def num_pending(self) -> int:
+        """Number of S whose logits are kept for T."""
+        return len(self.saved)
+
+
+def _shapes(iteration: IterationFacts, shards: VocabularyShards) -> Shapes:
+    boundary, tensor = iteration.boundary, iteration.call.groups.tp
+    hidden, num_tokens = boundary.activation, boundary.ends[-1]
+    part = tensor.rank() if hidden[0] < num_tokens else 0
+    return Shapes(hidden, num_tokens, part, shards.embedding.weight.dtype, boundary.device)
+
+
+class _WithVocabulary:
+    """One stage, and the passes of the vocabulary that are named after it."""
+
+    def __init__(self, stage: MegatronStage, vocabulary: VocabularyStage) -> None:
+        self._stage, self._vocabulary = stage, vocabulary
+
+    def run(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
+        """See ``runtime.handlers.Stage``."""
+        return (self._vocabulary if work.kind in VOCABULARY_KINDS else self._stage).run(work, inputs)

@@ -1,0 +1,101 @@
+"""Sharded units in a Megatron-LM job: its chunks stay shards between iterations, and its optimizer steps shards.
+
+Megatron-LM's own functions run unchanged. Those that read weights outside of the passes find them whole: the norm and
+the hashes of parameters, and what a script computes besides losses in an evaluation. A checkpoint gets copies in host
+memory, which are made of one chunk after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron.zero_bubble.integration.adapter.shards import ShardedUnits
+from megatron.zero_bubble.integration.adapter.whole_weights import copy_weights
+from megatron.zero_bubble.integration.patching.replaced import Replacement
+from megatron.zero_bubble.integration.patching.seams import ReaderSeams
+
+_Function = Callable[..., Any]
+
+
+def reads_weights(args: Any) -> list[str]:
+    """The options of a job with which weights stay whole between iterations, because something reads or writes them
+    there that is not replaced.
+    """
+    is_local = getattr(args, "non_persistent_ckpt_type", None) == "local"
+    reasons = {
+        f"--ckpt-format {args.ckpt_format}": args.save and args.ckpt_format != "torch_dist",
+        "--non-persistent-ckpt-type local": is_local,
+        "--save-params-interval": getattr(args, "save_params_interval", None),
+        "--qk-clip": getattr(args, "qk_clip", False),
+        "--use-precision-aware-optimizer": getattr(args, "use_precision_aware_optimizer", False),
+        "--optimizer-cuda-graph": getattr(args, "optimizer_cuda_graph", False),
+        "--perform-rl-step": getattr(args, "perform_rl_step", False),
+        "--vision-pretraining": getattr(args, "vision_pretraining", False),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+class JobShards:
+    """The chunks of a job, which are shards also between iterations.
+
+    Args:
+        units: the sharded units of its pipeline.
+        args: the job's validated arguments.
+    """
+
+    def __init__(self, units: ShardedUnits, args: Any) -> None:
+        self._units, self._args = units, args
+
+    def replacements(self, seams: ReaderSeams) -> list[Replacement]:
+        """The functions of the job to replace."""
+        return [
+            (seams.built, self._building),
+            (seams.evaluates, self._evaluating),
+            (seams.saves, self._saving),
+            *((seam, self._reading) for seam in seams.reads),
+        ]
+
+    def _building(self, setup: _Function) -> _Function:
+        @functools.wraps(setup)
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            model, optimizer, scheduler = setup(*args, **kwargs)  # loads the checkpoint, too
+            if optimizer is not None:
+                self._units.step_shards(optimizer)
+            return model, optimizer, scheduler
+
+        return setup_model_and_optimizer
+
+    def _reading(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def reads(*args: Any, **kwargs: Any) -> Any:
+            with self._units.whole_weights():
+                return original(*args, **kwargs)
+
+        return reads
+
+    def _evaluating(self, original: _Function) -> _Function:
+        """Losses of an evaluation are computed by passes, but the script's own function may call the chunks."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(*args, **kwargs)
+            if (own := call.arguments.get("non_loss_data_func")) is not None:
+                call.arguments["non_loss_data_func"] = self._reading(own)
+            return original(*call.args, **call.kwargs)
+
+        return evaluate_and_print_results
+
+    def _saving(self, original: _Function) -> _Function:
+        @functools.wraps(original)
+        def generate_state_dict(args: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
+            contents = original(args, model, *rest, **kwargs)
+            if self._units.are_shards:  # else a checkpoint is loaded, before the first iteration
+                chunks = [contents["model" if len(model) == 1 else f"model{index}"] for index in range(len(model))]
+                copy_weights(self._units, chunks, on_every_replica=bool(args.ckpt_fully_parallel_save))
+            return contents
+
+        return generate_state_dict

@@ -1,0 +1,302 @@
+"""The changes of a job that ``advise`` plans: what this package can do with its pipeline, and the flags for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.ir import Placement, Schedule
+from megatron.zero_bubble.core.schedules import SCHEDULES
+from megatron.zero_bubble.core.schedules.recipe import Recipe
+from megatron.zero_bubble.core.search.cut import least_layers
+from megatron.zero_bubble.core.search.placements import label_of, name_of, placements
+from megatron.zero_bubble.planning.answer import Answer
+from megatron.zero_bubble.planning.change import MESSAGES, ORDER, ROUNDED, SAME, Change
+from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offload import AUTO
+from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.shards import Replicas, with_collectives
+from megatron.zero_bubble.planning.source import ZB_AUTO
+from megatron.zero_bubble.planning.vocabulary import variants
+
+_SCHEDULE = "--zero-bubble-schedule"
+_STAGES = "--num-virtual-stages-per-pipeline-rank"
+_VIRTUAL = (_STAGES, "--num-layers-per-virtual-pipeline-stage")
+_LAYOUT = "--pipeline-model-parallel-layout"
+_LAYERS = (
+    _LAYOUT,
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+_OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
+"""Megatron's own overlap of experts, in place of which a schedule of this package has pairs."""
+_DECIDED = (
+    "--zero-bubble-offload",
+    "--zero-bubble-slice-ends",
+    "--zero-bubble-vocabulary-parallel",
+    "--zero-bubble-recompute-logits",
+)
+"""What a job may have asked for that changes its stages or its passes."""
+_OF_OTHERS = (
+    "--zero-bubble-placement",
+    "--zero-bubble-num-chunks",
+    "--zero-bubble-memory-limit",
+    "--zero-bubble-keep-faster",
+    "--zero-bubble-overlap-experts",
+    "--zero-bubble-shard-weights",
+    "--zero-bubble-unit-microbatches",
+    "--zero-bubble-whole-stages",
+)
+DECIDABLE = frozenset((_SCHEDULE, *_VIRTUAL, *_LAYERS, *_OVERLAP, *_DECIDED, *_OF_OTHERS))
+"""All flags that a change, or ``auto``, gives to a job or leaves out."""
+_MOST_STAGES = 4
+"""Most stages per rank of a change, unless the job has more."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What changes start from.
+
+    Attributes:
+        placement: where its stages are now.
+        costs: its costs; memory limits leave room for weights.
+        limit: bytes of a GPU that a plan may take, or activation memory in the unit of the costs where bytes are not
+            known.
+        host_bandwidth: bytes per ms of copies between a GPU and its host.
+        most_activations: limit of activation memory alone, in the unit of the costs.
+        effort: of searches, relative to the default.
+    """
+
+    placement: Placement
+    costs: Figures
+    limit: float
+    objective: Metric
+    host_bandwidth: float
+    most_activations: float = math.inf
+    effort: float = 1.0
+    replicas: tuple[int, float] = (1, math.inf)
+
+    def quick_changes(self, schedule: Schedule) -> Iterator[Change]:
+        """Yield its own schedule, those by name, and searches without and with two stages per rank."""
+        whole = Question(self.costs, None, 0.0, self.objective, fits=False, effort=self.effort)
+        yield Change(schedule.name, replace(whole, file=schedule), (), self.placement)
+        yield from self._named(whole)
+        for change in self._searched(whole):
+            if name_of(change.placement) in ("linear", "vee"):
+                yield change
+
+    def named_changes(self) -> Iterator[Change]:
+        """Yield schedules by name, Megatron's own too."""
+        whole = Question(self.costs, None, 0.0, self.objective, fits=False, effort=self.effort)
+        yield from self._of_megatron(whole)
+        yield from self._named(whole)
+        yield from self._paired(whole)
+
+    def changes(self) -> Iterator[Change]:
+        """Yield all changes: first schedules by name, then searches, then what else can be divided or moved."""
+        yield from self.named_changes()
+        whole = Question(self.costs, None, 0.0, self.objective, fits=False, effort=self.effort)
+        searches = list(self._searched(whole))
+        yield from searches
+        yield from self._laid_out(whole)
+        yield from self._divided(searches)
+        yield from self._sliced(whole)
+        if self.costs.in_bytes:
+            yield from self._sharded(whole)
+            yield from map(self._offloaded, searches)
+
+    @property
+    def _own_stages(self) -> int:
+        return self.placement.num_stages // self.placement.num_ranks
+
+    @property
+    def _counts(self) -> list[int]:
+        """Numbers of stages per rank above 1 that the layers suffice for."""
+        layers = self.costs.most_layers or _MOST_STAGES
+        counts = range(2, max(min(_MOST_STAGES, layers), self._own_stages) + 1)
+        return [count for count in counts if self._fill(Placement.interleaved(self.costs.num_ranks, count))]
+
+    def _fill(self, on: Placement) -> bool:
+        """Whether there are layers for every stage."""
+        division = self.costs.division
+        return on == self.placement or division is None or division.num_layers >= sum(least_layers(on))
+
+    def _of_megatron(self, whole: Question) -> Iterator[Change]:
+        """Megatron's own schedules, without this package."""
+        sizes = whole.costs.num_ranks, whole.costs.num_microbatches
+        for count in self._counts if sizes[1] % sizes[0] == 0 and sizes[0] > 1 else ():
+            on = Placement.interleaved(sizes[0], count)
+            if on != self.placement:
+                asked = replace(whole, schedule="interleaved-1f1b", num_chunks=(count,), limit=self._limit(on))
+                flags, drops = (_STAGES, str(count)), (_SCHEDULE, *_DECIDED, *self._drops(on))
+                yield Change(f"Megatron's interleaving x{count}", asked, flags, on, drops, ORDER)
+
+    def _named(self, whole: Question) -> Iterator[Change]:
+        for recipe in SCHEDULES.values():
+            if recipe.sliced or recipe.has_units or recipe.only_compared:
+                continue
+            for count in self._counts if recipe.shape == "interleaved" else (None,):
+                yield from self._of_name(recipe, count, whole)
+
+    def _of_name(self, recipe: Recipe, count: int | None, whole: Question) -> Iterator[Change]:
+        on = recipe.placement(self.costs.num_ranks, recipe.num_chunks(count))
+        if not self._fill(on):
+            return
+        asked = replace(whole, schedule=recipe.name, num_chunks=(count,), limit=self._limit(on))
+        title = recipe.name if count is None else f"{recipe.name} x{count}"
+        yield self._change(title, asked, (_SCHEDULE, recipe.name), on)
+
+    def _paired(self, whole: Question) -> Iterator[Change]:
+        """Schedules whose forwards run together with backwards, to hide the all-to-all of experts."""
+        if not self.costs.on(Placement.linear(self.costs.num_ranks))[0].experts:
+            return
+        for recipe in SCHEDULES.values():
+            if not recipe.has_pairs or recipe.shape == "linear":
+                continue
+            for count in self._counts if recipe.shape == "interleaved" else (None,):
+                for own in self._of_name(recipe, count, replace(whole, pairs=True)):
+                    flags = (*own.flags, "--zero-bubble-overlap-experts")
+                    yield replace(own, name=f"{own.name} with pairs", flags=flags)
+
+    def _searched(self, whole: Question) -> Iterator[Change]:
+        for on in self._placements:
+            asked = replace(whole, schedule=ZB_AUTO, placement=(on,), limit=self._limit(on))
+            yield self._change(f"{ZB_AUTO} {label_of(on)}", asked, self._flags_of_search(on), on)
+
+    @property
+    def _placements(self) -> Iterator[Placement]:
+        """Those that a search is tried on."""
+        for on in placements("auto", self.costs.num_ranks, "auto"):
+            if on.num_stages // on.num_ranks in (1, *self._counts):
+                yield on
+
+    def _laid_out(self, whole: Question) -> Iterator[Change]:
+        """Layers per stage chosen together with the schedule."""
+        if self.costs.layers is None:
+            return
+        evenly = self.costs.evenly()
+        for on in self._placements:
+            asked = replace(whole, costs=evenly, schedule=ZB_AUTO, placement=(on,), by_cost=True, limit=self._limit(on))
+            own = self._change(f"{ZB_AUTO} {label_of(on)}, layout", asked, self._flags_of_search(on), on)
+            drops = tuple(dict.fromkeys((*own.drops, *_VIRTUAL, *_LAYERS)))
+            yield replace(own, drops=drops, numbers=ORDER, reorders=False, of_plan=_layout)
+
+    def _divided(self, searches: list[Change]) -> Iterator[Change]:
+        """The vocabulary divided over all ranks."""
+        layers = self.costs.layers
+        if layers is None or not layers.loss.work_ms:
+            return
+        for change in searches:
+            if name_of(change.placement) not in ("linear", "vee"):
+                continue
+            for each in variants(self.costs, "auto"):
+                if each.algorithm is not None:
+                    flags = (*change.flags, "--zero-bubble-vocabulary-parallel", str(each.algorithm))
+                    asked = replace(change.question, variants=(each,))
+                    name = f"{change.name}, vocabulary {each.algorithm}"
+                    yield replace(change, name=name, question=asked, flags=flags, numbers=ROUNDED, reorders=False)
+
+    def _sliced(self, whole: Question) -> Iterator[Change]:
+        """Sequences cut into slices."""
+        tokens, least = self.costs.sequence, self.costs.least_slice_tokens or LEAST_TOKENS
+        if tokens is None or tokens < 2 * least:
+            return
+        cuts = tuple(each for each in Cuts(None).candidates(self.costs) if len(each) > 1)
+        for recipe in SCHEDULES.values():
+            if recipe.sliced and recipe.shape == "linear" and cuts:
+                on = recipe.placement(self.costs.num_ranks, 1)
+                asked = replace(whole, schedule=recipe.name, slices=cuts, limit=self._limit(on))
+                own = self._change(f"{recipe.name}, slices", asked, (_SCHEDULE, recipe.name), on)
+                yield replace(own, numbers=ROUNDED, reorders=False, of_plan=self._slice_ends)
+
+    def _sharded(self, whole: Question) -> Iterator[Change]:
+        """Weights and gradients divided over the replicas, in units of microbatches."""
+        count, bytes_per_ms = self.replicas
+        if count < 2 or self.costs.stage_bytes is None or whole.objective != "makespan":
+            return
+        costs = with_collectives(self.costs, count, None, None, bytes_per_ms)
+        for recipe in (each for each in SCHEDULES.values() if each.has_units):
+            for stages in self._counts:
+                on = recipe.placement(costs.num_ranks, stages)
+                over = Replicas(count, None, None, self.limit - self._messages(on), self.most_activations)
+                asked = replace(whole, costs=costs, schedule=recipe.name, num_chunks=(stages,), shards=over)
+                flags = (_SCHEDULE, recipe.name, "--zero-bubble-shard-weights")
+                own = self._change(f"{recipe.name} x{stages}, weights sharded", asked, flags, on)
+                yield replace(own, numbers=ROUNDED, reorders=False, of_plan=_sharding)
+
+    def _offloaded(self, change: Change) -> Change:
+        """A change with activations that move to host memory."""
+        limit = change.question.limit
+        moving = Offloading(AUTO, (limit, 2.0 * (limit or 0.0)), limit, bytes_per_ms=self.host_bandwidth)
+        flags = (*change.flags, "--zero-bubble-offload", AUTO)
+        return replace(
+            change, name=f"{change.name}, offloading", question=replace(change.question, offload=moving), flags=flags
+        )
+
+    def _change(self, title: str, asked: Question, flags: tuple[str, ...], on: Placement) -> Change:
+        """A change to whole sequences and layers."""
+        stages = on.num_stages // on.num_ranks
+        same = on == self.placement
+        loop = name_of(on) == "loop"
+        counted = ("--zero-bubble-num-chunks", str(stages)) if loop and flags[1] != ZB_AUTO and not same else ()
+        drops = (*_OVERLAP, *_DECIDED, *(() if same else self._drops(on)))
+        return Change(title, asked, (*flags, *counted), on, drops, SAME if same else ORDER, same)
+
+    def _drops(self, on: Placement) -> tuple[str, ...]:
+        return stage_flags(self.placement, on)
+
+    def _flags_of_search(self, on: Placement) -> tuple[str, ...]:
+        name = str(name_of(on))
+        stages = ("--zero-bubble-num-chunks", str(on.num_stages // on.num_ranks)) if name in ("loop", "wave") else ()
+        flags = (_SCHEDULE, ZB_AUTO, "--zero-bubble-placement", name, *stages)
+        return (*flags, "--zero-bubble-memory-limit", self._limit_text(on))
+
+    def _limit(self, on: Placement) -> float:
+        """The limit of activations on a placement: what weights and messages leave."""
+        costs = self.costs
+        if not costs.in_bytes:
+            return min(self.limit, self.most_activations)
+        weights = max(costs.weight_bytes(on)) if costs.weight_bytes else 0.0
+        left = min(self.limit - weights - self._messages(on), self.most_activations)
+        return max(left, costs.microbatch)  # without room, the least plan is above it
+
+    def _messages(self, on: Placement) -> float:
+        """Bytes of messages that a rank has room for."""
+        return MESSAGES * (on.num_stages // on.num_ranks) * (self.costs.message_bytes or 0.0)
+
+    def _limit_text(self, on: Placement) -> str:
+        limit, costs = self._limit(on), self.costs
+        if costs.in_bytes:
+            return f"{math.floor(limit / _GIB * 100) / 100}GiB"
+        return f"{limit / costs.peak_of_1f1b:.4g}p"
+
+    def _slice_ends(self, plan: Answer) -> tuple[str, ...]:
+        assert self.costs.sequence is not None, "slices are planned for known sequences"
+        return ("--zero-bubble-slice-ends", ",".join(map(str, plan.schedule.slices.in_tokens(self.costs.sequence))))
+
+
+def _layout(plan: Answer) -> tuple[str, ...]:
+    """The flag of a layout, unless the job has these layers without one."""
+    assert plan.layouts is not None, "the layout was asked for"
+    best, evenly, on = plan.layouts.best, plan.question.costs, plan.schedule.placement
+    if evenly.needed_layout(on) is None and tuple(best.layout) == tuple(evenly.layout(on)):
+        return ()
+    return (_LAYOUT, best.text)
+
+
+def _sharding(plan: Answer) -> tuple[str, ...]:
+    assert plan.shards is not None, "weights are sharded"
+    own = plan.shards.sharding
+    sizes = str(own.unit_microbatches), str(own.open_chunks)
+    return "--zero-bubble-unit-microbatches", sizes[0], "--zero-bubble-whole-stages", sizes[1]
+
+
+def stage_flags(own: Placement, other: Placement) -> tuple[str, ...]:
+    """Return the flags that a job leaves out to run on another placement: those that give its number of stages."""
+    return () if other.num_stages == own.num_stages and name_of(other) == "loop" else (*_VIRTUAL, _LAYOUT)

@@ -1,0 +1,88 @@
+"""The ``--zero-bubble-*`` flags of a process that has no command line of its own, from its environment.
+
+Every flag is also a variable: ``--zero-bubble-memory-limit 1p`` is ``ZERO_BUBBLE_MEMORY_LIMIT=1p``, and a switch has
+the value 1 or 0. Both go through one parser, so they have the same values, checks and messages, which name the flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from megatron.zero_bubble.core.errors import UserError, nearest
+from megatron.zero_bubble.planning.job.features import OPTIONS
+from megatron.zero_bubble.planning.job.flags import HELP_ALL, given, parse_ours
+from megatron.zero_bubble.planning.job.option import NEGATABLE, SWITCH, Option
+from megatron.zero_bubble.planning.job.planned import adopt
+from megatron.zero_bubble.planning.job.rules import Job, check_flags
+
+PREFIX = "ZERO_BUBBLE_"
+
+_STEPS = "a training loop must hand its optimizer to the pipeline"
+_APPLY = "leave it out, or call megatron.zero_bubble.apply() in the loop"
+_ITERATIONS = "only a training loop of this package or one under the launcher counts iterations and documents"
+_LAUNCH = "leave it out, or run a Megatron-LM script with python -m megatron.zero_bubble.launch"
+_NEEDS_A_LOOP = {
+    "post-validation": (_STEPS, _APPLY),
+    "shard-weights": (_STEPS, _APPLY),
+    **dict.fromkeys(
+        ("balance-microbatches", "trace", "trace-iterations", "record-costs", "log-bubble"), (_ITERATIONS, _LAUNCH)
+    ),
+}
+"""The flags whose effect a training loop must provide, with the reason and the remedy."""
+
+
+def flags_in(environment: Mapping[str, str]) -> argparse.Namespace:
+    """Parse and check the flags in the variables that begin with ``ZERO_BUBBLE_``.
+
+    An empty value counts as not set. A plan file is read.
+
+    Raises:
+        UserError: an unknown variable; a value that the flag does not have; flags that exclude each other or have no
+            effect; or a flag whose effect only a training loop can provide.
+    """
+    by_name = {variable(option): option for option in OPTIONS}
+    arguments = []
+    for name, value in sorted(environment.items()):
+        if not name.startswith(PREFIX) or not value:
+            continue
+        if name not in by_name:
+            raise UserError(_unknown(name))
+        arguments += _argument(by_name[name], name, value)
+    options, _ = parse_ours(arguments)
+    adopt(options)
+    chosen = given(options)
+    for option in OPTIONS:
+        if option.flag in _NEEDS_A_LOOP and chosen.get(option.name):
+            why, remedy = _NEEDS_A_LOOP[option.flag]
+            raise UserError(
+                f"{variable(option)} has no effect by itself, because {why}; got {chosen[option.name]!r}; {remedy}"
+            )
+    check_flags(Job(options))
+    return options
+
+
+def variable(option: Option) -> str:
+    """The name of the variable of a flag."""
+    return option.dest.upper()
+
+
+def _unknown(name: str) -> str:
+    flag = nearest(name.removeprefix(PREFIX), [option.flag for option in OPTIONS])
+    meant = "" if flag is None else f"; did you mean {PREFIX}{flag.replace('-', '_').upper()}?"
+    return (
+        f"unknown variable {name}{meant}; variables are named like the flags, without --, in capitals, with _ for -; "
+        f"{HELP_ALL} of a job lists the flags"
+    )
+
+
+def _argument(option: Option, name: str, value: str) -> list[str]:
+    """The flag as it would be on a command line."""
+    flag = f"--zero-bubble-{option.flag}"
+    if option.values not in (SWITCH, NEGATABLE):
+        return [f"{flag}={value}"]
+    if value not in ("0", "1"):
+        raise UserError(f"{name} must be 1 (on) or 0 (off); got {value!r}; give one of them, or unset the variable")
+    if value == "1":
+        return [flag]
+    return [f"--no-zero-bubble-{option.flag}"] if option.values == NEGATABLE else []

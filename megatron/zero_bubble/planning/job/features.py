@@ -1,0 +1,312 @@
+"""What a user can decide about a zero-bubble run, one row per decision: its flag, tier, values, help and default.
+
+``flags.py`` builds the argument parser from this table, and the configuration from the parsed flags. ``--help`` shows
+the core tier, ``--zero-bubble-help-all`` all of them; docs/flags.md is generated from it. What excludes what is in
+``planning/exclusions.py``, and where an option has an effect in ``effects.py``.
+"""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS
+from megatron.zero_bubble.core.schedules import SCHEDULES, sliced
+from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
+from megatron.zero_bubble.core.search.placements import PLACEMENTS
+from megatron.zero_bubble.planning.job.option import (
+    NEGATABLE,
+    SWITCH,
+    Option,
+    iterations,
+    token_counts,
+    unit_microbatches,
+)
+from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
+
+_OF_SLICES = ", ".join(sliced())
+
+OPTIONS = (
+    Option(
+        "schedule",
+        "core",
+        "NAME|FILE",
+        f"pipeline schedule to run: auto to decide when the run starts, as `zero-bubble advise` does; or "
+        f"{', '.join(SCHEDULES)} or {ZB_AUTO}, which `zero-bubble list` describes; or a file "
+        "that ends in .json or has a folder in its path, as --zero-bubble-schedule-file",
+        "Megatron's own schedule",
+    ),
+    Option(
+        "memory-limit",
+        "core",
+        "LIMIT",
+        f"activation-memory limit per rank for {ZB_AUTO}, and for the units of zero-pp that auto chooses, e.g. 1p "
+        "(1F1B's peak, or that of the schedule that the run begins with, if it is larger) or 60GiB, which zero-pp "
+        f"needs --zero-bubble-costs for; auto for {ZB_AUTO}: what is free on the fullest rank when measured",
+        f"{DEFAULT_LIMIT} for {ZB_AUTO}",
+    ),
+    Option(
+        "exact",
+        "core",
+        SWITCH,
+        "match stock Megatron bit for bit: round each weight gradient to the weight's dtype before it is accumulated; "
+        "the same as --no-zero-bubble-fuse-wgrad",
+    ),
+    Option(
+        "post-validation",
+        "core",
+        SWITCH,
+        "step the optimizer before the global gradient norm is known and validate the step in the next iteration, so "
+        "that ranks do not wait for each other between iterations: an iteration takes the schedule's span instead of "
+        "its makespan",
+    ),
+    Option(
+        "rollback",
+        "core",
+        ("exact", "inverse"),
+        "how --zero-bubble-post-validation undoes a rejected step: restore a copy, which with Adam takes 12 bytes per "
+        "parameter that the rank steps (exact), or invert the Adam update, which takes no memory and is correct only "
+        "up to rounding (inverse)",
+        "exact",
+    ),
+    Option(
+        "offload",
+        "core",
+        "auto|all|N%|none",
+        "keep activations in host memory between forward and backward: all of them, N%% of each rank's microbatches, "
+        "longest lifespan first, or auto for those that delay no pass, as planned after some iterations from the "
+        "measured times of passes and copies; those whose backward follows too closely stay on the device",
+        "none, or what the plan in --zero-bubble-schedule-file moves",
+    ),
+    Option(
+        "vocabulary-parallel",
+        "core",
+        ("off", "1", "2"),
+        "divide embedding and output layer over all pipeline ranks, so that no rank waits for the last one: with "
+        "algorithm 1, all ranks wait for each other twice per microbatch, with algorithm 2 once, for one more product "
+        "of matrices in the forward and one less in the backward",
+        "off",
+        field="vocabulary",
+    ),
+    Option(
+        "overlap-experts",
+        "advanced",
+        SWITCH,
+        "in a model with experts, run the forward of one microbatch and the backward of another together, layer by "
+        "layer, so that each hides the all-to-all of the other's experts, as Megatron's "
+        "--overlap-moe-expert-parallel-comm does in its own schedule; with --zero-bubble-schedule interleaved-1f1b "
+        "or dualpipe-v; other schedules with 2 or more stages per rank, such as zb-v, only run the weight gradients of "
+        "experts beneath the dispatch of their own backward",
+    ),
+    Option(
+        "shard-weights",
+        "core",
+        SWITCH,
+        "keep of each stage only a shard per data-parallel replica: gather its weights when its passes need them, once "
+        "per unit of microbatches, so that at most --zero-bubble-whole-stages of a rank are whole, and reduce its "
+        "gradients once per unit; the optimizer steps shards; needs --use-distributed-optimizer and 2 or more stages "
+        "per rank, for example --zero-bubble-schedule zero-pp; without effect on the results but for the order in "
+        "which the gradients of units are added",
+    ),
+    Option(
+        "record-costs",
+        "core",
+        "FILE",
+        "write measured pass times and memory to FILE, as input for `zero-bubble plan --costs`",
+        field="",
+    ),
+    Option(
+        "schedule-file",
+        "advanced",
+        "FILE",
+        "plan to run, from a file written by `zero-bubble plan --format json`: all that it decides, such as its "
+        "layout, sharded units, vocabulary parallelism and what moves to host memory; a flag that contradicts it is "
+        "refused; or a schedule in the form of torch.distributed.pipelining, if the file ends in .csv",
+    ),
+    Option(
+        "num-slices",
+        "advanced",
+        "N",
+        f"slices into which {_OF_SLICES} or {ZB_AUTO} cut every sequence",
+        f"{len(DEFAULT_SLICES)}, or 1 for {ZB_AUTO} without --zero-bubble-attention-share",
+        int,
+    ),
+    Option(
+        "slice-ends",
+        "advanced",
+        "TOKENS",
+        "ends of the slices in tokens, e.g. 1536,2560,3392,4096, the last one being the sequence length",
+        "equally long slices",
+        token_counts,
+    ),
+    Option(
+        "attention-share",
+        "advanced",
+        "SHARE",
+        "share of a forward that attention takes, from 0 to 1: cut sequences into slices that take equal time, "
+        "instead of equally long ones; a run with equally long slices and --zero-bubble-record-costs measures it; with "
+        "--zero-bubble-balance-microbatches, the share for --seq-length tokens, instead of an estimate",
+        parse=float,
+    ),
+    Option(
+        "recompute-logits",
+        "advanced",
+        SWITCH,
+        "with --zero-bubble-vocabulary-parallel: compute the logits again, in blocks of tokens, for the weight "
+        "gradient of the output layer, instead of keeping their softmax, 4 bytes per token and entry of the rank's "
+        "part of the vocabulary",
+    ),
+    Option(
+        "keep-faster",
+        "advanced",
+        SWITCH,
+        f"{ZB_AUTO} begins with Megatron's own schedule of its placement, if there is one within the memory limit, and "
+        "goes back to what it began with if its plan proves slower",
+    ),
+    Option(
+        "placement",
+        "advanced",
+        tuple(PLACEMENTS),
+        f"stage placement for {ZB_AUTO}: one stage per rank (linear), two per rank in a V (vee), several in a loop as "
+        "in Megatron's virtual pipeline (loop), or an even number in a wave to the last rank and back (wave); "
+        "`zero-bubble plan --placement auto --num-chunks auto` shows which is best",
+        "linear",
+    ),
+    Option(
+        "num-chunks",
+        "advanced",
+        "N",
+        f"stages per rank of an interleaved schedule, or of {ZB_AUTO} on a loop or in a wave",
+        "what the job has as virtual stages, else 2, and 4 for a wave",
+        int,
+    ),
+    Option(
+        "fuse-wgrad",
+        "advanced",
+        NEGATABLE,
+        "accumulate all weight gradients of a W pass in one call, in float32, without rounding each of them to the "
+        "weight's dtype first; on by default",
+    ),
+    Option(
+        "host-memory",
+        "advanced",
+        "LIMIT",
+        "limit per rank of the host memory that --zero-bubble-offload takes, e.g. 60GiB; a rank that needs more ends "
+        "the run",
+        "no limit",
+    ),
+    Option(
+        "unit-microbatches",
+        "advanced",
+        "U|auto",
+        "microbatches of a unit of zero-pp, and after which --zero-bubble-shard-weights reduces gradients: larger "
+        "units communicate less and keep more activations",
+        "auto, for zero-pp the smallest units that take no longer than one unit of all microbatches, or with "
+        "--zero-bubble-costs or --zero-bubble-memory-limit those of the shortest schedule, and else one microbatch per "
+        "pipeline rank",
+        unit_microbatches,
+    ),
+    Option(
+        "costs",
+        "advanced",
+        "FILE",
+        "costs file of an earlier run, as --zero-bubble-record-costs writes it, by which zero-pp chooses its units; if "
+        "that run sharded weights too, the file has the times of its collectives",
+        "passes of equal length, and collectives that take no time",
+        field="costs_file",
+    ),
+    Option(
+        "whole-stages",
+        "advanced",
+        "K",
+        "the most stages of a rank whose weights are whole at a time with --zero-bubble-shard-weights: fewer take less "
+        "memory and more gathers, and with 1 no gather runs during passes",
+        "2",
+        int,
+    ),
+    Option(
+        "balance-microbatches",
+        "advanced",
+        SWITCH,
+        "train on documents of their own lengths, cut only at --seq-length, and give every data-parallel replica equal "
+        "work instead of equally many microbatches; samples are packed into microbatches of at most --micro-batch-size "
+        "* --seq-length tokens; --global-batch-size counts documents; needs --calculate-per-token-loss",
+        field="",
+    ),
+    Option(
+        "wgrad-stream",
+        "expert",
+        SWITCH,
+        "compute weight gradients on a separate CUDA stream, concurrently with the following passes; its effect has "
+        f"not been measured; excludes {ZB_AUTO}, --zero-bubble-exact, --zero-bubble-trace, --zero-bubble-record-costs "
+        "and --zero-bubble-log-bubble",
+    ),
+    Option(
+        "post-receives",
+        "expert",
+        ("early", "late"),
+        "when a rank posts the receive of a message: one pass ahead of the pass that needs it, so that the transfer "
+        "overlaps the previous pass (early), or directly before that pass, so that no receive of NCCL takes "
+        "multiprocessors from the previous pass while it waits (late); which is faster has not been measured; late "
+        "receives of schedules with several stages per rank may need CUDA_DEVICE_MAX_CONNECTIONS above 1",
+        "early",
+    ),
+    Option(
+        "nccl-ctas",
+        "expert",
+        "N",
+        "largest number of CTAs, and so of multiprocessors, that NCCL occupies for a message between two pipeline "
+        "ranks, also while it waits: fewer leave more of the GPU to the passes, more make the transfer faster; the "
+        "best number has not been measured; Megatron's --nccl-communicator-config-path takes precedence; without "
+        "effect over gloo",
+        str(DEFAULT_NCCL_CTAS),
+        int,
+    ),
+    Option(
+        "nccl-collective-ctas",
+        "expert",
+        "N",
+        "the same for a collective of --zero-bubble-vocabulary-parallel, which all pipeline ranks start for each "
+        "microbatch; the best number has not been measured; Megatron's --nccl-communicator-config-path takes "
+        "precedence; without effect over gloo",
+        str(DEFAULT_NCCL_COLLECTIVE_CTAS),
+        int,
+    ),
+    Option(
+        "shard-transport",
+        "expert",
+        ("collective", "on-demand"),
+        "how the replicas of --zero-bubble-shard-weights exchange shards: by collectives, or on demand, point to "
+        "point, so that no replica waits until the others reach the same unit; experimental",
+        "collective",
+    ),
+    Option(
+        "trace",
+        "expert",
+        "DIR",
+        "write recorded iterations to DIR: planned and measured timelines as HTML, SVG, Perfetto trace and JSON",
+        field="",
+    ),
+    Option(
+        "trace-iterations",
+        "expert",
+        "LIST",
+        "iterations to record for --zero-bubble-trace and --zero-bubble-record-costs, e.g. 10-12,50",
+        "the last eight of the run",
+        iterations,
+        "",
+    ),
+    Option(
+        "log-bubble",
+        "expert",
+        SWITCH,
+        "log the measured and the planned bubble rate by span at every --log-interval",
+        field="",
+    ),
+    Option(
+        "device",
+        "expert",
+        ("cpu", "cuda", "auto"),
+        "device to train on; auto selects cuda if a GPU is available",
+        "auto",
+        field="",
+    ),
+)
+"""Every decision, the most important first."""

@@ -1,0 +1,130 @@
+"""The ``--zero-bubble-*`` flags, shared by this package's training loop and Megatron-LM jobs under the launcher."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.planning.job.features import OPTIONS
+from megatron.zero_bubble.planning.rule import shown
+
+HELP_ALL = "--zero-bubble-help-all"
+_DEVICE = "auto"
+_ALGORITHMS: dict[str | None, Algorithm] = {"1": 1, "2": 2}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the group ``zero bubble``. Flags that are not given are None, except the device; see ``config_of``.
+
+    The help has the core tier; ``--zero-bubble-help-all`` prints all of them and ends the program.
+    """
+    add = parser.add_argument_group("zero bubble").add_argument
+    for option in OPTIONS:
+        text = option.text if option.tier == "core" else argparse.SUPPRESS
+        add(f"--zero-bubble-{option.flag}", help=text, **option.arguments)
+    add(HELP_ALL, action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="show all flags of this group and exit")
+    # The plan is the content of the schedule file, once it is read (``planned.adopt``).
+    parser.set_defaults(zero_bubble_device=_DEVICE, zero_bubble_plan=None)
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(full_help(parser), end="")
+        parser.exit()
+
+
+def full_help(parser: argparse.ArgumentParser) -> str:
+    """The help of a parser with the flags of all tiers."""
+    texts = {option.dest: option.text for option in OPTIONS}
+    for action in parser._actions:
+        action.help = texts.get(action.dest, action.help)
+    return parser.format_help()
+
+
+def has_schedule(options: argparse.Namespace) -> bool:
+    """Whether a zero-bubble schedule is selected, by name or by file."""
+    return bool(options.zero_bubble_schedule or options.zero_bubble_schedule_file)
+
+
+def records(options: argparse.Namespace) -> bool:
+    """Whether the flags request recording of iterations."""
+    return bool(options.zero_bubble_trace or options.zero_bubble_record_costs)
+
+
+def given(options: argparse.Namespace) -> dict[str, Any]:
+    """The decisions that the flags make, by the names of the tables of refusals."""
+    choices = {o.name: value for o in OPTIONS if (value := getattr(options, o.dest)) is not None}
+    plan = options.zero_bubble_plan
+    moves = plan is not None and plan.moves and options.zero_bubble_offload is None
+    return choices | ({"moves": options.zero_bubble_schedule_file} if moves else {})
+
+
+def as_given(name: str, value: object) -> str:
+    """Write a decision, by its name in the tables of refusals, as the flag that makes it."""
+    option = next((option for option in OPTIONS if option.name == name), None)
+    return f"{name}={shown(value)}" if option is None else option.shown(value)
+
+
+def config_of(
+    options: argparse.Namespace,
+    num_chunks: int | None = None,
+    measure_memory: bool = False,
+    peer_timeout_s: float | None = None,
+) -> ZeroBubbleConfig:
+    """Convert the parsed flags to a configuration.
+
+    Args:
+        num_chunks: stages per rank, if the job defines it.
+        measure_memory: whether to measure the memory of each pass, once.
+        peer_timeout_s: timeout of messages between ranks.
+
+    Raises:
+        UserError: flags that exclude each other, or an invalid configuration.
+    """
+    choices = given(options)
+    fields = {o.field: choices[o.field] for o in OPTIONS if o.field in choices}
+    if "unit_microbatches" in fields:
+        fields["unit_microbatches"] = fields["unit_microbatches"] or None
+    if "vocabulary" in fields:
+        fields["vocabulary"] = vocabulary_algorithm(options)
+    if options.zero_bubble_balance_microbatches:  # then the share is for the cost of samples
+        fields.pop("attention_share", None)
+    if num_chunks is not None:
+        fields["num_chunks"] = num_chunks
+    return ZeroBubbleConfig(
+        **fields,
+        plan=options.zero_bubble_plan,
+        measure_memory=measure_memory,
+        peer_timeout_s=peer_timeout_s,
+    )
+
+
+def vocabulary_algorithm(options: argparse.Namespace) -> Algorithm | None:
+    """The algorithm of vocabulary parallelism; None if it is off."""
+    return _ALGORITHMS.get(options.zero_bubble_vocabulary_parallel)
+
+
+class StrictParser(argparse.ArgumentParser):
+    """An argument parser that raises UserError instead of exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def parse_ours(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Split a job's arguments into the parsed ``--zero-bubble-*`` flags and the remaining arguments, unchanged.
+
+    Raises:
+        UserError: an invalid value for one of our flags, or an unknown ``--zero-bubble-*`` flag.
+    """
+    parser = StrictParser(add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    options, others = parser.parse_known_args(list(arguments))
+    for argument in others:
+        if argument.startswith(("--zero-bubble-", "--no-zero-bubble-")):
+            raise UserError(f"unknown flag {argument.partition('=')[0]}; {HELP_ALL} lists all flags")
+    return options, others

@@ -1,0 +1,235 @@
+"""The model of a job: its shapes, and the layout of its layers where they do not divide evenly among the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.zero_bubble.core.costs.estimate import DEVICES, ESTIMATED_KINDS, Model, Recompute, layer_costs
+from megatron.zero_bubble.core.costs.expert_layers import Experts
+from megatron.zero_bubble.core.costs.mamba import Mamba
+from megatron.zero_bubble.core.costs.predictions import prediction_parts
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.layout import layout_text
+from megatron.zero_bubble.core.formats.layout_string import HYBRID_KINDS, layout_layers
+from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.search.cut import cut
+from megatron.zero_bubble.planning.division import Division
+from megatron.zero_bubble.planning.job.pattern import pattern_of
+
+GPT2_VOCABULARY_SIZE = 50_304
+"""Size of GPT-2's vocabulary, padded to a multiple of 128."""
+_SHAPES = ("hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
+_EMBEDDING = 0.02
+"""Work of the embedding in layers: it hardly takes time, but with it the first rank is the last to get one more layer
+than others.
+"""
+
+
+def model_of(args: Any, layers: tuple[int, ...], flash: bool = True) -> Model:
+    """Build the model from the shapes in ``args``; ``layers`` has one number per rank or per stage.
+
+    Raises:
+        UserError: as ``experts_of``.
+    """
+    return replace(_without_experts(args, layers, flash), experts=experts_of(args))
+
+
+def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> Model:
+    pattern = pattern_of(args)
+    backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum in Megatron-LM's jobs
+    return Model(
+        layers=layers,
+        hidden=args.hidden_size,
+        ffn=_ffn(args),
+        heads=args.num_attention_heads,
+        groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        head_size=args.kv_channels or args.hidden_size // args.num_attention_heads,
+        sequence=args.seq_length,
+        microbatch=args.micro_batch_size,
+        vocabulary=args.vocab_size or GPT2_VOCABULARY_SIZE,
+        gated=args.swiglu,
+        flash=flash and backend not in ("unfused", "local"),
+        recompute=_recompute(args),
+        tensor_parallel=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        pattern="" if pattern is None or unestimated_kinds(args) else pattern.layers,
+        mamba=mamba_of(args),
+    )
+
+
+def _ffn(args: Any) -> int:
+    """Return the width of an MLP."""
+    wide = 4 * args.hidden_size
+    return int(args.ffn_hidden_size or (int(wide * 2 / 3 / 64) * 64 or wide if args.swiglu else wide))
+
+
+def experts_of(args: Any) -> Experts | None:
+    """Build the shapes of layers with experts from the flags of a job; None without experts.
+
+    Raises:
+        UserError: a list of layers with experts that has not one entry per layer.
+    """
+    if not (count := _num_experts(args)):
+        return None
+    return Experts(
+        count,
+        args.moe_router_topk,
+        args.moe_ffn_hidden_size or _ffn(args),
+        args.moe_shared_expert_intermediate_size or 0,
+        args.expert_model_parallel_size,
+        args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        getattr(args, "moe_token_dispatcher_type", None) == "allgather",
+        tuple(has_experts(args)) if pattern_of(args) is None else (),
+    )
+
+
+def unestimated_kinds(args: Any) -> tuple[str, ...]:
+    """Return the kinds of a hybrid model's layers whose costs are not estimated, in words."""
+    pattern = pattern_of(args)
+    estimated = ESTIMATED_KINDS if _num_experts(args) else ESTIMATED_KINDS.replace("E", "")
+    kinds = () if pattern is None else set(pattern.layers) - set(estimated)
+    return tuple(sorted(HYBRID_KINDS[kind] for kind in kinds))
+
+
+def division_of(args: Any, vocabulary: int | None) -> Division:
+    """Return how the flags ``args`` divide the layers.
+
+    Args:
+        vocabulary: its padded size; None if it is not known yet.
+
+    Raises:
+        UserError: when ``on`` of the result is called: as ``uneven_layout``.
+    """
+
+    def otherwise(placement: Placement) -> tuple[int, ...]:
+        return layout_layers(uneven_layout(args, placement, vocabulary))
+
+    layout = args.pipeline_model_parallel_layout
+    return Division(
+        args.num_layers,
+        args.num_layers_in_first_pipeline_stage,
+        args.num_layers_in_last_pipeline_stage,
+        bool(args.account_for_embedding_in_pipeline_split),
+        bool(args.account_for_loss_in_pipeline_split),
+        () if layout is None else layout_layers(layout),
+        otherwise,
+    )
+
+
+def uneven_layout(args: Any, placement: Placement, vocabulary: int | None) -> str:
+    """Return the ``--pipeline-model-parallel-layout`` with the least work for the busiest rank (``cut``).
+
+    The work of layers and of the output layer is estimated from the job's shapes. Without them, or without
+    ``vocabulary``, the embedding and the output layer count as one layer each. Multi-token prediction is on the last
+    stage, and counts as a layer, a projection and an output layer each time.
+
+    Args:
+        args: the job's flags, in our loop or in Megatron-LM.
+        vocabulary: the padded size of the vocabulary; None if it is not known yet.
+
+    Raises:
+        UserError: for too few layers to fill every stage, and for a list of layers with experts that has not one entry
+            per layer.
+    """
+    predictions = getattr(args, "mtp_num_layers", None) or 0
+
+    def text(work: Sequence[float], embedding: float, last: float) -> str:
+        return layout_text(cut(placement, work, embedding, last))[:-1] + "m" * predictions + "L"
+
+    if vocabulary is None or not all(getattr(args, name, None) for name in _SHAPES):
+        return text((1.0,) * args.num_layers, 1.0, 1.0 + 2.0 * predictions)
+    dense = replace(_without_experts(args, (1,)), vocabulary=vocabulary)
+    device = DEVICES["a100"]
+    costs, kinds = layer_costs(dense, device), has_experts(args)
+    models = dense, _active(dense, args)
+    layer = [costs.layers[0].work_ms, layer_costs(models[1], device).layers[0].work_ms]
+    work = [layer[kind] for kind in kinds]
+    predicting = sum(part.work_ms for part in prediction_parts(models[kinds[-1]], device))  # layers of the last kind
+    return text(work, _EMBEDDING * min(work), costs.loss.work_ms + predictions * predicting)
+
+
+def mamba_of(args: Any) -> Mamba:
+    """Build the shapes of Mamba layers from the flags of a job, with Megatron's defaults where it has none."""
+    defaults = Mamba()
+    return Mamba(
+        getattr(args, "mamba_num_heads", None),
+        getattr(args, "mamba_head_dim", None) or defaults.head_size,
+        getattr(args, "mamba_state_dim", None) or defaults.state,
+        getattr(args, "mamba_num_groups", None) or defaults.groups,
+    )
+
+
+def work_of_kinds(args: Any, vocabulary: int | None) -> tuple[dict[str, float], float, float]:
+    """Return the work of a hybrid model's layers by letter, of the embedding and of the output layer, in any unit.
+
+    Layers with experts count as their active part. Kinds that are not estimated count as the kind that they replace:
+    gated delta nets as Mamba, other attention as attention. Without shapes or ``vocabulary``, all count as one layer.
+
+    Args:
+        args: the flags of a Megatron-LM job.
+        vocabulary: the padded size of the vocabulary; None if it is not known yet.
+    """
+    if vocabulary is None or not all(getattr(args, name, None) for name in _SHAPES):
+        return dict.fromkeys(HYBRID_KINDS, 1.0), 1.0, 1.0
+    dense = replace(_without_experts(args, (3,)), vocabulary=vocabulary, pattern="M*-")
+    device = DEVICES["a100"]
+    costs = layer_costs(dense, device)
+    mamba, attention, mlp = (layer.work_ms for layer in costs.layers)
+    experts = layer_costs(replace(_active(dense, args), pattern="-"), device).layers[0].work_ms
+    work = {"M": mamba, "G": mamba, "*": attention, "D": attention, "+": attention, "-": mlp, "E": experts}
+    return work, _EMBEDDING * min(work.values()), costs.loss.work_ms
+
+
+def has_experts(args: Any) -> list[bool]:
+    """Return whether each layer has experts: every one, every n-th, or those of a list (``--moe-layer-freq``).
+
+    Raises:
+        UserError: the list has not one entry per layer.
+    """
+    if not _num_experts(args):
+        return [False] * args.num_layers
+    frequency = getattr(args, "moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return [frequency > 0 and layer % frequency == 0 for layer in range(args.num_layers)]
+    if len(frequency) != args.num_layers:
+        raise UserError(
+            f"--moe-layer-freq must have one entry per layer, got {len(frequency)} entries and {args.num_layers} "
+            "layers; change the list, or give a number"
+        )
+    return [bool(each) for each in frequency]
+
+
+def _active(dense: Model, args: Any) -> Model:
+    """Return a dense model whose layers take as many operations as those with experts."""
+    if not _num_experts(args):
+        return dense
+    shared = args.moe_shared_expert_intermediate_size or 0
+    return replace(dense, ffn=args.moe_router_topk * (args.moe_ffn_hidden_size or dense.ffn) + shared)
+
+
+def _num_experts(args: Any) -> int | None:
+    """Return the number of experts; megatron-core and Megatron-LM call it by different names."""
+    count = getattr(args, "num_moe_experts", None) or getattr(args, "num_experts", None)
+    return None if count is None else int(count)
+
+
+def stated_vocabulary(args: Any) -> int | None:
+    """Return the padded size of the vocabulary in ``--vocab-size``; None without it, since it is the tokenizer's."""
+    if not (size := getattr(args, "vocab_size", None)):
+        return None
+    return padded_vocabulary(args, size + (args.tokenizer_type == "NullTokenizer"))
+
+
+def padded_vocabulary(args: Any, size: int) -> int:
+    """Return the size to which a job pads its vocabulary."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return int(-(-size // multiple) * multiple)
+
+
+def _recompute(args: Any) -> Recompute:
+    if args.recompute_granularity == "full":
+        return "full"
+    # Megatron-LM turns the first flag into the second, and deletes it.
+    return "selective" if getattr(args, "recompute_activations", False) or args.recompute_granularity else "none"

@@ -1,5 +1,0 @@
-"""Schedule search: find the best order of passes for given costs, memory limit and placement."""
-
-from megatron.zero_bubble.search.auto import fit, zb_auto
-
-__all__ = ["fit", "zb_auto"]

@@ -1,0 +1,125 @@
+"""Compare estimates with the published formulas and the published profiles."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble import Placement
+from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.core.errors import UserError
+
+PUBLISHED = Path(__file__).parents[3] / "configs/published/zero_bubble_table5.csv"
+IN_VEE = (1, *(2,) * 14, 1)
+SHAPES = {"1.5B": (24, 2304, 24, 6), "6.2B": (32, 4096, 32, 3), "14.6B": (48, 5120, 40, 1), "28.3B": (64, 6144, 48, 1)}
+"""Layers, hidden size, heads and microbatch size (arXiv 2401.10241, table 3). The first and last rank have one layer
+less than ``layers / p``."""
+
+
+def published(name: str, p: int) -> Model:
+    layers, hidden, heads, microbatch = SHAPES[name]
+    each = layers // p
+    by_rank = (each - 1, *(each,) * (p - 2), each - 1)
+    return Model(by_rank, hidden, 4 * hidden, heads, heads, hidden // heads, 1024, microbatch, 51_200, flash=False)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_memory_per_layer_equals_the_papers(name: str) -> None:
+    """M_B is sb(34h + 5as) and M_W is 32sbh, in bytes."""
+    model = published(name, 8)
+    _, memory = estimate(model, DEVICES["a100"], Placement.linear(8))
+    s, b, h, a = model.sequence, model.microbatch, model.hidden, model.heads
+    assert memory.activation[3] == pytest.approx(model.layers[3] * s * b * (34 * h + 5 * a * s))
+    assert memory.wgrad[3] == pytest.approx(model.layers[3] * 32 * s * b * h)
+    _, flash = estimate(replace(model, flash=True), DEVICES["a100"], Placement.linear(8))
+    assert flash.activation[3] == pytest.approx(model.layers[3] * 34 * s * b * h)
+    _, full = estimate(replace(model, recompute="full"), DEVICES["a100"], Placement.linear(8))
+    assert full.activation[3] == pytest.approx(model.layers[3] * 2 * s * b * h)
+
+
+def test_operations_per_layer_equal_the_papers() -> None:
+    """F is sbh(24h+4s), B is sbh(24h+8s) and W is 24sbh^2, on a device where nothing else takes time."""
+    model = published("6.2B", 8)
+    device = replace(DEVICES["a100"], tflops=1e-9, efficiency=1.0, memory_tbs=1e30)
+    s, b, h = model.sequence, model.microbatch, model.hidden
+    layers = model.layers[3]
+
+    def times(model: Model) -> tuple[float, float, float]:
+        costs, _ = estimate(model, device, Placement.linear(8))
+        return costs.forward_ms[3], costs.backward_ms[3], costs.wgrad_ms[3]
+
+    f, b_, w = s * b * h * (24 * h + 4 * s), s * b * h * (24 * h + 8 * s), s * b * h * 24 * h
+    assert times(model) == pytest.approx((layers * f, layers * b_, layers * w))
+    selective = layers * f, layers * (b_ + 4 * s * s * b * h), layers * w
+    assert times(replace(model, recompute="selective")) == pytest.approx(selective)
+    flash = layers * f, layers * (b_ + 2 * s * s * b * h), layers * w
+    assert times(replace(model, flash=True)) == pytest.approx(flash)
+    assert times(replace(model, recompute="full")) == pytest.approx((layers * f, layers * (b_ + f), layers * w))
+
+
+@pytest.mark.parametrize(
+    "row",
+    list(csv.DictReader(line for line in PUBLISHED.read_text().splitlines() if not line.startswith("#"))),
+    ids=lambda row: f"{row['model']}-{row['m']}",
+)
+def test_times_are_within_5_percent_of_the_papers_profiles(row: dict[str, str]) -> None:
+    p = int(row["p"])
+    costs, _ = estimate(published(row["model"], p), DEVICES["a100"], Placement.linear(p))
+    for figures, key in ((costs.forward_ms, "t_f_ms"), (costs.backward_ms, "t_b_ms"), (costs.wgrad_ms, "t_w_ms")):
+        assert figures[p // 2] == pytest.approx(float(row[key]), rel=0.05)
+    assert costs.comm_ms == pytest.approx(float(row["t_comm_ms"]), rel=0.25)
+
+
+def test_output_layer_is_on_the_last_stage_of_any_placement() -> None:
+    model = published("6.2B", 8)
+    linear, kept = estimate(model, DEVICES["h100"], Placement.linear(8))
+    vee, kept_in_vee = estimate(replace(model, layers=IN_VEE), DEVICES["h100"], Placement.vee(8))
+    assert linear.forward_ms[7] > linear.forward_ms[0]
+    assert vee.forward_ms[15] - vee.forward_ms[0] == pytest.approx(linear.forward_ms[7] - linear.forward_ms[0])
+    assert sum(vee.forward_ms) == pytest.approx(sum(linear.forward_ms))
+    assert sum(kept_in_vee.activation) == pytest.approx(sum(kept.activation))
+    assert kept.activation[7] > kept.activation[0]
+
+
+def test_layers_are_not_divided() -> None:
+    model = published("6.2B", 8)
+    merged, _ = estimate(replace(model, layers=IN_VEE), DEVICES["h100"], Placement.linear(8))
+    assert merged.forward_ms == pytest.approx(estimate(model, DEVICES["h100"], Placement.linear(8))[0].forward_ms)
+    for make in (lambda: estimate(model, DEVICES["h100"], Placement.vee(8)), lambda: model.weights(Placement.vee(8))):
+        with pytest.raises(UserError, match="the layers of 8 stages cannot be divided among 16 stages"):
+            make()
+
+
+def test_tensor_parallelism_divides_work_and_memory() -> None:
+    model = replace(published("6.2B", 8), flash=True)
+    one, kept = estimate(model, DEVICES["h100"], Placement.linear(8))
+    split, kept_split = estimate(replace(model, tensor_parallel=4), DEVICES["h100"], Placement.linear(8))
+    _, kept_all = estimate(
+        replace(model, tensor_parallel=4, sequence_parallel=True), DEVICES["h100"], Placement.linear(8)
+    )
+    assert split.wgrad_ms[3] == pytest.approx(one.wgrad_ms[3] / 4)
+    # Of 34 sbh, 24 are always divided, and 10 only with sequence parallelism (arXiv 2205.05198, equations 2 and 4).
+    assert kept_split.activation[3] == pytest.approx(kept.activation[3] * (10 + 24 / 4) / 34)
+    assert kept_all.activation[3] == pytest.approx(kept.activation[3] / 4)
+
+
+def test_weights_of_gated_and_grouped_layers() -> None:
+    """As in Llama: three MLP matrices, and keys and values for a quarter of the heads."""
+    model = replace(published("6.2B", 8), gated=True, groups=8, ffn=11_008)
+    h = model.hidden
+    assert model.layer_weights == 2 * h * h + 2 * h * h // 4 + 3 * h * 11_008
+    linear, vee = model.weights(Placement.linear(8)), replace(model, layers=IN_VEE).weights(Placement.vee(8))
+    assert (linear[0], linear[3]) == (3 * model.layer_weights + 51_200 * h, 4 * model.layer_weights)
+    # The first rank of a V has both ends of the model.
+    assert vee[0] == 2 * model.layer_weights + 2 * 51_200 * h
+    assert sum(vee) == sum(linear)
+
+
+def test_rank_without_layers_stores_the_received_message() -> None:
+    model = replace(published("6.2B", 8), layers=(0, 5, 5, 5, 5, 5, 5, 0))
+    costs, memory = estimate(model, DEVICES["a100"], Placement.linear(8))
+    assert costs.forward_ms[0] == 0.0
+    assert memory.activation[0] == model.message_bytes

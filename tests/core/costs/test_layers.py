@@ -1,0 +1,105 @@
+"""Costs per layer: layouts, and parts derived from stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory, Placement
+from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
+from megatron.zero_bubble.core.costs.layers import LayerCosts, Part, of_stages
+from megatron.zero_bubble.core.errors import UserError
+
+LAYER, WIDE = Part(2.0, 3.0, 1.0, 10.0, 6.0, 2.0, 0.5, 0.25), Part(4.0, 5.0, 2.0, 20.0, 7.0)
+ENDS = Part(0.5, 0.0, 0.25, 1.0), Part(6.0, 7.0, 8.0, 3.0, 2.0)
+SHAPES = Model((3, 3), 2048, 8192, 16, 8, 128, 4096, 2, 128_000, gated=True, tensor_parallel=2)
+
+
+def test_stages_have_the_parts_that_are_on_them() -> None:
+    layers = LayerCosts((LAYER, WIDE, LAYER), *ENDS, 0.3, {(0, 1): 0.7})
+    costs, memory = layers.on((1, 2, 0))
+    assert costs.forward_ms == (2.5, 6.0, 6.0) and costs.backward_ms == (3.0, 8.0, 7.0)
+    assert costs.wgrad_ms == (1.25, 3.0, 8.0) and (costs.comm_ms, costs.links) == (0.3, {(0, 1): 0.7})
+    assert memory.activation == (11.0, 30.0, 3.0) and memory.wgrad == (6.0, 13.0, 2.0)
+    assert memory.history == (2.0, 2.0, 0.0)
+    assert costs.forward_attention == (1.0 / 2.5, 1.0 / 6.0, 0.0)
+    assert costs.backward_attention == (0.75 / 3.0, 0.75 / 8.0, 0.0)
+    assert layers.rank_work_ms(Placement.vee(1), (1, 2)) == (6.75 + 17.0 + 21.0,)
+    assert layers.rank_work_ms(Placement.linear(2), (1, 2)) == (6.75, 38.0)
+
+
+def test_a_stage_that_keeps_nothing_known_keeps_its_input() -> None:
+    assert LayerCosts((LAYER,)).on((0, 1))[1].activation == (0.01, 10.0)
+    assert LayerCosts((LAYER,), input_memory=4.0).on((0, 1))[1].activation == (4.0, 10.0)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (3, -1)])
+def test_layouts_of_other_layers_are_rejected(layout: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="the layers per stage must add up to 3; got"):
+        LayerCosts((LAYER,) * 3).on(layout)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("placement", [Placement.linear(3), Placement.vee(3)])
+def test_estimates_per_layer_equal_estimates_per_stage(recompute: str, placement: Placement) -> None:
+    from dataclasses import replace
+
+    counts = (3, 2, 1) if placement.num_stages == 3 else (1, 1, 2, 2, 2, 1)
+    model = replace(SHAPES, layers=counts, recompute=recompute)
+    costs, memory = layer_costs(model, DEVICES["h100"]).on(counts)
+    expected, kept = estimate(model, DEVICES["h100"], placement)
+    for name in ("forward_ms", "backward_ms", "wgrad_ms", "forward_attention", "backward_attention"):
+        assert getattr(costs, name) == pytest.approx(getattr(expected, name), rel=1e-9), name
+    for name in ("activation", "wgrad", "history"):
+        assert getattr(memory, name) == pytest.approx(getattr(kept, name), rel=1e-9), name
+    assert (costs.comm_ms, memory.recomputed) == (expected.comm_ms, kept.recomputed)
+
+
+def test_parts_are_derived_from_stages() -> None:
+    """The inner stages give a layer, and the ends what they take beyond their layers."""
+    layers = LayerCosts((LAYER,) * 7, *ENDS, 0.3)
+    found = of_stages(*layers.on((1, 3, 2, 1)), (1, 3, 2, 1))
+    for part, expected in zip((found.layers[0], found.embedding, found.loss), (LAYER, *ENDS), strict=True):
+        for name, value in vars(expected).items():
+            assert getattr(part, name) == pytest.approx(value, abs=1e-9), name
+    assert found.num_layers == 7 and found.comm_ms == 0.3
+    shorter = of_stages(layers.on((3, 2, 2))[0], None, (3, 2, 2))
+    assert shorter.layers[0].activation == 1.0 and shorter.layers[0].forward_ms == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [((1, 5, 1), "one number for each of the 4 stages"), ((3, 0, 0, 4), "to a stage between the first and the last")],
+)
+def test_unsuitable_layers_per_stage_are_rejected(layout: tuple[int, ...], message: str) -> None:
+    costs, memory = LayerCosts((LAYER,) * 7).on((1, 3, 2, 1))
+    with pytest.raises(UserError, match=message):
+        of_stages(costs, memory, layout)
+
+
+def test_figures_are_checked() -> None:
+    with pytest.raises(UserError, match="forward_ms must be a finite number, 0 or above; got -1"):
+        Part(-1.0)
+    with pytest.raises(UserError, match="forward_attention is a share"):
+        Part(1.0, forward_attention=1.5)
+
+
+def test_a_recorded_layout_has_its_recorded_figures() -> None:
+    """So a plan for these stages is the same with layers and without."""
+    times = ((1.0, 6.1, 3.9, 9.0), (2.0, 6.0, 4.1, 9.5), (0.4, 3.0, 2.0, 1.1))
+    costs = PassCosts(*times, host_ms=(0.5, 1.5, 1.0, 0.6), gather_ms=(0.1, 0.3, 0.2, 0.1))
+    costs = costs.with_attention((0.1, 0.5, 0.4, 0.05))
+    memory = PassMemory((20.0, 31.0, 19.0, 25.0), (6.0, 18.0, 12.0, 9.0), (1.0, 6.0, 4.0, 2.0))
+    again, kept = of_stages(costs, memory, (1, 3, 2, 1)).on((1, 3, 2, 1))
+    for name in ("forward_ms", "backward_ms", "wgrad_ms", "host_ms", "gather_ms", "forward_attention"):
+        assert getattr(again, name) == pytest.approx(getattr(costs, name)), name
+    for name in ("activation", "wgrad", "history"):
+        assert getattr(kept, name) == pytest.approx(getattr(memory, name)), name
+    finer, _ = of_stages(costs, memory, (1, 3, 2, 1)).on((1, 1, 1, 1, 1, 1, 0, 1))
+    assert finer.forward_ms == pytest.approx((1.0, 6.1 / 3, 6.1 / 3, 6.1 / 3, 3.9 / 2, 3.9 / 2, 0.0, 9.0))
+
+
+def test_two_stages_are_assumed_to_have_no_embedding_to_compute() -> None:
+    """They do not tell it from layers; what the last takes beyond its layers is the output layer's."""
+    layers = of_stages(LayerCosts((LAYER,) * 5, loss=ENDS[1]).on((3, 2))[0], None, (3, 2))
+    assert (layers.embedding.work_ms, layers.loss.work_ms) == pytest.approx((0.0, ENDS[1].work_ms))
+    assert layers.layers[0].work_ms == pytest.approx(LAYER.work_ms)

@@ -1,0 +1,67 @@
+"""A handler may hand over a value of its op before the op ends: the sends that wait only for it start at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble import build
+from megatron.zero_bubble.core.ir import Compute, Flow, Op, Pair, Recv, Send, Settle, Value
+from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.engine.runtime.executor import Executor
+from megatron.zero_bubble.engine.runtime.handler import Give, Handler
+
+PLAN = lower_training(build("dualpipe-v", num_ranks=2, num_microbatches=6, pairs=True))
+
+
+class _Pairs:
+    """Gives the outputs for other stages early, in the order of ``works``, and notes the end of each pass."""
+
+    def __init__(self, flow: Flow, log: list[str], works: Callable[[Pair], Sequence[Any]]) -> None:
+        self._flow, self._log, self._works = flow, log, works
+
+    def giving(self, give: Give) -> Handler:
+        def run(op: Pair, inputs: Sequence[Any]) -> list[str]:
+            gives = op.effects(self._flow).gives
+            for work in self._works(op):
+                if (value := Value(work)) in gives:
+                    give(gives.index(value), str(value))
+                self._log.append(f"{work} ended")
+            return list(map(str, gives))
+
+        return run
+
+
+def executed(rank: int, works: Callable[[Pair], Sequence[Any]]) -> list[str]:
+    """The sends of a rank, with what they send, and the ends of the passes in its pairs."""
+    log: list[str] = []
+    flow = PLAN.schedule.flow
+    named: dict[type[Op], Any] = {
+        Compute: lambda op, _: list(map(str, op.effects(flow).gives)),
+        Pair: _Pairs(flow, log, works),
+        Send: lambda op, inputs: log.append(f"{op} {inputs[0]}"),
+        Recv: lambda op, _: [str(op.message.value)],
+        Settle: lambda op, _: None,
+    }
+    assert Executor(PLAN, rank, named).run()
+    return log
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sends_start_before_the_op_ends_and_run_once(rank: int) -> None:
+    log = executed(rank, lambda op: op.works)
+    sends = [op for op in PLAN.ops[rank] if isinstance(op, Send)]
+    assert [line for line in log if ">" in line] == [f"{op} {op.message.value}" for op in sends]
+    in_pairs = {work for op in PLAN.ops[rank] for work in (op.works if isinstance(op, Pair) else ())}
+    early = [op for op in sends if op.message.producer in in_pairs]
+    assert early
+    for op in early:
+        assert log.index(f"{op} {op.message.value}") == log.index(f"{op.message.producer} ended") - 1
+
+
+def test_sends_keep_their_order_if_a_later_value_comes_first() -> None:
+    log = executed(0, lambda op: op.works[::-1])
+    sends = [str(op) for op in PLAN.ops[0] if isinstance(op, Send)]
+    assert [line.split()[0] for line in log if ">" in line] == sends

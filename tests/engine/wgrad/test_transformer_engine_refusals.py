@@ -1,0 +1,128 @@
+"""Tests of what split TransformerEngine linears refuse, and of what they leave alone, on a fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Kind, Pass
+from megatron.zero_bubble.engine.wgrad.store import WgradStore
+from tests.engine.wgrad.test_transformer_engine import IN, OUT, Layers, Run, split
+from tests.helpers import engine
+
+
+def bulk_reduction(store: WgradStore) -> None:
+    engine.Linear(IN, OUT, ub_bulk_wgrad=True)
+
+
+def inputs_in_a_shared_buffer(store: WgradStore) -> None:
+    engine.Linear(IN, OUT, parallel_mode="row", ub_bulk_dgrad=True)
+    engine.Linear(IN, OUT, parallel_mode="column", ub_bulk_dgrad=True)
+
+
+def gradients_in_a_shared_buffer(store: WgradStore) -> None:
+    engine.Linear(IN, OUT, parallel_mode="column", ub_overlap_ag=True)
+    engine.Linear(IN, OUT, parallel_mode="row", ub_overlap_ag=True)
+
+
+def outside_a_schedule(store: WgradStore) -> None:
+    Run(Layers, False, store).ddp.module(torch.ones(2, IN, requires_grad=True), 0).sum().backward()
+
+
+def without_data_parallelism(store: WgradStore) -> None:
+    with store.defer(Pass(0, Kind.B, 0)):
+        engine.Linear(IN, OUT)(torch.ones(2, IN, requires_grad=True)).sum().backward()
+
+
+def a_later_microbatch_first(store: WgradStore) -> None:
+    Run(lambda: Layers(fuse_wgrad_accumulation=True), False, store).passes("F0 F1 B1 B0")
+
+
+def a_weight_used_elsewhere_later(store: WgradStore) -> None:
+    run = Run(Layers, False, store)
+    run.passes("F0 B0")
+    with store.defer(Pass(0, Kind.B, 1)):
+        run.ddp.module.second.weight.sum().backward()  # type: ignore[union-attr, operator]
+
+
+def a_weight_used_here_and_elsewhere(store: WgradStore) -> None:
+    module: Any = Run(Layers, False, store).ddp.module
+    with store.defer(Pass(0, Kind.B, 0)):
+        (module(torch.ones(2, IN, requires_grad=True), 0).sum() + module.second.weight.sum()).backward()
+
+
+def a_bias_used_alone(store: WgradStore) -> None:
+    run = Run(Layers, False, store)
+    with store.defer(Pass(0, Kind.B, 0)):
+        run.ddp.module.second.bias.sum().backward()  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize(
+    "train, sentence",
+    [
+        (bulk_reduction, r"of --tp-comm-overlap; got tp_comm_bulk_wgrad=True; .* \(--disable-tp-comm-bulk-wgrad\)"),
+        (inputs_in_a_shared_buffer, "got tp_comm_bulk_dgrad=True; set it to False"),
+        (gradients_in_a_shared_buffer, "got tp_comm_overlap_ag=True; set it to False"),
+        (outside_a_schedule, "outside a zero-bubble schedule, so its deferred weight gradient"),
+        (without_data_parallelism, "Linear has none; wrap the model in it"),
+        (a_later_microbatch_first, "runs microbatch 1 before it; sort the backwards"),
+        (a_weight_used_elsewhere_later, "a weight of Linear got another gradient than TransformerEngine's"),
+        (a_weight_used_here_and_elsewhere, "a weight of Linear got another gradient than TransformerEngine's"),
+        (a_bias_used_alone, "a bias of Linear got a gradient but its weight got none"),
+    ],
+)
+def test_unsupported_use_is_rejected(train: Callable[[WgradStore], None], sentence: str) -> None:
+    with split() as store, pytest.raises(UserError, match=sentence):
+        train(store)
+
+
+def test_model_built_before_apply_is_rejected() -> None:
+    with engine.installed():
+        before = Layers()
+        with split() as store:
+            store.watch([Layers()])
+            with pytest.raises(UserError, match="called before the model is built, because .* LayerNormLinear decides"):
+                store.watch([before])
+
+
+def test_explicit_delay_and_split_parameters_are_not_deferred() -> None:
+    with split() as store:
+        store.watch([engine.Linear(IN, OUT, delay_wgrad_compute=False)])
+        own = engine.Linear(IN, OUT, delay_wgrad_compute=False), engine.Linear(IN, OUT, parameters_split=("q", "k"))
+        assert not any(linear.wgrad_store.delay_wgrad_compute() for linear in own)
+        theirs = engine.Linear(IN, OUT, delay_wgrad_compute=True)
+        theirs(torch.ones(2, IN, requires_grad=True)).sum().backward()
+        theirs.backward_dw()
+        assert theirs.weight.grad is not None and not len(store)
+
+
+def test_data_parallel_without_delay_support_is_rejected() -> None:
+    with split(), pytest.raises(UserError, match=r"0\.14 or newer"):
+        engine.DataParallel(None, SimpleNamespace(), Layers())
+
+
+def test_model_cannot_train_after_revert() -> None:
+    with split() as store:
+        own = Run(Layers, False, store)
+    for source in store._sources:
+        source.close()  # type: ignore[attr-defined]
+    own.store = None
+    with pytest.raises(UserError, match=r"build the model again after revert\(\)"):
+        own.passes("F0 B0")
+
+
+def test_users_ddp_config_is_not_changed() -> None:
+    ddp_config = SimpleNamespace(delay_wgrad_compute=False)
+    with split():
+        engine.DataParallel(None, ddp_config, Layers())
+    assert ddp_config.delay_wgrad_compute is False
+
+
+def test_w_out_of_order_is_rejected() -> None:
+    with split() as store, pytest.raises(AssertionError, match="must run in the order of B"):
+        Run(Layers, False, store).passes("F0 F1 B0 B1 W1")

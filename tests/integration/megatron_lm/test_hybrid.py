@@ -1,0 +1,132 @@
+"""Parity of Megatron-LM's scripts for hybrid models with their stock runs: printed figures and weights, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.hybrid_jobs import pretrain_hybrid, stock_hybrid
+from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts
+from tests.integration.megatron_lm.test_parity import same
+from tests.integration.megatron_lm.test_shards import UNITS
+
+CHECKOUTS = [checkout for checkout in checkouts() if int(checkout.minor.partition(".")[2]) >= 16]
+DIVIDES = [checkout for checkout in CHECKOUTS if (checkout.path / "pretrain_hybrid.py").is_file()]
+pytestmark = [
+    pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of Megatron-LM with core_r0.16 or newer"),
+    pytest.mark.timeout(1200),
+]
+PIPELINE = "--pipeline-model-parallel-size 2 --train-iters 6 --seq-length 32 --max-position-embeddings 32"
+EXPERTS = "--num-experts 4 --disable-bias-linear --moe-token-dispatcher-type alltoall --moe-router-topk 2"
+ROWS = {
+    "transformer": ("*-*-|*-*-", ""),
+    "mamba": ("M*M-|M-M*", "--untie-embeddings-and-output-weights"),
+    "experts": ("M*ME|M-ME", EXPERTS),
+}
+"""By name: the layers of two stages, and more flags."""
+
+FEATURES = {
+    "bf16": ("", "--bf16 --use-distributed-optimizer", 2, 1),
+    "tp2-sp": ("", "--tensor-model-parallel-size 2 --sequence-parallel", 4, 1),
+    "dp2": ("", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 4, 2),
+    "recompute": ("", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2, 1),
+    "post-validation": ("--zero-bubble-post-validation", "", 2, 1),
+    "offload": ("--zero-bubble-offload all", "", 2, 1),
+}
+"""By name: our flags, Megatron's, the number of ranks, and the samples of a microbatch over all of them."""
+
+
+def _row(checkout: Checkout, name: str) -> tuple[str, str]:
+    """The pattern and the flags of a row; before ``--hybrid-layer-pattern``, Megatron itself divides the layers."""
+    pattern, more = ROWS[name]
+    return pattern if checkout in DIVIDES else pattern.replace("|", ""), f"{PIPELINE} {more}"
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_one_stage_per_rank_equals_stock(checkout: Checkout, name: str) -> None:
+    job = checkout, 2, *_row(checkout, name)
+    same(pretrain_hybrid(*job, "zb-h1"), stock_hybrid(*job))
+
+
+LOOPED = {"transformer": "*-|*-|*-|*-", "mamba": "M*|M-|M-|M*", "experts": "M*|ME|M-|ME"}
+
+
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+def test_multi_token_prediction_equals_stock(checkout: Checkout) -> None:
+    job = checkout, 2, "M*M-|M-M*/*-", _row(checkout, "mamba")[1]
+    same(pretrain_hybrid(*job, "zb-h1"), stock_hybrid(*job))
+
+
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+def test_layers_that_do_not_divide_evenly_equal_stock_with_the_same_pattern(checkout: Checkout) -> None:
+    """The output layer of this model takes longer than all layers; stock has to be given the pattern."""
+    flags = _row(checkout, "mamba")[1]
+    own = pretrain_hybrid(checkout, 2, "M*M-M-M*M", flags, "zb-h1")
+    assert own.of("zero-bubble: layers by stage: ") == ["zero-bubble: layers by stage: M*M-M-M*M|"]
+    same(own, stock_hybrid(checkout, 2, "M*M-M-M*M|", flags))
+
+
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_interleaved_stages_equal_stock(checkout: Checkout, name: str) -> None:
+    job = checkout, 2, LOOPED[name], _row(checkout, name)[1]
+    same(pretrain_hybrid(*job, "interleaved-1f1b"), stock_hybrid(*job))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+def test_sharded_units_equal_stock(checkout: Checkout) -> None:
+    """One unit of all microbatches, so that gradients are reduced once, as in stock."""
+    flags = f"{_row(checkout, 'mamba')[1]} --use-distributed-optimizer --global-batch-size 12"
+    job = checkout, 4, LOOPED["mamba"], flags
+    same(pretrain_hybrid(*job, "zero-pp", UNITS), stock_hybrid(*job))
+
+
+# With another placement a seed yields other initial weights, and the order of the sum in the gradient norm differs.
+MOVING = "--clip-grad 1000 --ckpt-format torch_dist"
+
+
+def _until(iteration: int, folder: Path) -> tuple[str, ...]:
+    return ("--save", str(folder), "--save-interval", str(iteration), "--exit-interval", str(iteration))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+@pytest.mark.parametrize("features", FEATURES)
+def test_features_equal_stock(checkout: Checkout, features: str) -> None:
+    own, flags, ranks, samples = FEATURES[features]
+    job = checkout, ranks, ROWS["mamba"][0], f"{_row(checkout, 'mamba')[1]} {flags} --global-batch-size {6 * samples}"
+    same(pretrain_hybrid(*job, "zb-h1", tuple(own.split())), stock_hybrid(*job))
+
+
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+@pytest.mark.parametrize(("name", "predicted"), [*((name, "") for name in ROWS), ("mamba", "/*-")])
+def test_a_v_equals_stock(checkout: Checkout, name: str, predicted: str, tmp_path: Path) -> None:
+    """The V continues from a stock checkpoint of two stages, as stock does."""
+    pattern, flags = _row(checkout, name)
+    patterns = f"{pattern}{predicted}", f"{pattern.replace('|', '')}{predicted}"
+    job, on_a_v = ((checkout, 2, each, f"{flags} {MOVING}") for each in patterns)
+    begun = tmp_path / "begun"
+    assert "exiting program at iteration 2" in stock_hybrid(*job, _until(2, begun)).text
+    load = ("--load", str(begun))
+    same(pretrain_hybrid(*on_a_v, "zb-v", load), stock_hybrid(*job, load))
+
+
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+def test_checkpoint_of_a_v_continues_in_stock(checkout: Checkout, tmp_path: Path) -> None:
+    """Stock, with two stages, continues from the checkpoint of a V with four as from its own."""
+    pattern, flags = _row(checkout, "mamba")
+    stock_job, v_job = ((checkout, 2, each, f"{flags} {MOVING}") for each in (pattern, LOOPED["mamba"]))
+    begun = tmp_path / "begun"
+    stock_hybrid(*stock_job, _until(2, begun))
+    ends = []
+    for job, schedule in ((stock_job, None), (v_job, "zb-v")):
+        folder = tmp_path / str(schedule)
+        saved = pretrain_hybrid(*job, schedule, ("--load", str(begun), *_until(4, folder)))
+        assert "exiting program at iteration 4" in saved.text, saved.text[-4000:]
+        end = pretrain_hybrid(*stock_job, None, ("--load", str(folder)))
+        assert end.exit_codes == (0, 0) and len(end.weights) > 10, end.text[-4000:]
+        ends.append([*saved.figures, *end.figures, *end.weights])
+    assert ends[0] == ends[1]

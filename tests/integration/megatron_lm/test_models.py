@@ -1,0 +1,75 @@
+"""Models of today's jobs equal their stock runs: latent attention as DeepSeek has it, and a vision-language model.
+
+Stock runs them on CPU ranks with stand-ins for what TransformerEngine has (``platforms/cpu``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.megatron_lm import VARIABLE, Checkout, Log, checkouts, gpt_job, pretrain_gpt, running, stock
+from tests.integration.megatron_lm.test_parity import same
+from tests.integration.megatron_lm.test_placements import on_a_v_after
+
+CHECKOUTS = checkouts()
+pytestmark = [
+    pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of Megatron-LM"),
+    pytest.mark.timeout(1200),
+]
+UNTIED = "--untie-embeddings-and-output-weights"
+LATENT = (
+    f"{UNTIED} --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 16 --kv-channels 16 --normalization RMSNorm --disable-bias-linear"
+)
+DEEPSEEK = (
+    f"{LATENT} --swiglu --num-experts 4 --moe-layer-freq [0]+[1]*3 --moe-router-topk 2 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall "
+    "--moe-shared-expert-intermediate-size 64 --mtp-num-layers 1 --bf16"
+)
+
+
+def at_least(minor: int) -> list[Checkout]:
+    """The checkouts of this minor version of megatron-core or newer, with which these rows were tried."""
+    return [checkout for checkout in CHECKOUTS if int(checkout.minor.partition(".")[2]) >= minor]
+
+
+@pytest.mark.parametrize("checkout", at_least(16), ids=str)
+def test_latent_attention_equals_stock(checkout: Checkout) -> None:
+    job = checkout, 2, f"--pipeline-model-parallel-size 2 {LATENT}"
+    same(pretrain_gpt(*job, "zb-h1"), stock(*job))
+
+
+@pytest.mark.parametrize("checkout", at_least(16), ids=str)
+def test_experts_with_latent_attention_and_prediction_equal_stock_on_a_v(checkout: Checkout, tmp_path: Path) -> None:
+    own, expected = on_a_v_after(checkout, 2, f"--pipeline-model-parallel-size 2 {DEEPSEEK}", tmp_path)
+    same(own, expected)
+
+
+@pytest.mark.parametrize("checkout", at_least(20), ids=str)
+@pytest.mark.parametrize("frozen", ["", "--freeze-LM"])
+def test_vision_language_model_equals_stock(checkout: Checkout, frozen: str) -> None:
+    """The vision model is on the first stage, in front of the embedding."""
+    expected = pretrain_vlm(checkout, None, frozen)
+    assert expected.exit_codes == [0, 0], expected.text[-4000:]
+    same(pretrain_vlm(checkout, "zb-h1", frozen), expected)
+
+
+@pytest.mark.parametrize("checkout", at_least(20), ids=str)
+def test_script_without_virtual_stages_is_refused_on_a_v(checkout: Checkout) -> None:
+    refused = pretrain_vlm(checkout, "zb-v")
+    assert refused.exit_codes == [1, 1]
+    sentences = [line for line in refused.text.splitlines() if "several stages per rank need a script" in line]
+    assert len(sentences) == 2 and all(line.startswith("zero-bubble: ") for line in sentences)
+    assert sentences[0].endswith("config, pg_collection; choose a schedule with one stage per rank")
+
+
+def pretrain_vlm(checkout: Checkout, schedule: str | None, flags: str = "") -> Log:
+    """Run the checkout's ``pretrain_vlm.py`` on two ranks to its end."""
+    images = "--img-h 32 --img-w 32 --patch-dim 16 --ckpt-format torch"
+    job = gpt_job(checkout, 2, f"--pipeline-model-parallel-size 2 {UNTIED} {images} {flags}", schedule)
+    with running(replace(job, script=checkout.path / "pretrain_vlm.py"), checkout) as ranks:
+        codes = ranks.wait(500)
+    return Log(ranks.text, codes)

@@ -1,0 +1,67 @@
+"""Tests of which values of ``ZeroBubbleConfig`` can be combined."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble import build, simulate
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.moves import moves_content
+from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.core.ir import Kind, Pass
+from megatron.zero_bubble.core.plan.offload import Move
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.planning.source import even_costs
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({}, "a configuration needs schedule or schedule_file; got neither"),
+        (
+            {"schedule": "zb-h1", "whole_stages": 0},
+            "whole_stages must be positive; got 0",
+        ),
+        ({"schedule": "zb-h1", "peer_timeout_s": float("nan")}, "peer_timeout_s must be positive; got nan"),
+        ({"schedule": "zb-h1", "offload": "some"}, "the share to offload is all, none or a percentage up to 100%"),
+        ({"schedule": "zb-h1", "offload": "all", "host_memory": "2p"}, "memory is written like 60GiB; got '2p'"),
+        ({"schedule": "zb-h1", "offload": "0%", "host_memory": "2GiB"}, "host_memory=2GiB works only with offloading"),
+    ],
+)
+def test_invalid_values_are_rejected(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        ZeroBubbleConfig(**options)
+
+
+def test_moves_of_a_schedule_file_are_checked_as_offloading(tmp_path: Path) -> None:
+    schedule = build("zb-h1", num_ranks=2, num_microbatches=4)
+    timeline = simulate(schedule, even_costs(schedule.placement))
+    plain, moving = (str(tmp_path / name) for name in ("plain.json", "moving.json"))
+    Path(plain).write_text(plan_to_json(timeline))
+    move = Move(Pass(0, Kind.F, 1))
+    Path(moving).write_text(plan_to_json(timeline, more=moves_content([move])))
+    config = ZeroBubbleConfig(schedule_file=moving, host_memory="1GiB")
+    select = config.selection(config.sources()(2))
+    assert select is not None and select(schedule) == (move,)
+    with pytest.raises(ValueError, match="offload must be that of the schedule file, its moves; got none with"):
+        ZeroBubbleConfig(schedule_file=moving, offload="none")
+    with pytest.raises(ValueError, match="offloading exclude each other.*got wgrad_stream and moves=.*moving.json"):
+        ZeroBubbleConfig(schedule_file=moving, wgrad_stream=True)
+    with pytest.raises(ValueError, match="sharded units and offloading exclude each other"):
+        ZeroBubbleConfig(schedule_file=moving, shard_weights=True)
+    with pytest.raises(ValueError, match="recompute_logits works only with vocabulary parallelism"):
+        ZeroBubbleConfig(schedule_file=plain, recompute_logits=True)
+    with pytest.raises(ValueError, match="host_memory=1GiB works only with offloading"):
+        ZeroBubbleConfig(schedule_file=plain, host_memory="1GiB")
+
+
+def test_exact_has_one_name_and_an_older_opposite() -> None:
+    exact = ZeroBubbleConfig("zb-h1", exact=True)
+    assert exact == ZeroBubbleConfig("zb-h1", fuse_wgrad=False) and not exact.fuse_wgrad
+    assert not ZeroBubbleConfig("zb-h1").exact and replace(exact, schedule="zb-v").exact
+    with pytest.raises(UserError, match="got wgrad_stream and exact; leave one of them out"):
+        ZeroBubbleConfig("zb-h1", exact=True, wgrad_stream=True)

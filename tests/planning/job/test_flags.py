@@ -1,0 +1,112 @@
+"""Every ``--zero-bubble-*`` flag becomes the same configuration as ever."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.planning.job.features import OPTIONS
+from megatron.zero_bubble.planning.job.flags import add_flags, config_of, parse_ours
+from tests.planning.test_source import divided_plan
+
+OF_SCHEDULE = {"zb-h1": {"schedule": "zb-h1"}, "zb-auto": {"schedule": "zb-auto", "memory_limit": "1p"}}
+FROZEN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--zero-bubble-schedule zb-v", {"schedule": "zb-v"}),
+    ("--zero-bubble-schedule zb-auto", OF_SCHEDULE["zb-auto"]),
+    ("--zero-bubble-schedule-file plan.json", {"schedule_file": "plan.json"}),
+    ("--zero-bubble-schedule ./plan.json", {"schedule_file": "./plan.json"}),
+    ("zb-auto --zero-bubble-num-slices 3", {"num_slices": 3}),
+    ("zb-auto --zero-bubble-slice-ends 8,12,16", {"slice_ends": (8, 12, 16)}),
+    ("zb-auto --zero-bubble-attention-share 0.25", {"attention_share": 0.25}),
+    ("zb-h1 --zero-bubble-attention-share 0.25 --zero-bubble-balance-microbatches", {}),
+    ("zb-h1 --zero-bubble-vocabulary-parallel off", {}),
+    ("zb-h1 --zero-bubble-vocabulary-parallel 1", {"vocabulary": 1}),
+    (
+        "zb-h1 --zero-bubble-vocabulary-parallel 2 --zero-bubble-recompute-logits",
+        {"vocabulary": 2, "recompute_logits": True},
+    ),
+    ("zb-auto --zero-bubble-placement vee", {"placement": "vee"}),
+    ("zb-auto --zero-bubble-placement linear", {}),
+    ("zb-auto --zero-bubble-placement wave --zero-bubble-num-chunks 6", {"placement": "wave", "num_chunks": 6}),
+    ("zb-auto --zero-bubble-memory-limit 0.5p", {"memory_limit": "0.5p"}),
+    ("zb-h1 --zero-bubble-post-validation", {"post_validation": True}),
+    (
+        "zb-h1 --zero-bubble-post-validation --zero-bubble-rollback inverse",
+        {"post_validation": True, "rollback": "inverse"},
+    ),
+    ("zb-h1 --zero-bubble-exact", {"fuse_wgrad": False}),
+    ("zb-h1 --zero-bubble-fuse-wgrad", {}),
+    ("zb-h1 --no-zero-bubble-fuse-wgrad", {"fuse_wgrad": False}),
+    ("zb-h1 --zero-bubble-exact --no-zero-bubble-fuse-wgrad", {"fuse_wgrad": False}),
+    ("zb-h1 --zero-bubble-wgrad-stream", {"wgrad_stream": True}),
+    ("zb-h1 --zero-bubble-post-receives late", {"post_receives": "late"}),
+    ("zb-h1 --zero-bubble-post-receives early", {}),
+    ("zb-h1 --zero-bubble-nccl-ctas 4", {"nccl_ctas": 4}),
+    (
+        "zb-h1 --zero-bubble-vocabulary-parallel 2 --zero-bubble-nccl-collective-ctas 4",
+        {"vocabulary": 2, "nccl_collective_ctas": 4},
+    ),
+    ("zb-h1 --zero-bubble-offload none", {"offload": "none"}),
+    ("zb-h1 --zero-bubble-offload 50% --zero-bubble-host-memory 1GiB", {"offload": "50%", "host_memory": "1GiB"}),
+    ("zb-h1 --zero-bubble-shard-weights", {"shard_weights": True}),
+    (
+        "zb-h1 --zero-bubble-shard-weights --zero-bubble-shard-transport on-demand --zero-bubble-whole-stages 1",
+        {"shard_weights": True, "shard_transport": "on-demand", "whole_stages": 1},
+    ),
+    (
+        "zb-h1 --zero-bubble-shard-weights --zero-bubble-shard-transport collective",
+        {"shard_weights": True},
+    ),
+    ("--zero-bubble-schedule zero-pp --zero-bubble-unit-microbatches auto", {"schedule": "zero-pp"}),
+    (
+        "--zero-bubble-schedule zero-pp --zero-bubble-unit-microbatches 3",
+        {"schedule": "zero-pp", "unit_microbatches": 3},
+    ),
+    ("--zero-bubble-schedule zero-pp --zero-bubble-costs c.json", {"schedule": "zero-pp", "costs_file": "c.json"}),
+    (
+        "--zero-bubble-schedule dualpipe-v --zero-bubble-overlap-experts",
+        {"schedule": "dualpipe-v", "overlap_experts": True},
+    ),
+    ("--zero-bubble-schedule zb-auto --zero-bubble-keep-faster", {"schedule": "zb-auto", "keep_faster": True}),
+    ("zb-h1 --zero-bubble-balance-microbatches", {}),
+    ("zb-h1 --zero-bubble-trace x --zero-bubble-trace-iterations 2-3,7", {}),
+    ("zb-h1 --zero-bubble-record-costs x", {}),
+    ("zb-h1 --zero-bubble-log-bubble", {}),
+    ("zb-h1 --zero-bubble-device cpu", {}),
+)
+"""Flags, after the name of a schedule, and the fields of the configuration that differ from those of that schedule."""
+
+
+@pytest.mark.parametrize(("words", "fields"), FROZEN, ids=[words for words, _ in FROZEN])
+def test_flags_become_an_equal_configuration(
+    words: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_text(plan_to_json(divided_plan(2)))
+    first, *rest = words.split()
+    schedule = OF_SCHEDULE.get(first)
+    given = words.split() if schedule is None else ["--zero-bubble-schedule", first, *rest]
+    assert config_of(parse_ours(given)[0]) == ZeroBubbleConfig(**{**(schedule or {}), **fields})
+
+
+def test_every_flag_is_frozen() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser)
+    frozen = " ".join(words for words, _ in FROZEN).split()
+    every = {flag for action in parser._actions for flag in action.option_strings} - {"--zero-bubble-help-all"}
+    assert len(every) >= 31
+    assert every - {"--zero-bubble-schedule"} <= set(frozen)
+
+
+def test_the_table_states_the_defaults_of_the_configuration() -> None:
+    defaults = {field.name: field.default for field in fields(ZeroBubbleConfig)}
+    stated = {o.name: o.default for o in OPTIONS if o.name in defaults and " " not in o.default and o.default}
+    own = {"whole_stages": DEFAULT_OPEN_CHUNKS, "vocabulary": "off"}
+    assert stated == {name: str(own.get(name, defaults[name])) for name in stated} and len(stated) == 8

@@ -1,0 +1,85 @@
+"""The layout of a job whose layers do not divide evenly."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron.zero_bubble import Placement
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.layout import stage_layers
+from megatron.zero_bubble.planning.job.model import stated_vocabulary, uneven_layout
+from megatron.zero_bubble.training.arguments import parse
+
+SHAPES = "--hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 --num-layers 18"
+LINEAR = Placement.linear(4)
+
+
+def job(flags: str = "", **more: object) -> argparse.Namespace:
+    args = parse(f"{SHAPES} {flags}".split())
+    vars(args).update(more)
+    return args
+
+
+def layers(args: argparse.Namespace, vocabulary: int | None, placement: Placement = LINEAR) -> tuple[int, ...]:
+    return stage_layers(placement, 18, uneven_layout(args, placement, vocabulary))
+
+
+def test_a_large_vocabulary_takes_layers_from_the_last_stage() -> None:
+    """Its output layer takes as many operations as V / (12 h + 2 s) layers: 2 and 8."""
+    assert layers(job(), 1024) == (4, 5, 5, 4)
+    assert layers(job(), 32_768) == (5, 5, 5, 3)
+    assert layers(job(), 128_000) == (6, 6, 6, 0)
+
+
+def test_multi_token_prediction_takes_layers_from_the_last_stage() -> None:
+    """Each is a layer, a sixth of one for its projection, and an output layer, which is small here."""
+    assert layers(job(), 1024)[-1] == 4
+    assert layers(job(mtp_num_layers=1), 1024)[-1] == 3
+    assert layers(job(mtp_num_layers=1), 32_768)[-1] == 0
+    assert uneven_layout(job(mtp_num_layers=2), LINEAR, 1024) == "Et*5|(t*5|)*2t*3mmL"
+    experts = job("--num-experts 8 --moe-router-topk 4 --disable-bias-linear", mtp_num_layers=1)
+    assert uneven_layout(experts, LINEAR, 1024).endswith("mL")
+
+
+def test_both_ends_are_on_one_rank_of_a_v() -> None:
+    vee = Placement.vee(4)
+    assert layers(job(), 32_768, vee) == (3, 3, 2, 3, 2, 3, 2, 0)
+    assert layers(job(), 128_000, vee) == (0, 3, 3, 3, 3, 3, 3, 0)
+
+
+@pytest.mark.parametrize("missing", [{"hidden_size": None}, {"seq_length": None}, {}])
+def test_without_shapes_or_vocabulary_each_end_counts_as_a_layer(missing: dict[str, object]) -> None:
+    assert layers(job(**missing), 128_000 if missing else None) == (4, 5, 5, 4)
+
+
+def test_layers_with_experts_take_longer_than_dense_ones() -> None:
+    """With eight layers' worth of experts in the last third, the first stages get most layers."""
+    experts = job("--num-experts 8 --moe-router-topk 4 --moe-shared-expert-intermediate-size 8192")
+    experts.moe_layer_freq = [0] * 12 + [1] * 6
+    found = layers(experts, 1024)
+    assert found[0] > found[-1] + 3
+    experts.moe_layer_freq = 2
+    assert max(layers(experts, 1024)) <= 6
+    vars(experts).update(num_experts=experts.num_moe_experts, moe_layer_freq=[0] * 12 + [1] * 6)
+    del experts.num_moe_experts
+    assert layers(experts, 1024) == found, "Megatron-LM's name for the number of experts"
+
+
+def test_a_list_of_layers_with_experts_has_one_entry_per_layer() -> None:
+    experts = job("--num-experts 8", moe_layer_freq=[1] * 17)
+    with pytest.raises(UserError, match="--moe-layer-freq must have one entry per layer, got 17 entries and 18 layers"):
+        uneven_layout(experts, LINEAR, 1024)
+
+
+def test_the_stated_vocabulary_is_padded() -> None:
+    tensor = job("--tensor-model-parallel-size 2 --tokenizer-type NullTokenizer --vocab-size 255")
+    assert stated_vocabulary(tensor) == 256
+    assert stated_vocabulary(job("--vocab-size 257", tokenizer_type="HuggingFaceTokenizer")) == 384
+    assert stated_vocabulary(job()) is None
+
+
+def test_too_few_layers_are_rejected() -> None:
+    with pytest.raises(UserError, match="18 layers with .* do not fill 40 pipeline stages; use at least 38 layers"):
+        uneven_layout(job(), Placement.vee(20), 1024)

@@ -1,0 +1,77 @@
+"""Tests of the rules for Megatron options that zero-bubble schedules do not support."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.core.ir import Kind
+from megatron.zero_bubble.planning.job.flags import parse_ours
+from megatron.zero_bubble.planning.job.options import check_options
+from megatron.zero_bubble.planning.job.planned import adopt
+from megatron.zero_bubble.planning.job.runnable import check_runnable
+from megatron.zero_bubble.planning.job.stages import place_stages
+from tests.planning.test_source import divided_plan
+
+
+def test_nondefault_microbatch_group_size_is_rejected() -> None:
+    job = SimpleNamespace(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
+    for job.microbatch_group_size_per_vp_stage in (None, 4):
+        check_options(job)
+    job.microbatch_group_size_per_vp_stage = 3
+    with pytest.raises(ValueError, match="--microbatch-group-size-per-virtual-pipeline-stage 3 and 4 ranks; drop"):
+        check_options(job)
+    job.virtual_pipeline_model_parallel_size = None  # without virtual stages Megatron has no groups either
+    check_options(job)
+
+
+def test_graphs_of_rollouts_are_accepted() -> None:
+    """Megatron turns them off for training; other jobs, and --rl-training-cuda-graphs, capture training."""
+    rollouts = SimpleNamespace(cuda_graph_impl="local", perform_rl_step=True, rl_training_cuda_graphs=False)
+    check_options(rollouts)
+    for name in ("perform_rl_step", "rl_training_cuda_graphs"):
+        values = SimpleNamespace(**{**vars(rollouts), name: not getattr(rollouts, name)})
+        with pytest.raises(UserError, match="got 'local'; .* with --perform-rl-step, drop --rl-training-cuda-graphs"):
+            check_options(values)
+
+
+def test_delayed_scaling_is_rejected_with_post_validation() -> None:
+    for recipe in ("delayed", SimpleNamespace(value="delayed")):  # a flag, and an enumeration
+        values = SimpleNamespace(fp8="hybrid", fp8_recipe=recipe)
+        check_options(values)
+        with pytest.raises(ValueError, match="got --fp8-format hybrid --fp8-recipe delayed; give --fp8-recipe tensorw"):
+            check_options(values, post_validation=True)
+    for fine in (
+        SimpleNamespace(fp8="hybrid", fp8_recipe="tensorwise"),
+        SimpleNamespace(fp8=None, fp8_recipe="delayed"),
+    ):
+        check_options(fine, post_validation=True)
+
+
+def test_vocabulary_of_a_schedule_file_cannot_be_left_undivided(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(plan_to_json(divided_plan(2)))
+    job = SimpleNamespace(pipeline_model_parallel_size=2)
+    for flags in ([], ["--zero-bubble-vocabulary-parallel", "2"]):
+        options, _ = parse_ours(["--zero-bubble-schedule-file", str(file), *flags])
+        adopt(options)
+        assert place_stages(options, job, None, 1.0)[1].vocabulary == 2
+    options, _ = parse_ours(["--zero-bubble-schedule-file", str(file), "--zero-bubble-vocabulary-parallel", "off"])
+    with pytest.raises(UserError, match="-vocabulary-parallel must be that of the schedule file, 2; got off with"):
+        adopt(options)
+
+
+@pytest.mark.parametrize("kind", ["I", "S", "T", "J"])
+def test_passes_of_the_vocabulary_must_be_in_the_order_of_the_data(kind: str) -> None:
+    schedule = divided_plan(2).schedule
+    check_runnable(schedule, 2, 3)
+    places = [at for at, p in enumerate(schedule.order[0]) if p.kind is Kind(kind)]
+    row = list(schedule.order[0])
+    row[places[0]], row[places[1]] = row[places[1]], row[places[0]]
+    with pytest.raises(UserError, match=f"runs the {kind} passes of rank 0 for microbatches 1, 0, 2; sort them"):
+        check_runnable(replace(schedule, order=(tuple(row), schedule.order[1])), 2, 3)

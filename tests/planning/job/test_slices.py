@@ -1,0 +1,61 @@
+"""Options and sequences that cannot be cut into slices are refused at start-up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Pass, Slices
+from megatron.zero_bubble.core.schedules import build
+from megatron.zero_bubble.planning.job.options import check_options
+from megatron.zero_bubble.planning.job.rules import check_slices
+from megatron.zero_bubble.planning.job.runnable import check_runnable
+
+JOB = SimpleNamespace(seq_length=48, tensor_model_parallel_size=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    "option, value, sentence",
+    [
+        ("moe_router_load_balancing_type", "seq_aux_loss", "got .*seq_aux_loss and 4 slices; give aux_loss"),
+        ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"], "and 4 slices; give aux_loss"),
+    ],
+)
+def test_options_that_slices_do_not_support(option: str, value: object, sentence: str) -> None:
+    values = SimpleNamespace(**{option: value})
+    check_options(values)
+    with pytest.raises(UserError, match=sentence):
+        check_options(values, num_slices=4)
+
+
+def test_sequences_must_have_the_given_ends() -> None:
+    check_slices(Slices.even(1), None, JOB)
+    check_slices(Slices.even(24), None, JOB)
+    check_slices(Slices.of_tokens((20, 34, 48)), (20, 34, 48), JOB)
+    with pytest.raises(UserError, match="--seq-length 48; got --zero-bubble-slice-ends 20,40; give 48 as the last"):
+        check_slices(Slices.of_tokens((20, 40)), (20, 40), JOB)
+    with pytest.raises(
+        UserError, match="multiple of the tensor-parallel size 2; got .*-ends 21,48; give for example 2"
+    ):
+        check_slices(Slices.of_tokens((21, 48)), (21, 48), JOB)
+    with pytest.raises(UserError, match="at most 24 slices of 2 tokens each; got 25 slices; use fewer"):
+        check_slices(Slices.even(25), None, JOB)
+
+
+def test_forwards_of_slices_must_have_the_order_of_the_data() -> None:
+    schedule = build("seq-zb-h1", num_ranks=2, num_microbatches=3, num_slices=2)
+    check_runnable(schedule, 2, 3)
+
+    def swapped(one: str, other: str) -> object:
+        change = {Pass.parse(one): Pass.parse(other), Pass.parse(other): Pass.parse(one)}
+        return replace(schedule, order=tuple(tuple(change.get(p, p) for p in row) for row in schedule.order))
+
+    with pytest.raises(
+        UserError, match="by microbatch and slice; .* runs the forwards of stage 1 in the order 0, 1, 0.1"
+    ):
+        check_runnable(swapped("1F0.1", "1F1"), 2, 3)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="stage 1 of .* runs W of microbatch 0 too early; move it behind"):
+        check_runnable(swapped("1W0", "1W0.1"), 2, 3)  # type: ignore[arg-type]
