@@ -23,6 +23,8 @@ _OURS = "zero-bubble"
 """The description in torch of all groups that are made here."""
 _CUT_TAG = 2**20
 """The tag of messages that nobody sends."""
+_WHY = "cut"
+"""Where the store of a group says why it was cut."""
 
 
 class _Options(NamedTuple):
@@ -218,18 +220,39 @@ def job_timeout() -> timedelta | None:
     return getattr(getattr(getattr(backend, "wrapped_pg", backend), "options", None), "_timeout", None)
 
 
-def cut() -> None:
+def cut(why: str | None = None) -> None:
     """Close the connections of all groups over gloo that were made here, with everything that is under way on them.
 
     Ranks that wait for this one, or will, get an error at once. Groups of NCCL stay as they are: their other ranks
     would not notice.
+
+    Args:
+        why: what ``cause_of_cut`` returns on the other ranks, if this rank is the first that failed.
     """
-    for group in list(distributed_c10d._world.pg_map):
-        if group.group_desc == _OURS and group.size() > 1 and backend_of(group) == "gloo":
-            # A wait that times out closes all connections of its group, whatever still refers to them.
+    for group, store in _over_gloo():
+        if why is not None:
             with suppress(RuntimeError):
-                other = (group.rank() + 1) % group.size()
-                group.recv([torch.zeros(1)], other, _CUT_TAG).wait(timedelta(milliseconds=1))
+                store.set(_WHY, why)
+        # A wait that times out closes all connections of its group, whatever still refers to them.
+        with suppress(RuntimeError):
+            other = (group.rank() + 1) % group.size()
+            group.recv([torch.zeros(1)], other, _CUT_TAG).wait(timedelta(milliseconds=1))
+
+
+def cause_of_cut() -> str | None:
+    """Why another rank has cut a group of this one; None if none has, or if the job's store has gone."""
+    with suppress(RuntimeError):
+        for _, store in _over_gloo():
+            if store.check([_WHY]):
+                return store.get(_WHY).decode()
+    return None
+
+
+def _over_gloo() -> Iterator[tuple[dist.ProcessGroup, dist.Store]]:
+    """The groups over gloo that were made here, each with its part of the job's store."""
+    for group, (_, store) in list(distributed_c10d._world.pg_map.items()):
+        if group.group_desc == _OURS and group.size() > 1 and backend_of(group) == "gloo":
+            yield group, store
 
 
 def destroy(*groups: dist.ProcessGroup) -> None:

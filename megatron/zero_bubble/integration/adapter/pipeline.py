@@ -240,7 +240,7 @@ class Pipeline:
             self.disconnect()  # the job has rebuilt its process groups, but not those of this pipeline
         for each in self._parts:
             each.begin(call)
-        noted = self._unfinished.noted(self._forget, has_peers=call.groups.pp.size() > 1)
+        noted = self._unfinished.noted(self._forget, call.groups.pp)
         with noted, compared(call.lengths, self._hosts) as comparison:
             prepared = self._prepare(call.groups.pp, config, comparison, step.forward_only)
             self._models.check_chunks(call.groups.pp, prepared, chunks)

@@ -7,17 +7,22 @@ ranks that wait for it, and its own next call ends with a sentence.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.engine.runtime.groups import cut
+import torch.distributed as dist
+
+from megatron.zero_bubble.core.errors import PeerError, UserError
+from megatron.zero_bubble.engine.runtime.groups import cause_of_cut, cut
 
 _RESTART = "start the job again from its last checkpoint"
 _TOGETHER = (
     ", or, if every rank of the job has left that call with an error, call megatron.zero_bubble.disconnect() on all of "
     "them, zero the gradients, and go on with the same microbatches on all"
 )
+_WIDTH = 300
+"""The most characters of an error that other ranks print."""
 _EPOCH = "give every call as many microbatches as its num_microbatches, also at the end of the data; "
 
 
@@ -45,7 +50,7 @@ class Unfinished:
             )
 
     @contextmanager
-    def noted(self, forget: Callable[[], None], has_peers: bool) -> Iterator[None]:
+    def noted(self, forget: Callable[[], None], pipeline: dist.ProcessGroup) -> Iterator[None]:
         """Context of a call. If it fails, this rank closes its connections, and has an unfinished call.
 
         A mistake of the user that is found before the passes leaves nothing, and the call may be repeated; so may any
@@ -53,18 +58,29 @@ class Unfinished:
 
         Args:
             forget: releases what a failed call has left.
-            has_peers: whether the pipeline has other ranks.
+            pipeline: the ranks of the pipeline.
+
+        Raises:
+            PeerError: a rank of the pipeline has failed; it ends with the error of that rank, if it is known.
         """
         self._passes_began = False
         try:
             yield
         except BaseException as error:
-            if self._passes_began or not isinstance(error, UserError):
-                forget()
-                if has_peers:
-                    self._ended_with = type(error).__name__
-                    cut()
-            raise
+            if not self._passes_began and isinstance(error, UserError):
+                raise
+            forget()
+            if pipeline.size() == 1:
+                raise
+            self._ended_with = type(error).__name__
+            if not isinstance(error, PeerError):
+                cut(f"pipeline rank {pipeline.rank()} ended with {_described(error)}")
+                raise
+            cause = cause_of_cut()
+            cut()
+            if cause is None:
+                raise
+            raise PeerError(f"{error}; {cause}") from error
 
     def begin_passes(self) -> None:
         """From now on, other ranks may depend on the call."""
@@ -73,3 +89,9 @@ class Unfinished:
     def disconnected(self) -> None:
         """All ranks have disconnected, and may begin again."""
         self._ended_with = None
+
+
+def _described(error: BaseException) -> str:
+    """The class of an error and the first line of its text."""
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *(textwrap.shorten(each, _WIDTH) for each in lines[:1])])
