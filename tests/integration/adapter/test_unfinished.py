@@ -91,6 +91,7 @@ def call(
 
     for chunk in chunks:
         chunk.zero_grad_buffer()
+        chunk.zero_grad()  # as an optimizer does
     if way.has_headers:
         losses = varied.passes(chunks, varied.batches(MICROBATCHES, seed, "dense"), 0.1)
     else:

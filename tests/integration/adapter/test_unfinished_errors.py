@@ -20,6 +20,7 @@ from tests.integration.adapter.test_unfinished import (
     WAYS,
     Ending,
     Mistake,
+    Way,
     built,
     call,
     ending,
@@ -208,3 +209,30 @@ def test_an_error_of_the_user_is_named_on_all_ranks(ranks: RankPool) -> None:
 def test_errors_of_the_user(ranks: RankPool, name: str) -> None:
     loss_rank = 0 if name in ("V", "searched wave") else 1
     check_all(ranks, name, [case for case in ALL if case.place is not in_loss or case.rank == loss_rank])
+
+
+def validated(rank: int, case: Case) -> list[Ending]:
+    """Fail after a step that was taken ahead; the next calls, and what a loop does with the optimizer at its end."""
+    way = Way({"schedule": "zb-h2", "post_validation": True})
+    pipeline, chunks = built(way)
+    try:
+        optimizer = pipeline.post_validated(models.optimizer_of(chunks), chunks)
+        for seed in (1, 2):
+            call(way, chunks, seed)
+            optimizer.step_ahead()
+        with ExitStack() as context:
+            step = case.place(Fault(case.error), chunks, context) if case.rank == rank else forward_step
+            failed = ending(partial(call, way, chunks, 3, forward_step=step))
+        return [failed, ending(partial(call, way, chunks, 4)), ending(optimizer.settle)]
+    finally:
+        megatron.zero_bubble.revert()
+        models.destroy_groups()
+
+
+@pytest.mark.parametrize("case", [Case(in_forward, 0), Case(in_tensor_hook, 1)])
+def test_errors_with_post_validation(ranks: RankPool, case: Case) -> None:
+    """The ranks cannot join again, because they may disagree on the last step."""
+    for rank, (failed, following, settled) in enumerate(ranks.run(2, validated, case, timeout=JOB_TIMEOUT_S)):
+        assert failed.kind == ("Mistake" if rank == case.rank else "PeerError"), failed
+        assert following.sentence == f"{REFUSED}ended with {failed.kind}; start the job again from its last checkpoint"
+        assert not settled.kind and max(each.seconds for each in (failed, following, settled)) < SOON_S
