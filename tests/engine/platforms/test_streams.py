@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from megatron.zero_bubble.engine.platforms.streams import ThreadLane
+from megatron.zero_bubble.engine.platforms.streams import Result, ThreadLane
 
 
 def test_work_runs_in_order_and_its_memory_is_freed() -> None:
@@ -44,13 +45,38 @@ def test_nothing_runs_after_an_error() -> None:
 
     failed, queued = lane.start(fail, ()), lane.start(lambda: ran.append(1), ())
     go.set()
-    for result in (failed, queued):
-        with pytest.raises(ValueError, match="of the first"):
-            result.wait()
     with pytest.raises(ValueError, match="of the first"):
+        failed.wait()
+    with pytest.raises(RuntimeError, match="of the first"):
+        queued.wait()
+    with pytest.raises(RuntimeError, match="of the first"):
         lane.start(lambda: ran.append(2), ())
     assert lane.close(10)
     assert not ran
+
+
+def test_a_lane_keeps_no_frames_of_those_who_raise_its_error() -> None:
+    lane = ThreadLane()
+
+    def fail() -> None:
+        raise ValueError("of the first")
+
+    result: Result | None = lane.start(fail, ())
+
+    def run_a_pass(wait: Callable[[], object], error: type[Exception]) -> weakref.ref[torch.Tensor]:
+        value = torch.ones(1)
+        with pytest.raises(error, match="of the first"):
+            wait()
+        return weakref.ref(value)
+
+    assert result is not None
+    waiting = run_a_pass(result.wait, ValueError)
+    result = None
+    lane.join()
+    assert waiting() is None
+    for _ in range(2):
+        assert run_a_pass(lambda: lane.start(fail, ()), RuntimeError)() is None
+    assert lane.close(10)
 
 
 FAILING = """

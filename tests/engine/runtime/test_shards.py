@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -211,4 +212,23 @@ def test_pools_of_whole_chunks_serve_passes_only() -> None:
     for iteration in (1, 2):
         run(sharder, chunks, 2)
         assert num_allocated == [sharder.num_gathers, sharder.num_reductions], iteration
+    sharder.close()
+
+
+def test_an_error_of_a_collective_keeps_no_values_of_the_passes() -> None:
+    lane = ThreadLane()
+    sharder = Sharder(lane)
+    chunks = {0: TwoReplicas(), 1: TwoReplicas()}
+    chunks[0].error = "Connection closed by peer"
+
+    def run_passes() -> weakref.ref[torch.Tensor]:
+        value = torch.ones(1)
+        with pytest.raises(PeerError, match="Connection closed by peer"):
+            run(sharder, chunks)
+        return weakref.ref(value)
+
+    for _ in range(2):
+        value = run_passes()
+        lane.join()
+        assert value() is None
     sharder.close()

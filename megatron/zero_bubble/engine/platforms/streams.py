@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ class Lane(Protocol):
         """Run ``work`` after everything queued so far. The lane keeps the memory of ``uses``, which includes that of
         tensors that ``work`` makes for the caller, until the caller waits for the result or a later one.
 
-        Raises what an earlier work item raised, if that is known.
+        Raises RuntimeError with the text of what an earlier work item raised, if that is known.
         """
 
     def join(self) -> None:
@@ -49,7 +50,8 @@ class Lane(Protocol):
 class ThreadLane:
     """A ``Lane`` for devices without streams: a daemon thread, which does not keep a failing process alive.
 
-    After an error it runs no other work item: the next one would take part in the collective of the failed one.
+    After an error it runs no other work item: the next one would take part in the collective of the failed one. It
+    keeps only the error's text: an error collects the frames that raise it, with the values of their passes.
 
     Args:
         begin: is called by the thread first.
@@ -58,26 +60,25 @@ class ThreadLane:
     def __init__(self, begin: Callable[[], object] = lambda: None) -> None:
         self._begin = begin
         self._items: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._error: BaseException | None = None
+        self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="lane", daemon=True)
         self._thread.start()
 
     def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> ThreadResult:
-        if self._error is not None:
-            raise self._error
+        self._check()
         future: Future[Any] = Future()
-
-        def item() -> None:
-            try:
-                if self._error is not None:
-                    raise self._error
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 (raised where the result is needed, or by the next start)
-                self._error = error
-                future.set_exception(error)
-
-        self._items.put(item)
+        self._items.put(partial(self._do, work, future))
         return ThreadResult(future)
+
+    def _do(self, work: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            self._check()
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (raised where the result is needed)
+            self._failure = str(error)
+            future.set_exception(error)
+        finally:
+            del future  # its error refers to this frame
 
     def join(self) -> None:
         reached = threading.Event()
@@ -89,6 +90,11 @@ class ThreadLane:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _check(self) -> None:
+        """Raise what an earlier work item has raised."""
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
     def _run(self) -> None:
         self._begin()
         while (item := self._items.get()) is not None:
@@ -97,13 +103,20 @@ class ThreadLane:
 
 
 class ThreadResult:
-    """The result of a work item on a thread."""
+    """The result of a work item on a thread; once it has raised an error, it keeps only the text, as the lane does."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
     def wait(self) -> Any:
-        return self._future.result()
+        if (error := self._future.exception()) is None:
+            return self._future.result()
+        self._future = Future()
+        self._future.set_exception(RuntimeError(str(error)))
+        try:
+            raise error
+        finally:
+            del error  # whose traceback refers to this frame
 
 
 class HostCopy(ABC):

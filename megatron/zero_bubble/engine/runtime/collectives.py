@@ -174,8 +174,7 @@ def _blaming_peers(op: Collective, needed_by: object) -> Iterator[None]:
     except RuntimeError as error:
         if (reason := lost_connection(error)) is None:
             raise
-        # The lane keeps the error, whose traceback would keep the frames of the passes with their values.
-        raise _missed(op, needed_by, reason) from error.with_traceback(None)
+        raise _missed(op, needed_by, reason) from error
 
 
 def _missed(op: Collective, needed_by: object, reason: str) -> PeerError:
