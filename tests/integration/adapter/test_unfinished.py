@@ -110,21 +110,21 @@ def call(
     return losses, [hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in gradients]
 
 
-def built(way: Way) -> tuple[Any, list[Any]]:
-    """The pipeline and the chunks of a way."""
+def built(way: Way, num_ranks: int = 2) -> tuple[Any, list[Any]]:
+    """The pipeline and the chunks of a way; it has two ranks, or more with headers."""
     from megatron.core import parallel_state, tensor_parallel
 
     models.destroy_groups()
     pipeline = megatron.zero_bubble.apply(ZeroBubbleConfig(**way.options))
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=2,
+        pipeline_model_parallel_size=num_ranks,
         virtual_pipeline_model_parallel_size=way.virtual_size,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     if way.has_headers:
         # A loss per token would add a broadcast of Megatron's, where a rank waits for one that has failed.
-        return pipeline, varied.build(2, way.virtual_size, "dense", options={"calculate_per_token_loss": False})
+        return pipeline, varied.build(num_ranks, way.virtual_size, "dense", options={"calculate_per_token_loss": False})
     return pipeline, models.build(way.virtual_size, "weights")
 
 
@@ -231,6 +231,31 @@ def test_data_that_end_too_early(ranks: RankPool) -> None:
     assert last.sentence.endswith("look at its output first; pipeline rank 0 ended with StopIteration")
     assert of_last.sentence.startswith(f"{REFUSED}ended with PeerError; start the job again from its last checkpoint")
     assert max(each.seconds for each in (first, following, last, of_last)) < SOON_S
+
+
+def among_four(rank: int) -> Ending:
+    """The last of four ranks fails in the middle of its row."""
+    way = WAYS["line with headers"]
+    pipeline, chunks = built(way, 4)
+    try:
+        call(way, chunks, 1)
+        (prepared,) = pipeline._prepared.values()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 3:
+                patch.setattr(_Failing, "at", len(prepared.plan.executable(rank).ops) // 2)
+                patch.setattr("megatron.zero_bubble.integration.adapter.iteration.Executor", _Failing)
+            return ending(partial(call, way, chunks, 2))
+    finally:
+        megatron.zero_bubble.revert()
+        models.destroy_groups()
+
+
+def test_ranks_that_wait_for_others_name_the_first_that_failed(ranks: RankPool) -> None:
+    *waiting, failed = ranks.run(4, among_four, timeout=JOB_TIMEOUT_S)
+    assert failed.kind == "Mistake"
+    for each in waiting:
+        assert each.kind == "PeerError" and each.seconds < SOON_S
+        assert each.sentence.endswith(f"; pipeline rank 3 ended with Mistake: {failed.sentence}"), each
 
 
 @pytest.mark.full

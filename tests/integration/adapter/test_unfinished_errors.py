@@ -178,14 +178,14 @@ def errors(rank: int, name: str, cases: Sequence[Case]) -> list[After]:
 def check(case: Case, of_ranks: Sequence[After]) -> None:
     """The failing rank has its own error, and the other one a sentence that names the rank and the error."""
     for rank, (failed, num_pending, following, joined_again) in enumerate(of_ranks):
-        told = f"; pipeline rank {case.rank} ended with {case.error.__name__}: of the user"
+        named = f"; pipeline rank {case.rank} ended with {case.error.__name__}: of the user"
         if rank == case.rank:
             assert (failed.kind, failed.sentence) == (case.error.__name__, "of the user"), failed
         elif failed.kind:
-            assert failed.kind == "PeerError" and failed.sentence.endswith(told), failed
+            assert failed.kind == "PeerError" and failed.sentence.endswith(named), failed
         sentences = [each.sentence for each in following]
         if not failed.kind:  # the call needed nothing more of the rank that failed; the next one does
-            assert following[0].kind == "PeerError" and sentences.pop(0).endswith(told), following
+            assert following[0].kind == "PeerError" and sentences.pop(0).endswith(named), following
         kind = failed.kind or "PeerError"
         for sentence in sentences:
             assert sentence.startswith(f"{REFUSED}ended with {kind}; start the job again") and REJOIN in sentence
