@@ -197,8 +197,9 @@ def test_an_error_that_a_lane_keeps_keeps_no_values_of_the_passes() -> None:
             awaited.wait("a pass")
         return weakref.ref(value)
 
-    assert run_a_pass()() is None
+    value = run_a_pass()
     assert lane.close(10.0)
+    assert value() is None
 
 
 def test_parts_have_one_name() -> None:
