@@ -5,7 +5,7 @@ Sums over tokens are rounded in another order, so results are equal up to tolera
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from tests.helpers.parity import Tokens, _build, _named, _under_each
 
 # 48 tokens can be cut into 2, 4, 8 and 16 equal slices, also on two tensor-parallel ranks.
 LONG = "--seq-length 48 --max-position-embeddings 48"
+
+Prepare = Callable[[Sequence[torch.nn.Module]], Any]
 
 HALF = {torch.bfloat16: "--bf16", torch.float16: "--fp16 --initial-loss-scale 16384"}
 
@@ -74,11 +76,16 @@ class Documents(Dataset):
         return {**sample, "attention_mask": mask[None]}
 
 
-def gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Gradients, dict[str, torch.Tensor]]:
-    """Run the passes of one iteration; the caller has applied the schedule. Also returns the initial weights."""
+def gradients_of(
+    args: Any, start: dict[str, torch.Tensor] | None, prepare: Prepare = lambda _: None
+) -> tuple[Gradients, dict[str, torch.Tensor]]:
+    """Run the passes of one iteration; the caller has applied the schedule. Also returns the initial weights.
+
+    ``prepare`` is called with the model chunks before the passes.
+    """
     from megatron.core import parallel_state
 
-    own, start = own_gradients_of(args, start)
+    own, start = own_gradients_of(args, start, prepare)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     parts: list[Any] = [None] * pipeline.size()
     torch.distributed.all_gather_object(parts, own.of, group=pipeline)
@@ -86,7 +93,9 @@ def gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Grad
     return Gradients(own.losses, merged), start
 
 
-def own_gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Gradients, dict[str, torch.Tensor]]:
+def own_gradients_of(
+    args: Any, start: dict[str, torch.Tensor] | None, prepare: Prepare = lambda _: None
+) -> tuple[Gradients, dict[str, torch.Tensor]]:
     """As ``gradients_of``, with only the gradients of this rank's weights."""
     from megatron.zero_bubble.engine.platforms import select
     from megatron.zero_bubble.training import checkpoint, loop, model
@@ -104,6 +113,7 @@ def own_gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[
     platform, device = select("cpu"), torch.device("cpu")
     trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), None)  # type: ignore[arg-type]
     trainer._zero_gradients()
+    prepare(chunks)
     share = share_of(args, samples, 0, args.global_batch_size)
     reports = trainer._passes(trainer._microbatches(samples, 0), share)
     weights: dict[str, Any] = dict(_named(chunks))

@@ -11,20 +11,23 @@ from typing import Any
 import torch
 
 from tests.helpers.parity import Outcome, _splits, _train_once, _under_each
-from tests.helpers.slices import Difference, Gradients, own_gradients_of
+from tests.helpers.slices import Difference, Gradients, Prepare, own_gradients_of
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-def whole_gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Gradients, dict[str, torch.Tensor]]:
+def whole_gradients_of(
+    args: Any, start: dict[str, torch.Tensor] | None, prepare: Prepare = lambda _: None
+) -> tuple[Gradients, dict[str, torch.Tensor]]:
     """Run the passes of one iteration, and gather the gradients of the pipeline: of the vocabulary layers, whole.
 
-    The gradient of a tied output layer is that of the embedding, and is left out.
+    The gradient of a tied output layer is that of the embedding, and is left out. ``prepare`` is called with the model
+    chunks before the passes.
     """
     from megatron.core import parallel_state
 
     divided = args.source is not None and args.source.vocabulary is not None
-    own, start = own_gradients_of(args, start)
+    own, start = own_gradients_of(args, start, prepare)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     tensor = parallel_state.get_tensor_model_parallel_group()
     of_stages: list[Any] = [None] * pipeline.size()

@@ -83,3 +83,17 @@ def test_histories_of_other_microbatches_stay() -> None:
     assert len(histories) == 2 and len(list(histories.tensors(0))) == 2
     histories.clear()
     assert not histories and not list(histories.tensors())
+
+
+def test_a_gradient_within_a_forward_is_that_of_the_own_rows_and_leaves_no_trace() -> None:
+    from megatron.zero_bubble.integration.adapter.history import Histories
+
+    histories, ends = Histories(), (3, 5)
+    rows = [torch.randn(end - start, 2, 4).requires_grad_() for start, end in pairwise((0, *ends))]
+    for slice_, own in enumerate(rows):
+        histories.in_forward = True
+        keys, values = histories.extend((0, 0), 0, ends, slice_, (own, own.sin()))
+        (grad,) = torch.autograd.grad((keys * values.square()).sum(), own)
+        histories.in_forward = False
+        torch.testing.assert_close(grad, own.sin().square() + 2 * own * own.sin() * own.cos())
+    assert histories.get((0, 0), 0).gradients == ()

@@ -2,7 +2,7 @@
 
 The F passes of a microbatch fill one buffer per layer, slice by slice, and each attends to the rows filled so far. The
 B passes run from the last slice to the first: each adds gradients to the rows of all earlier slices, and then takes the
-complete gradients of its own rows.
+complete gradients of its own rows. A gradient that is asked for within a forward is that of the slice's own rows.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ class _History:
 
 
 class Histories:
-    """The keys and values of all microbatches on this rank whose backward is not complete."""
+    """The keys and values of all microbatches on this rank whose backward is not complete.
+
+    Attributes:
+        in_forward: whether an F pass runs. A backward within it, of gradients that a loss asks for, leaves the
+            gradients of earlier slices alone.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], dict[int, _History]] = {}
+        self.in_forward = False
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -104,6 +110,8 @@ class _Extend(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         kept, of, layer, ends, slice_ = ctx.of_slice
         start, end = _bounds(ends, slice_)
+        if kept.in_forward:
+            return *(gradient[start:end] for gradient in gradients), None, None, None, None, None
         history = kept.get(of, layer)
         if not history.gradients:  # the last slice
             wide = len(ends) > MOST_SUMMED_AS_THEY_ARE

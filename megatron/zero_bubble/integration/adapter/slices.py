@@ -96,8 +96,12 @@ class SlicedChunk:
             self._logits.clear()
         if self._repeated is not None:
             self._repeated.begin(work.slice)
-        with self.at(work):
-            yield
+        self._histories.in_forward = True
+        try:
+            with self.at(work):
+                yield
+        finally:
+            self._histories.in_forward = False
         if self.is_last(work):
             if self._repeated is not None:
                 self._repeated.end()
