@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,6 +103,24 @@ def test_a_row_has_the_figures_of_its_dry_run() -> None:
     assert refused[0] not in {row.change.name for row in found.rows} and len(found.rows) > 0
     assert [each.reason for each in found.dropped if each.name == refused[0]] == ["not this one"]
     assert all(row.need.messages == messages(row) for row in found.rows)
+
+
+@pytest.mark.parametrize("source", ["predictions", "costs"])
+def test_rows_without_layers_for_their_stages_drop_out(capsys: Capture, tmp_path: Path, source: str) -> None:
+    """Costs without figures per layer do not tell which stages a model can fill."""
+    flags, own = changed(SMALL, ["--num-layers", "4"], ()), ["--gpus-per-node", "4", "--quick"]
+    if source == "predictions":
+        flags += ["--mtp-num-layers", "1"]
+    else:
+        times = {key: [1.0] * 4 for key in ("forward_ms", "backward_ms", "wgrad_ms")}
+        file = tmp_path / "costs.json"
+        file.write_text(json.dumps({**times, "activation": [1e8] * 4, "wgrad": [5e7] * 4}))
+        own += ["--costs", str(file)]
+    found = advice(capsys, flags, *own)
+    assert found["best"] is not None
+    assert {row["num_chunks"] for row in found["advice"]} == {1}
+    (reason,) = {each["reason"] for each in found["dropped"] if each["name"] == "zb-v"}
+    assert reason.startswith("4 layers with embedding and loss do not fill 8 pipeline stages; use at least 6 layers")
 
 
 def test_only_what_is_to_be_shown_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:

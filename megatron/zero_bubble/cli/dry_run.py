@@ -15,6 +15,7 @@ from megatron.zero_bubble.cli.deciding import decided
 from megatron.zero_bubble.cli.job_figures import gpu_bytes
 from megatron.zero_bubble.cli.job_words import job_words
 from megatron.zero_bubble.cli.links import add_link_flags
+from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.planned_job import RankMemory, planned_job
 from megatron.zero_bubble.cli.progress import working
@@ -57,7 +58,9 @@ def add_dry_run(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node, one process each (default: 8)"
     )
-    verb.add_argument("--gpu", choices=tuple(DEVICES), default="a100", help="GPU to estimate for (default: a100)")
+    verb.add_argument(
+        "--gpu", choices=tuple(DEVICES), default=ASSUMED, help=f"GPU to estimate for (default: {ASSUMED})"
+    )
     verb.add_argument(
         "--gpu-memory", metavar="SIZE", help="end with exit code 2 if a rank needs more memory than this, e.g. 80GiB"
     )

@@ -9,6 +9,7 @@ from functools import partial
 
 from megatron.zero_bubble.cli.layouts import BY_COST
 from megatron.zero_bubble.cli.links import add_links, links_of
+from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
@@ -79,7 +80,7 @@ def add_figures(verb: argparse.ArgumentParser, or_file: str = "") -> None:
         metavar="FILE",
         help="estimate times and memory from a model's training configuration (see configs/)",
     )
-    verb.add_argument("--gpu", choices=tuple(DEVICES), help="GPU to estimate for, with --config (default: a100)")
+    verb.add_argument("--gpu", choices=tuple(DEVICES), help=f"GPU to estimate for, with --config (default: {ASSUMED})")
     verb.add_argument(
         "--no-flash-attention",
         action="store_true",
@@ -159,7 +160,7 @@ def _of_file(options: argparse.Namespace, num_ranks: int, num_microbatches: int)
 def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatches: int | None) -> Figures:
     """Estimate figures from a model's shapes, with the configuration's sizes unless others are given."""
     _refuse(options, (*_TIMES, "attention_share", *_MEMORY, "costs"), "--config estimates times and memory")
-    device = DEVICES[options.gpu or "a100"]
+    device = DEVICES[options.gpu or ASSUMED]
     by_cost = getattr(options, "layout", None) == BY_COST
     model, microbatches, assumed, division, facts = read_model(
         options.config, num_ranks, not options.no_flash_attention, by_cost, num_microbatches

@@ -260,8 +260,9 @@ class Adviser:
         Raises:
             UserError: there is no plan, or the job refuses its flags.
         """
+        question.costs.check(change.placement)
         plan = answer(question)
-        need = need_of_plan(plan)  # costs refuse a placement whose stages they lack
+        need = need_of_plan(plan)
         flags = change.of_plan(plan)
         if flags and (refused := self.accepts((*change.flags, *flags), change.drops)) is not None:
             raise UserError(refused)

@@ -81,6 +81,16 @@ class Figures:
         if not hasattr(self.on, "cache_info"):
             object.__setattr__(self, "on", cache(self.on))
 
+    def check(self, placement: Placement) -> None:
+        """Reject a placement for which there are no costs.
+
+        Raises:
+            UserError: the model has too few layers for its stages.
+        """
+        self.on(placement)
+        if self.weight_bytes is not None:
+            self.weight_bytes(placement)
+
     def layout(self, placement: Placement) -> tuple[int, ...]:
         """The layers per stage that a job gets.
 

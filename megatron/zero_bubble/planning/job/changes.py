@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.schedules.recipe import Recipe
-from megatron.zero_bubble.core.search.cut import least_layers
 from megatron.zero_bubble.core.search.placements import label_of, name_of, placements
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.change import MESSAGES, ORDER, ROUNDED, SAME, Change
@@ -117,15 +118,9 @@ class Pipeline:
 
     @property
     def _counts(self) -> list[int]:
-        """Numbers of stages per rank above 1 that the layers suffice for."""
+        """Numbers of stages per rank above 1 that a rank of the job has layers for."""
         layers = self.costs.most_layers or _MOST_STAGES
-        counts = range(2, max(min(_MOST_STAGES, layers), self._own_stages) + 1)
-        return [count for count in counts if self._fill(Placement.interleaved(self.costs.num_ranks, count))]
-
-    def _fill(self, on: Placement) -> bool:
-        """Whether there are layers for every stage."""
-        division = self.costs.division
-        return on == self.placement or division is None or division.num_layers >= sum(least_layers(on))
+        return list(range(2, max(min(_MOST_STAGES, layers), self._own_stages) + 1))
 
     def _of_megatron(self, whole: Question) -> Iterator[Change]:
         """Megatron's own schedules, without this package."""
@@ -146,8 +141,6 @@ class Pipeline:
 
     def _of_name(self, recipe: Recipe, count: int | None, whole: Question) -> Iterator[Change]:
         on = recipe.placement(self.costs.num_ranks, recipe.num_chunks(count))
-        if not self._fill(on):
-            return
         asked = replace(whole, schedule=recipe.name, num_chunks=(count,), limit=self._limit(on))
         title = recipe.name if count is None else f"{recipe.name} x{count}"
         yield self._change(title, asked, (_SCHEDULE, recipe.name), on)
@@ -262,9 +255,14 @@ class Pipeline:
         costs = self.costs
         if not costs.in_bytes:
             return min(self.limit, self.most_activations)
-        weights = max(costs.weight_bytes(on)) if costs.weight_bytes else 0.0
-        left = min(self.limit - weights - self._messages(on), self.most_activations)
+        left = min(self.limit - self._weights(on) - self._messages(on), self.most_activations)
         return max(left, costs.microbatch)  # without room, the least plan is above it
+
+    def _weights(self, on: Placement) -> float:
+        """Bytes of weights on the fullest rank; 0 for stages that the model cannot fill, which planning refuses."""
+        with suppress(UserError):
+            return max(self.costs.weight_bytes(on)) if self.costs.weight_bytes else 0.0
+        return 0.0
 
     def _messages(self, on: Placement) -> float:
         """Bytes of messages that a rank has room for."""
