@@ -89,7 +89,9 @@ def draw(
     caption_top = legend_top + _ENTRY * -(-len(legend) // COLUMNS)
     size = COLUMNS * WIDTH, caption_top + _ENTRY * len(caption) + 12
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}">',
+        f"<title>{escape(title)}</title>",
+        f"<desc>{escape(_description(panels, x, y, [*legend.values(), *caption]))}</desc>",
         f'<style>{_STYLE}</style><rect class="paper" width="{size[0]}" height="{size[1]}"/>',
         f'<text class="title" x="{_LEFT}" y="20">{escape(title)}</text>',
     ]
@@ -103,6 +105,11 @@ def draw(
     for index, words in enumerate(caption):
         parts.append(f'<text x="{_LEFT}" y="{caption_top + _ENTRY * index + 10}">{escape(words)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _description(panels: Sequence[Panel], x: Axis, y: Axis, words: Sequence[str]) -> str:
+    """What is drawn, for those who do not see it."""
+    return f"{y.title} over {x.title}: {'; '.join(panel.title for panel in panels)}. {'; '.join(words)}."
 
 
 @dataclass(frozen=True)

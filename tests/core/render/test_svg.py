@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, Timeline, build, simulate
-from megatron.zero_bubble.core.render.svg import render_svg
+from megatron.zero_bubble.core.render.svg import COLOURS, INKS, render_svg
 from megatron.zero_bubble.planning.offload import plan_offload
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -70,10 +71,56 @@ def test_later_chunks_are_paler() -> None:
     assert opacities == ["1", "0.75", "1", "0.75"]
 
 
+def _luminance(colour: tuple[float, ...]) -> float:
+    """Relative luminance by WCAG 2."""
+    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in colour]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _rgb(colour: str) -> tuple[float, ...]:
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * each for each in colour[1:])
+    return tuple(int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4))
+
+
+@pytest.mark.parametrize("idle", ["#eceef2", "#232a34"], ids=["light", "dark"])
+@pytest.mark.parametrize("kind", COLOURS)
+def test_numbers_stand_out_from_their_passes(kind: Kind, idle: str) -> None:
+    """As WCAG 2 asks: 4.5 for text; 3, as for large text and graphics, on the paler passes of later stages."""
+    for opacity, least in ((1.0, 4.5), (0.75, 3.0), (0.625, 3.0)):
+        over = zip(_rgb(COLOURS[kind]), _rgb(idle), strict=True)
+        mixed = tuple(opacity * own + (1 - opacity) * under for own, under in over)
+        low, high = sorted(map(_luminance, (mixed, _rgb(INKS[kind]))))
+        assert (high + 0.05) / (low + 0.05) >= least, f"{kind} at {opacity}"
+
+
+def test_numbers_have_the_ink_of_their_kind() -> None:
+    root = parse(render_svg(timeline("zb-h1", 4, 8)))
+    marks = [element.get("class") for element in root.iter(f"{SVG}text") if "mb" in element.get("class", "")]
+    assert set(marks) == {"mb on-F", "mb on-B", "mb on-W"}
+    style = next(root.iter(f"{SVG}style")).text or ""
+    assert all(f".mb.on-{kind.value}{{fill:{ink}}}" in style for kind, ink in INKS.items())
+
+
+def test_a_drawing_says_what_it_shows() -> None:
+    """To those who do not see it."""
+    root = parse(render_svg(timeline("zb-h1", 2, 4), timeline("1f1b", 2, 4), titles=("planned", "a & b")))
+    title, description = root.find(f"{SVG}title"), root.find(f"{SVG}desc")
+    assert root.get("role") == "img" and title is not None and description is not None
+    assert (title.text or "").startswith("planned: zb-h1: 2 ranks") and "a & b: 1f1b: 2 ranks" in (title.text or "")
+    assert "W weight gradient" in (description.text or "")
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[3] / "docs").glob("*.svg")), ids=lambda path: path.stem)
+def test_drawings_of_the_pages_say_what_they_show(file: Path) -> None:
+    root = parse(file.read_text(encoding="utf-8"))
+    assert root.get("role") == "img"
+    assert all((root.findtext(f"{SVG}{name}") or "").strip() for name in ("title", "desc"))
+
+
 def test_large_plan_omits_numbers_and_stays_small() -> None:
     svg = render_svg(timeline("zb-h2", 32, 256))
     assert len(svg) < 1_000_000
-    assert 'class="mb"' not in svg
+    assert 'class="mb' not in svg
     assert len(boxes(parse(svg), Kind.W)) == 32 * 256
 
 

@@ -27,7 +27,7 @@ from megatron.zero_bubble.core.ir.flow import SAVED
 from megatron.zero_bubble.core.ir.ops import COPY_BACK, COPY_OUT
 from megatron.zero_bubble.core.ir.passes import VOCABULARY_KINDS
 from megatron.zero_bubble.core.plan.offload import NO_SHARE
-from megatron.zero_bubble.core.render.svg import COLOURS, LANE_COLOUR, MEANING
+from megatron.zero_bubble.core.render.svg import COLOURS, INKS, LANE_COLOUR, MEANING
 from megatron.zero_bubble.core.schedules import SCHEDULES, sliced
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.planning.answer import Answer, answer
@@ -224,7 +224,13 @@ def catalogue(job: PageJob | None = None) -> dict[str, Any]:
         ],
         "auto": ZB_AUTO,
         "kinds": [
-            {"kind": kind.value, "colour": COLOURS[kind], "meaning": MEANING[kind], "shard": kind in VOCABULARY_KINDS}
+            {
+                "kind": kind.value,
+                "colour": COLOURS[kind],
+                "ink": INKS[kind],
+                "meaning": MEANING[kind],
+                "shard": kind in VOCABULARY_KINDS,
+            }
             for kind in COLOURS
         ],
         "vocabulary": CHOICES,

@@ -16,7 +16,7 @@ from megatron.zero_bubble.core.analysis.memory import memory_curve
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs.units import format_bytes
 from megatron.zero_bubble.core.ir import Kind
-from megatron.zero_bubble.core.render.svg import COLOURS, MEANING
+from megatron.zero_bubble.core.render.svg import COLOURS, INKS, MEANING
 from megatron.zero_bubble.core.render.text import imbalance, size_of
 
 _PAGE = """<!doctype html>
@@ -107,6 +107,7 @@ def _data(compared: Comparison) -> dict[str, Any]:
         "makespans": {"planned": _ms(planned.makespan_ms), "measured": _ms(measured.makespan_ms)},
         "longest": _ms(max(planned.makespan_ms, measured.makespan_ms)),
         "colours": {kind.value: colour for kind, colour in COLOURS.items()},
+        "inks": {kind.value: ink for kind, ink in INKS.items()},
         "chunk": [placement.chunk_of(stage) for stage in range(placement.num_stages)],
         "chunks": max(len(placement.stages_of(rank)) for rank in range(placement.num_ranks)),
         "planned": _planned(compared),

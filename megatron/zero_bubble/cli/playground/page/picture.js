@@ -3,6 +3,7 @@
 
 const LEFT = 52, RIGHT = 8, AXIS = 22, LANE = 4;
 const COLOUR = Object.fromEntries(CATALOGUE.kinds.map(({kind, colour}) => [kind, colour]));
+const INK = Object.fromEntries(CATALOGUE.kinds.map(({kind, ink}) => [kind, ink]));
 const LANE_COLOUR = CATALOGUE.lane;
 
 /** The passes of a drawing by rank. `linkPasses` adds the passes that each waits for, and those that need it. */
@@ -217,7 +218,7 @@ class Picture {
     const size = high < 14 ? 9 : 11;
     if (wide < 4 + 0.6 * size * pass.microbatch.length) return;
     ink.font = `${size}px system-ui, sans-serif`;
-    ink.fillStyle = pass.paleness ? this.ink.text : "#fff";
+    ink.fillStyle = INK[pass.kind];
     ink.textAlign = "center";
     ink.fillText(pass.microbatch, x + wide / 2, y + high / 2 + 0.36 * size);
   }

@@ -36,8 +36,9 @@ function svgOf(picture) {
     `<text x="${x.toFixed(1)}" y="${y.toFixed(1)}" font-size="${size}" fill="${colour}" text-anchor="${anchor}">${escaped(words)}</text>`;
   const rect = (x, y, wide, tall, colour, more = "") =>
     `<rect x="${x.toFixed(2)}" y="${y.toFixed(2)}" width="${wide.toFixed(2)}" height="${tall.toFixed(2)}" fill="${colour}"${more}/>`;
-  const parts = [rect(0, 0, width, height + HEAD + AXIS, ink.card),
-    text(8, 16, `${picture.id}: ${picture.figures.textContent}`, 12, ink.text)];
+  const title = `${picture.id}: ${picture.figures.textContent}`;
+  const parts = [`<title>${escaped(title)}</title>`, rect(0, 0, width, height + HEAD + AXIS, ink.card),
+    text(8, 16, title, 12, ink.text)];
   const shown = new Set(rows.flat().map(({kind}) => kind));
   let at = LEFT;
   for (const {kind, meaning} of CATALOGUE.kinds.filter(({kind}) => shown.has(kind))) {
@@ -59,13 +60,13 @@ function svgOf(picture) {
       const seen = wide < 3 ? wide : wide - Math.min(1, 0.15 * wide);
       parts.push(rect(x, y, seen, high, COLOUR[pass.kind], ` fill-opacity="${1 - pass.paleness}"`));
       if (wide < 4 + 0.6 * size * pass.microbatch.length) continue;
-      parts.push(text(x + wide / 2, y + high / 2 + 0.36 * size, pass.microbatch, size, pass.paleness ? ink.text : "#fff", "middle"));
+      parts.push(text(x + wide / 2, y + high / 2 + 0.36 * size, pass.microbatch, size, INK[pass.kind], "middle"));
     }
     for (const [op, from, to] of copies[rank]) {
       const y = rank * pitch + high + 1 + (op.endsWith("v") ? LANE : 0);
       parts.push(rect(picture.x(from), y, Math.max(0.5, (to - from) * picture.scale - 0.5), LANE - 1, LANE_COLOUR));
     }
   });
-  return `<svg xmlns="${SVG_SPACE}" viewBox="0 0 ${width} ${height + HEAD + AXIS}" width="${width}" `
+  return `<svg xmlns="${SVG_SPACE}" role="img" viewBox="0 0 ${width} ${height + HEAD + AXIS}" width="${width}" `
     + `font-family="system-ui, sans-serif">\n${parts.join("\n")}\n</svg></svg></svg>\n`;
 }

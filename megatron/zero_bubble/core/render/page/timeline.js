@@ -89,7 +89,7 @@ function draw() {
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, HEIGHT);
   const ink = { ink: colour("ink"), soft: colour("soft"), line: colour("line"), idle: colour("idle"),
-    late: colour("late"), host: colour("host"), label: colour("label"), mark: colour("mark") };
+    late: colour("late"), host: colour("host"), mark: colour("mark") };
   for (const panel of panels) drawFrame(panel, ink);
   context.save();
   context.beginPath();
@@ -147,7 +147,7 @@ function drawPasses(panel, ink) {
       // The planned length decides, so that either all passes of a kind have a number or none.
       const due = places.get(label(pass)).planned;
       if (6.5 * text.length + 2 < 0.97 * (x(due[END]) - x(due[START])) && panel.row > 12) {
-        context.fillStyle = ink.label;
+        context.fillStyle = data.inks[pass[KIND]];
         context.fillText(text, from + drawn / 2, top + panel.row / 2 + 3.5);
       }
     }

@@ -47,7 +47,8 @@
         const drawn = shown - Math.min(1, 0.15 * shown);
         d += `M${start.toFixed(2)} ${y}h${drawn.toFixed(2)}v${height}h-${drawn.toFixed(2)}z`;
         if (DIGIT * number.length >= drawn) continue;
-        const label = create("text", {class: "mb", x: (start + drawn / 2).toFixed(1), y: y + height / 2 + 3.5});
+        const label = create("text", {
+          class: `mb on-${path.getAttribute("class")}`, x: (start + drawn / 2).toFixed(1), y: y + height / 2 + 3.5});
         label.textContent = number;
         labels.append(label);
       }
