@@ -108,7 +108,7 @@ def draw(
 
 
 def _description(panels: Sequence[Panel], x: Axis, y: Axis, words: Sequence[str]) -> str:
-    """What is drawn, for those who do not see it."""
+    """What is drawn, in words."""
     return f"{y.title} over {x.title}: {'; '.join(panel.title for panel in panels)}. {'; '.join(words)}."
 
 

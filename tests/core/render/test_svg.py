@@ -102,7 +102,7 @@ def test_numbers_have_the_ink_of_their_kind() -> None:
 
 
 def test_a_drawing_says_what_it_shows() -> None:
-    """To those who do not see it."""
+    """In words, for screen readers."""
     root = parse(render_svg(timeline("zb-h1", 2, 4), timeline("1f1b", 2, 4), titles=("planned", "a & b")))
     title, description = root.find(f"{SVG}title"), root.find(f"{SVG}desc")
     assert root.get("role") == "img" and title is not None and description is not None

@@ -112,7 +112,7 @@ def render_svg(
 
 
 def _words(timelines: Sequence[Timeline], titles: Sequence[str], entries: Sequence[str]) -> str:
-    """The drawing's title and description, which are read to those who do not see it."""
+    """The title and description of a drawing, which screen readers read."""
     named = [
         _titled(timeline, title) for timeline, title in zip(timelines, titles or [""] * len(timelines), strict=True)
     ]
