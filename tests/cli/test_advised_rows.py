@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.cli.advice_text import Batch, text_of
 from megatron.zero_bubble.cli.advise import changed
 from megatron.zero_bubble.cli.job_runs import SEVERAL
 from megatron.zero_bubble.core.errors import UserError
@@ -170,9 +171,33 @@ def test_plans_as_long_go_to_less_memory() -> None:
 
 def test_one_rule_that_refuses_most_is_printed_once(capsys: Capture) -> None:
     """Nothing is said of the gain of what was not planned."""
-    job = [*TENSOR, "--tp-comm-overlap"]
-    assert main(["advise", "--quick", "--gpus-per-node", "8", "--", *job]) == 0
+    assert main(["advise", "--quick", "--gpus-per-node", "8", "--", *TENSOR, "--use-megatron-fsdp"]) == 0
     out = capsys.readouterr().out
     (line,) = (line for line in out.splitlines() if "more changes are refused for one reason: " in line)
-    assert "tp_comm_bulk_wgrad" in line and "--disable-tp-comm-bulk-wgrad" in line
+    assert "use_megatron_fsdp" in line
     assert "no change gains anything" not in out
+
+
+def test_what_overlaps_stand_in_the_way_of_is_planned_without_them(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row has the flags that disable them, and runs so; a note says what that may cost."""
+    set_queues(monkeypatch, "1")
+    job = [*TENSOR, "--vocab-size", "256000", "--tp-comm-overlap", "--disable-tp-comm-overlap-ag"]
+    own = ("--gpus-per-node", "8")
+    found = advice(capsys, job, *own, "--quick")
+    needed = ["--disable-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-dgrad"]
+    ours = [row for row in found["advice"] if "--zero-bubble-schedule" in row["flags"]]
+    assert ours and all(row["flags"][-2:] == needed for row in ours)
+    assert any(" ".join(needed) in note and "is in no figure" in note for note in found["job"]["notes"])
+    check_rows(capsys, found, job, *own)
+    assert main(["advise", *own, "--quick", "--", *job]) == 0
+    assert f"--exit-interval 10 {' '.join(needed)} added" in capsys.readouterr().out
+
+
+def test_what_could_not_be_planned_is_not_said_to_gain_nothing() -> None:
+    pipeline, today = random_pipeline(1)
+    adviser = Adviser(today, "makespan", None, lambda *_: "the job refuses it", 0.01)
+    text = text_of(adviser.advise(pipeline.named_changes()), Batch(1, 1, 1), (), None)
+    assert "no change could be planned, so that nothing is known of what one gains" in text
+    assert "gains anything" not in text

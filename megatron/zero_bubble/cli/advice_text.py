@@ -113,12 +113,14 @@ def text_of(
     capacity: float | None,
     unread: Sequence[str] = (),
     refusal: Refusal = lambda _: None,
+    needed: Sequence[str] = (),
 ) -> str:
     """Return what ``advise`` prints: the job as it is, a table, the flags of each row, and one sentence of advice.
 
     Args:
         unread: flags that are not checked here.
         refusal: why the job cannot run a schedule for experts.
+        needed: the flags that the job needs with any schedule of this package.
     """
     timeline, costs, need = found.today
     ms, idle, size = timeline.makespan_ms, _idle(found.today), f"{costs.num_ranks} pipeline ranks"
@@ -141,7 +143,7 @@ def text_of(
         lines += ["", of_experts]
     if found.rows:
         lines += ["", *_table(found, argv)]
-    measure = [_how_to_measure(timeline.schedule)] if found.is_estimated else []
+    measure = [_how_to_measure(timeline.schedule, needed)] if found.is_estimated else []
     return "\n".join([*lines, "", *_remarks(found, unread), _verdict(found), _NOT_COVERED, *measure]) + "\n"
 
 
@@ -199,12 +201,13 @@ def _memory_of(change: float) -> str:
     return ", the same memory" if abs(change) < 0.05 * _GIB else f", {change / _GIB:+.1f} GiB"
 
 
-def _how_to_measure(schedule: Schedule) -> str:
+def _how_to_measure(schedule: Schedule, needed: Sequence[str]) -> str:
     """How to replace estimates, with a schedule on the stages of the job."""
     name = "zb-h1" if schedule.num_stages == schedule.num_ranks else "zb-interleaved"
+    more = " ".join(("--exit-interval", str(_MEASURED), *needed))
     return (
         f"These are estimates. To measure, run the job with --zero-bubble-schedule {name} --zero-bubble-record-costs "
-        f"costs.json --exit-interval {_MEASURED} added, which ends it after {_MEASURED} iterations; then ask again "
+        f"costs.json {more} added, which ends it after {_MEASURED} iterations; then ask again "
         "with --costs costs.json."
     )
 
@@ -217,8 +220,11 @@ def _verdict(found: Advice) -> str:
         gains = "no change gains anything"
         if share > 0:
             gains = f"the best change gains {share:.1%}"
+        elif found.num_planned == 0 and found.dropped:
+            gains = "no change could be planned, so that nothing is known of what one gains"
         elif found.dropped or found.left_out:
-            gains = "none of the changes that were planned gains anything"
+            what = "the only change" if found.num_planned == 1 else f"the {found.num_planned} changes"
+            gains = f"{what} that could be planned would gain nothing"
         return (
             f"Stay with {name}: its ranks idle {_idle(today).total / today.timeline.makespan_ms:.1%} of the time, and "
             f"{gains}; a change is worth it from {found.worth:.0%}."

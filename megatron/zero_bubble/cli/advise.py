@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,14 @@ from megatron.zero_bubble.core.costs.units import format_bytes, positive_figure
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import job_layers
 from megatron.zero_bubble.core.plan.timelines import timeline_of
+from megatron.zero_bubble.integration.megatron_lm.checks import overlaps_of
 from megatron.zero_bubble.planning.advice import WORTH, WORTH_ESTIMATED, Advice, Adviser, Setting, Tried
 from megatron.zero_bubble.planning.change import NUMBERS, Change, Need, Row, Today, need_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.changes import Pipeline
 from megatron.zero_bubble.planning.job.flags import has_schedule
 from megatron.zero_bubble.planning.job.options import check_pairs
+from megatron.zero_bubble.planning.job.overlaps import disabled, enabled_overlaps
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 
@@ -91,7 +93,9 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
     add_job_words(verb)
-    verb.set_defaults(command=advise, seconds=_SECONDS, effort=_EFFORT, environment=os.environ, tries=True)
+    verb.set_defaults(
+        command=advise, seconds=_SECONDS, effort=_EFFORT, environment=os.environ, tries=True, remedies=True
+    )
 
 
 def add_job_flags(verb: argparse.ArgumentParser) -> None:
@@ -142,6 +146,11 @@ class JobAsIs(NamedTuple):
     batch: Batch
     groups: RankGroups
 
+    def noting(self, note: str) -> JobAsIs:
+        """The same with one more note on its costs."""
+        costs = replace(self.today.costs, notes=(*self.today.costs.notes, note))
+        return self._replace(today=self.today._replace(costs=costs))
+
     @property
     def replicas(self) -> int:
         """The ranks that have the same weights, over which they can be sharded."""
@@ -190,6 +199,8 @@ def advise(options: argparse.Namespace) -> str:
         for variant in variants:
             yield from attempt(variant.name, partial(_changes_of, variant, options, argv, limit))
 
+    needed = disabled(enabled_overlaps(overlaps_of(own.read.args))) if options.remedies else ()
+    own = own.noting(_needs(needed)) if needed else own
     with working("planning") as tell:
         adviser = Adviser(
             own.today,
@@ -203,13 +214,32 @@ def advise(options: argparse.Namespace) -> str:
             _settings(own.read.args, options),
             partial(_tried, options, argv) if options.tries else None,
         )
-        found = Advice(own.today, (), own.objective, worth) if _is_full(own, worth) else adviser.advise(changes())
+        found = (
+            Advice(own.today, (), own.objective, worth)
+            if _is_full(own, worth)
+            else adviser.advise(_adding(needed, changes()))
+        )
     if options.write is not None:
         _write(options, found)
     if options.format == "json":
         return json.dumps(content_of(found, own.batch, argv, own.read.unread), indent=2) + "\n"
     refusal = partial(_refusal, own, _settings(own.read.args, options)[-1], capacity, most)
-    return text_of(found, own.batch, argv, capacity, own.read.unread, refusal)
+    return text_of(found, own.batch, argv, capacity, own.read.unread, refusal, needed)
+
+
+def _needs(flags: Sequence[str]) -> str:
+    """What a job has to do without under a schedule of this package."""
+    return (
+        f"Every schedule of this package needs {' '.join(flags)} in this job, because W then runs later than what "
+        "TransformerEngine overlaps; what these overlaps hide is in no figure."
+    )
+
+
+def _adding(needed: tuple[str, ...], changes: Iterable[Change | DroppedVariant]) -> Iterator[Change | DroppedVariant]:
+    """Add flags to all changes that run a schedule of this package."""
+    for each in changes:
+        is_ours = isinstance(each, Change) and each.is_ours
+        yield replace(each, flags=(*each.flags, *needed)) if is_ours else each
 
 
 def _refusal(own: JobAsIs, setting: Setting, capacity: float | None, most: float, timeline: Timeline) -> str | None:

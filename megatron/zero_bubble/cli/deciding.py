@@ -307,8 +307,9 @@ def _advice(
     words += ["--memory-limit", limit] if limit not in (None, AUTO_LIMIT) else []
     parser = StrictParser()
     add_advise(parser)
-    # Rows are checked by ``_refused``, with the schedules that the run begins with; it plans their order itself.
-    parser.set_defaults(seconds=math.inf, effort=_EFFORT, environment=environment, tries=False)
+    # Rows are checked by ``_refused``, with the schedules that the run begins with; it plans their order itself. No
+    # overlap is dropped that is in no figure.
+    parser.set_defaults(seconds=math.inf, effort=_EFFORT, environment=environment, tries=False, remedies=False)
 
     def ask(more: Sequence[str] = ()) -> Mapping[str, Any]:
         found: Mapping[str, Any] = json.loads(advise(parser.parse_args([*words, *more, "--", *others])))

@@ -49,6 +49,7 @@ class Advice:
         rows: the best changes, the fastest first; empty if nothing can be gained.
         dropped: changes that are refused or have no plan, with the reason.
         left_out: the changes that were not planned, because the time was up.
+        num_planned: the changes that have a plan.
         worth: the least gain that is worth a change, as a share of the time of the job as it is.
     """
 
@@ -58,6 +59,7 @@ class Advice:
     worth: float
     dropped: tuple[DroppedVariant, ...] = ()
     left_out: tuple[str, ...] = ()
+    num_planned: int = 0
 
     @property
     def is_estimated(self) -> bool:
@@ -157,7 +159,7 @@ class Adviser:
             self._check(row)
         dropped, left_out = tuple(self.dropped), tuple(self.left_out)
         rows = tuple(self._certified(row) for row in chosen)
-        return Advice(self.today, rows, self.objective, self.worth, dropped, left_out)
+        return Advice(self.today, rows, self.objective, self.worth, dropped, left_out, len(self.rows))
 
     def _searched(self, least: float, change: Change) -> bool:
         """Make a search unless a row is known that it cannot beat, which is asked again once that row is refused."""

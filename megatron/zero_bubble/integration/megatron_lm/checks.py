@@ -7,7 +7,7 @@ flags as they are given. ``of_version.py`` has the rules that depend on the inst
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError, as_flag
@@ -130,11 +130,19 @@ def _num_slices(config: ZeroBubbleConfig) -> int:
 
 def _check_layers(args: Any, is_sliced: bool) -> None:
     """Reject what the layers of the job cannot do, which otherwise ends the run when it has built the model."""
-    if (getattr(args, "transformer_impl", None) or _ENGINE) == _ENGINE:
-        if getattr(args, "tp_comm_overlap", False):
-            check_overlaps(lambda name, default: getattr(args, OVERLAPS[name], default))
-    elif is_sliced:
+    check_overlaps(overlaps_of(args))
+    if is_sliced and not _has_engine(args):
         check_softmax(args.masked_softmax_fusion and (args.bf16 or args.fp16))
+
+
+def _has_engine(args: Any) -> bool:
+    return (getattr(args, "transformer_impl", None) or _ENGINE) == _ENGINE
+
+
+def overlaps_of(args: Any) -> Callable[[str, bool], bool]:
+    """Return the values of TransformerEngine's options in ``OVERLAPS`` that the flags of a job give."""
+    is_on = _has_engine(args) and bool(getattr(args, "tp_comm_overlap", False))
+    return lambda name, default: is_on and bool(getattr(args, OVERLAPS[name], default))
 
 
 def _check_weight_shards(args: Any) -> None:
