@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabulary, remark
 from megatron.zero_bubble.core.analysis.idle import Idle, idle_of
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.search.placements import name_of
@@ -114,6 +115,7 @@ def text_of(
     unread: Sequence[str] = (),
     refusal: Refusal = lambda _: None,
     needed: Sequence[str] = (),
+    others: Sequence[OtherVocabulary] = (),
 ) -> str:
     """Return what ``advise`` prints: the job as it is, a table, the flags of each row, and one sentence of advice.
 
@@ -121,6 +123,7 @@ def text_of(
         unread: flags that are not checked here.
         refusal: why the job cannot run a schedule for experts.
         needed: the flags that the job needs with any schedule of this package.
+        others: the same with other vocabularies, if the job's is assumed.
     """
     timeline, costs, need = found.today
     ms, idle, size = timeline.makespan_ms, _idle(found.today), f"{costs.num_ranks} pipeline ranks"
@@ -144,7 +147,8 @@ def text_of(
     if found.rows:
         lines += ["", *_table(found, argv)]
     measure = [_how_to_measure(timeline.schedule, needed)] if found.is_estimated else []
-    return "\n".join([*lines, "", *_remarks(found, unread), _verdict(found), _NOT_COVERED, *measure]) + "\n"
+    rests = [remark(others)] if others else []
+    return "\n".join([*lines, "", *_remarks(found, unread), _verdict(found), *rests, _NOT_COVERED, *measure]) + "\n"
 
 
 def _idle(today: Today) -> Idle:

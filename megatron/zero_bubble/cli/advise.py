@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of
-from megatron.zero_bubble.cli.job_figures import gpu_bytes, job_figures, with_vocabulary
+from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabulary, with_others
+from megatron.zero_bubble.cli.job_figures import assumes_vocabulary, gpu_bytes, job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_runs import SEVERAL, job_runs, with_more_queues
 from megatron.zero_bubble.cli.job_schedule import planned_schedule
 from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_variants
@@ -221,10 +222,26 @@ def advise(options: argparse.Namespace) -> str:
         )
     if options.write is not None:
         _write(options, found)
+    others = _with_other_vocabularies(options, argv, own, found)
     if options.format == "json":
-        return json.dumps(content_of(found, own.batch, argv, own.read.unread), indent=2) + "\n"
+        content = content_of(found, own.batch, argv, own.read.unread)
+        return json.dumps({**content, "other_vocabularies": [each._asdict() for each in others]}, indent=2) + "\n"
     refusal = partial(_refusal, own, _settings(own.read.args, options)[-1], capacity, most)
-    return text_of(found, own.batch, argv, capacity, own.read.unread, refusal, needed)
+    return text_of(found, own.batch, argv, capacity, own.read.unread, refusal, needed, others)
+
+
+def _with_other_vocabularies(
+    options: argparse.Namespace, argv: Sequence[str], own: JobAsIs, found: Advice
+) -> tuple[OtherVocabulary, ...]:
+    """The advice with other vocabularies, where the job does not say which it has."""
+
+    def job(size: int) -> tuple[Today, Figures]:
+        other = read_job(options, changed(argv, ["--vocab-size", str(size)], ()))
+        return other.today, other.costs
+
+    if not assumes_vocabulary(own.read.args, options.costs):
+        return ()
+    return with_others(job, found.best, own.objective)
 
 
 def _needs(flags: Sequence[str]) -> str:

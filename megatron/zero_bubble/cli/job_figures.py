@@ -93,6 +93,14 @@ def job_figures(
     return _with_weights(figures, args, model, predictions, division)
 
 
+def assumes_vocabulary(args: argparse.Namespace, costs_file: str | None) -> bool:
+    """Whether estimates are for a vocabulary that neither the flags of a job nor its tokenizer give."""
+    from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
+
+    is_estimated = costs_file is None and not unestimated_kinds(args)
+    return is_estimated and known_vocabulary(args) is None and tokenizers_vocabulary(args) is None
+
+
 def gpu_bytes(text: str) -> int:
     """Parse the value of ``--gpu-memory``.
 
