@@ -10,16 +10,15 @@ from dataclasses import replace
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.engine.runtime.backends import QUEUES, hardware_queues, is_nccl
 from megatron.zero_bubble.planning.feasibility import Feasibility
-from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.flags import has_schedule
-from megatron.zero_bubble.planning.job.runnable import check_runnable
+from megatron.zero_bubble.planning.job.proved import check_counts
 
 SEVERAL = f"{QUEUES}=32"
 """What a job is started with so that its streams do not share hardware queues."""
 _MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148}
 """Of each GPU that can be estimated for."""
 _MOST_PROVED = 8
-"""Batch sizes of a ramp that are proved before a run; the run proves each before it begins."""
+"""Batch sizes of a ramp that are proved before a run; the run proves all before it trains."""
 _BEFORE_BLACKWELL = ("a100", "h100", "h200")
 
 
@@ -70,14 +69,8 @@ def check_job(args: argparse.Namespace, runs: Feasibility) -> list[int]:
     Raises:
         UserError: why one cannot run.
     """
-    config: ZeroBubbleConfig = args.zero_bubble
-    ranks, select = args.pipeline_model_parallel_size, config.selection(args.source)
-    sharding = config.sharding(ranks) if config.shard_weights else None
     counts = _spread(batch_counts(args))
-    for count in counts:
-        schedule = args.source.make(count)
-        check_runnable(schedule, ranks, count)
-        runs.check(schedule, () if select is None else select(schedule), sharding)
+    check_counts(args.zero_bubble, args.source, args.pipeline_model_parallel_size, counts, runs)
     return counts
 
 

@@ -100,7 +100,7 @@ def _proved(args: argparse.Namespace, runs: Feasibility) -> str:
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
     where = f", with {runs.queues.what}" if runs.queues is not None and runs.queues.what else ""
     if len(proved) < len(counts):
-        where += f": {len(proved)} of {len(counts)} batch sizes, evenly spread; the run proves each before it begins"
+        where += f": {len(proved)} of {len(counts)} batch sizes, evenly spread; the run proves all before it trains"
     return f"Proved free of deadlock for {listed} microbatches{where}."
 
 

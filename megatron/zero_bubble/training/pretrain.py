@@ -6,17 +6,20 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.facts import Facts
+from megatron.zero_bubble.engine.runtime.backends import queues_of_job
 from megatron.zero_bubble.planning.job import experts, recomputation
 from megatron.zero_bubble.planning.job.facts import facts_of, gpu_kind, remarks
 from megatron.zero_bubble.planning.job.flags import has_schedule, records
 from megatron.zero_bubble.planning.job.installed import check_installed
 from megatron.zero_bubble.planning.job.post_validation import forecast
+from megatron.zero_bubble.planning.job.proved import check_counts
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.model_checks import check_packages
@@ -83,6 +86,16 @@ def _run(args: argparse.Namespace, launch: Launch) -> int:
     return 0
 
 
+def _check_plans(args: argparse.Namespace, backend: str) -> None:
+    """Prove the plans of all batch sizes where there are several: a later one would end the job when it begins."""
+    counts = sorted({size // args.batch_sizes.granule for size in args.batch_sizes.steps})
+    divides = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
+    queues = queues_of_job(backend, divides)
+    if args.source is not None and queues is not None and len(counts) > 1:
+        runs = replace(args.zero_bubble.runs, queues=queues)
+        check_counts(args.zero_bubble, args.source, args.pipeline_model_parallel_size, counts, runs)
+
+
 def train(args: argparse.Namespace, launch: Launch, joined: Callable[[], None] = lambda: None) -> None:
     """Build model, data and optimizer from the checked ``args``, and train; imports megatron-core.
 
@@ -98,6 +111,7 @@ def train(args: argparse.Namespace, launch: Launch, joined: Callable[[], None] =
     platform = select(args.zero_bubble_device)
     backend = args.distributed_backend or platform.backend
     check_backend(backend, platform, launch)
+    _check_plans(args, backend)
     device = platform.setup(launch.local_rank)
     with quiet():
         _check_version()

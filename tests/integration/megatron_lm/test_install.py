@@ -6,7 +6,9 @@ import functools
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -365,3 +367,31 @@ def rejects_the_job(flags: list[str], sentence: str) -> None:
 )
 def test_unsupported_jobs_are_rejected_in_one_sentence(ranks: RankPool, flags: str, sentence: str) -> None:
     ranks.run(1, with_fake_megatron, functools.partial(rejects_the_job, flags.split(), sentence))
+
+
+def refuses_a_ramp() -> None:
+    """Before the job trains, as the run would when it reaches the size."""
+    from unittest.mock import patch
+
+    from megatron.zero_bubble.core.errors import PlanError
+    from megatron.zero_bubble.integration.megatron_lm import install as megatron_lm
+
+    flags = ["--zero-bubble-schedule", "zb-interleaved", "--num-virtual-stages-per-pipeline-rank", "2"]
+    batches = "--global-batch-size 4 --rampup-batch-size 2 2 8 --eval-iters 0 --distributed-backend nccl"
+    for backend, is_refused in (("nccl", True), ("gloo", False)):
+        sys.argv = ["job.py", "--pipeline-model-parallel-size", "2", *flags, *batches.split()]
+        with (
+            patch.dict("os.environ", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+            patch.object(megatron_lm, "select", lambda _, backend=backend: SimpleNamespace(backend=backend)),
+            patch.object(megatron_lm, "has_ramps", lambda: True),
+        ):
+            megatron_lm.install(parse_ours(flags)[0])
+            try:
+                with pytest.raises(PlanError, match="with 4 microbatches") if is_refused else nullcontext():
+                    sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
+            finally:
+                megatron_lm.revert()
+
+
+def test_a_ramp_to_what_cannot_run_is_refused(ranks: RankPool) -> None:
+    ranks.run(1, with_fake_megatron, refuses_a_ramp)

@@ -24,6 +24,23 @@ _DEFAULT_QUEUES = 8
 """CUDA's, without ``QUEUES``."""
 
 
+_FROM_BLACKWELL = "32 on Blackwell or later (before, Megatron-LM wants 1 with tensor or context parallelism)"
+"""The remedy for too few hardware queues where layers are divided."""
+
+
+def queues_of_job(backend: str, divides_layers: bool) -> HardwareQueues | None:
+    """The hardware queues of the GPUs of a job; None if its messages do not go over NCCL.
+
+    Args:
+        backend: that of torch.distributed.
+        divides_layers: whether tensor or context parallelism divides its layers.
+    """
+    if not is_nccl(backend):
+        return None
+    own = hardware_queues()
+    return own._replace(several=_FROM_BLACKWELL) if own.several == "32" and divides_layers else own
+
+
 def hardware_queues(environment: Mapping[str, str] = os.environ) -> HardwareQueues:
     """What the environment of a job says about the queues of its GPUs.
 

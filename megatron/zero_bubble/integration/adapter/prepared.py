@@ -23,16 +23,13 @@ from megatron.zero_bubble.core.plan import (
     lower_training,
     prove_for_queues,
 )
-from megatron.zero_bubble.engine.runtime.backends import hardware_queues, is_nccl
+from megatron.zero_bubble.engine.runtime.backends import queues_of_job
 from megatron.zero_bubble.engine.runtime.groups import backend_of, torchs
 from megatron.zero_bubble.integration.adapter.stage import StageFacts
 from megatron.zero_bubble.integration.adapter.staging import steps_of
 from megatron.zero_bubble.integration.adapter.vocabulary.facts import VocabularyFacts
 from megatron.zero_bubble.planning.job.options import check_options
 from megatron.zero_bubble.planning.source import even_costs
-
-_FROM_BLACKWELL = "32 on Blackwell or later (before, Megatron-LM wants 1 with tensor or context parallelism)"
-"""The remedy for too few hardware queues where layers are divided."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +139,7 @@ def check_same_plan(plan: Plan, group: dist.ProcessGroup, who: str) -> None:
 
 def queues_of(group: dist.ProcessGroup) -> HardwareQueues | None:
     """The hardware queues of the GPUs of a pipeline; None if its messages do not go over NCCL."""
-    if not is_nccl(backend_of(group)):
-        return None
-    own = hardware_queues()
-    return own._replace(several=_FROM_BLACKWELL) if own.several == "32" and _divides_layers() else own
+    return queues_of_job(backend_of(group), _divides_layers())
 
 
 def _divides_layers() -> bool:

@@ -10,6 +10,7 @@ import argparse
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import megatron.core
@@ -17,6 +18,7 @@ import megatron.core
 from megatron.zero_bubble.core.errors import PatchError
 from megatron.zero_bubble.core.formats.layout import embedding_stages
 from megatron.zero_bubble.engine.platforms import select
+from megatron.zero_bubble.engine.runtime.backends import is_nccl, queues_of_job
 from megatron.zero_bubble.integration.adapter.placement import grouping_ends
 from megatron.zero_bubble.integration.megatron_lm import checks as job_checks
 from megatron.zero_bubble.integration.megatron_lm.batches import in_training, num_microbatches
@@ -41,6 +43,7 @@ from megatron.zero_bubble.planning.job.flags import add_flags, has_schedule, rec
 from megatron.zero_bubble.planning.job.installed import check_packages
 from megatron.zero_bubble.planning.job.pattern import pattern_of
 from megatron.zero_bubble.planning.job.post_validation import forecast
+from megatron.zero_bubble.planning.job.proved import check_counts
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
 from megatron.zero_bubble.planning.source import ScheduleSource
 
@@ -136,6 +139,7 @@ def _validated(
         config, source = job_checks.configure(args, options)
         validated = validate_args(args, *defaults, **more_defaults)
         job_checks.check(args, options, source, num_microbatches(args, has_ramps()))
+        _check_plans(args, config, source, options.zero_bubble_device)
         check_packages(args)
         check_loading(args, source.placement)
         if config.host_memory is not None:
@@ -152,6 +156,17 @@ def _validated(
         return validated
 
     return validate
+
+
+def _check_plans(args: Any, config: ZeroBubbleConfig, source: ScheduleSource, device: str | None) -> None:
+    """Prove the plans of all batch sizes where there are several: a later one would end the job when it begins."""
+    counts = sorted(set(num_microbatches(args, has_ramps())))
+    own = select(device or "auto").backend
+    divides = any(getattr(args, f"{name}_parallel_size", 1) > 1 for name in ("tensor_model", "context"))
+    queues = queues_of_job(args.distributed_backend if is_nccl(own) else own, divides)
+    if queues is not None and len(counts) > 1:
+        runs = replace(config.runs, queues=queues)
+        check_counts(config, source, args.pipeline_model_parallel_size, counts, runs)
 
 
 def _put_in_force(

@@ -50,6 +50,7 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--no-masked-softmax-fusion", action="store_false", dest="masked_softmax_fusion")
     parser.add_argument("--ckpt-format", default="torch_dist")
+    parser.add_argument("--distributed-backend", default="nccl")
     parser.add_argument("--rampup-batch-size", nargs=3, type=int)
     parser.add_argument("--no-overlap-p2p-communication", action="store_false", dest="overlap_p2p_comm")
     for name in ("step-batch-size-schedule", "fp8", "moe-router-load-balancing-type"):

@@ -1,0 +1,33 @@
+"""The proof, before a job trains, of its plans for all numbers of microbatches that it will run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megatron.zero_bubble.core.errors import PlanError
+from megatron.zero_bubble.planning.feasibility import Feasibility
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.planning.job.runnable import check_runnable
+from megatron.zero_bubble.planning.source import ScheduleSource
+
+
+def check_counts(
+    config: ZeroBubbleConfig, source: ScheduleSource, num_ranks: int, counts: Collection[int], runs: Feasibility
+) -> None:
+    """Prove the plans of a job; with ``zb-auto``, those that it begins with.
+
+    Args:
+        counts: its numbers of microbatches. A plan that can run for one of them need not exist for another.
+        runs: what its GPUs have for a plan.
+
+    Raises:
+        UserError: why one cannot run.
+    """
+    select, sharding = config.selection(source), config.sharding(num_ranks) if config.shard_weights else None
+    for count in counts:
+        schedule = source.make(count)
+        check_runnable(schedule, num_ranks, count)
+        try:
+            runs.check(schedule, () if select is None else select(schedule), sharding)
+        except PlanError as error:
+            raise PlanError(f"with {count} microbatches, {error}" if len(counts) > 1 else str(error)) from error
