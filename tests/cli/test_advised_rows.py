@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.cli.advice_text import Batch, text_of
+from megatron.zero_bubble.cli.advice_text import text_of
 from megatron.zero_bubble.cli.advise import changed
 from megatron.zero_bubble.cli.job_runs import SEVERAL
 from megatron.zero_bubble.core.errors import UserError
@@ -198,6 +199,25 @@ def test_what_overlaps_stand_in_the_way_of_is_planned_without_them(
 def test_what_could_not_be_planned_is_not_said_to_gain_nothing() -> None:
     pipeline, today = random_pipeline(1)
     adviser = Adviser(today, "makespan", None, lambda *_: "the job refuses it", 0.01)
-    text = text_of(adviser.advise(pipeline.named_changes()), Batch(1, 1, 1), (), None)
+    text = text_of(adviser.advise(pipeline.named_changes()), ())
     assert "no change could be planned, so that nothing is known of what one gains" in text
     assert "gains anything" not in text
+
+
+def test_the_job_as_it_is_is_printed_before_planning(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning takes a while; and a row that is not the fastest is advised with the reason."""
+    printed: list[str] = []
+
+    def advised(own: Adviser, changes: Iterable[Any]) -> Any:
+        printed.append(capsys.readouterr().out)
+        return advise(own, changes)
+
+    advise = Adviser.advise
+    monkeypatch.setattr(Adviser, "advise", advised)
+    assert main(["advise", "--quick", "--gpus-per-node", "4", "--", *SMALL]) == 0
+    assert "The job as it is: 1f1b" in printed[0] and "GiB on the fullest rank" in printed[0]
+    out = capsys.readouterr().out
+    assert out.startswith("\n   change ") and "The job as it is" not in out
+    (verdict,) = (line for line in out.splitlines() if line.startswith("Add "))
+    first, *_ = (line.split()[1] for line in out.splitlines() if line.startswith("1  ") and " add " not in line)
+    assert ("It is simpler than" in verdict) is (f"--zero-bubble-schedule {first}" not in verdict)

@@ -25,6 +25,7 @@ _NOT_COVERED = (
     "No figure or range covers the host's time for its launches, ranks that slow each other down, the optimizer step, "
     "and reductions over replicas that backwards do not hide."
 )
+_LAYOUT = "--pipeline-model-parallel-layout"
 _FEW = 2
 """Up to so many refused changes have no common reason."""
 
@@ -107,26 +108,10 @@ def given_of(flags: Sequence[str], argv: Sequence[str]) -> list[str]:
     return [flag for flag in flags if flag in given]
 
 
-def text_of(
-    found: Advice,
-    batch: Batch,
-    argv: Sequence[str],
-    capacity: float | None,
-    unread: Sequence[str] = (),
-    refusal: Refusal = lambda _: None,
-    needed: Sequence[str] = (),
-    others: Sequence[OtherVocabulary] = (),
-) -> str:
-    """Return what ``advise`` prints: the job as it is, a table, the flags of each row, and one sentence of advice.
-
-    Args:
-        unread: flags that are not checked here.
-        refusal: why the job cannot run a schedule for experts.
-        needed: the flags that the job needs with any schedule of this package.
-        others: the same with other vocabularies, if the job's is assumed.
-    """
-    timeline, costs, need = found.today
-    ms, idle, size = timeline.makespan_ms, _idle(found.today), f"{costs.num_ranks} pipeline ranks"
+def text_of_job(today: Today, batch: Batch, capacity: float | None) -> str:
+    """Return what ``advise`` prints at once: the assumptions, and the job as it is."""
+    timeline, costs, need = today
+    ms, idle, size = timeline.makespan_ms, _idle(today), f"{costs.num_ranks} pipeline ranks"
     causes = (
         f"{idle.warm_up / ms:.1%} while the pipeline fills and drains",
         f"{idle.imbalance / ms:.1%} because their work differs",
@@ -142,11 +127,31 @@ def text_of(
         parts = f"{weights:.1f} of weights and optimizer, {kept:.1f} of activations, {messages:.2f} of messages"
         fullest = f"{need.most / _GIB:.1f} GiB on the fullest rank, {at}"
         lines.append(f"  {fullest}: {parts}; plans may take {capacity / _GIB:.1f} GiB")
-    if of_experts := verdict(costs, found.objective, refusal):
+    return "\n".join(lines)
+
+
+def text_of(
+    found: Advice,
+    argv: Sequence[str],
+    unread: Sequence[str] = (),
+    refusal: Refusal = lambda _: None,
+    needed: Sequence[str] = (),
+    others: Sequence[OtherVocabulary] = (),
+) -> str:
+    """Return what ``advise`` prints after planning: a table, the flags of each row, and one sentence of advice.
+
+    Args:
+        unread: flags that are not checked here.
+        refusal: why the job cannot run a schedule for experts.
+        needed: the flags that the job needs with any schedule of this package.
+        others: the same with other vocabularies, if the job's is assumed.
+    """
+    lines = []
+    if of_experts := verdict(found.today.costs, found.objective, refusal):
         lines += ["", of_experts]
     if found.rows:
         lines += ["", *_table(found, argv)]
-    measure = [_how_to_measure(timeline.schedule, needed)] if found.is_estimated else []
+    measure = [_how_to_measure(found.today.timeline.schedule, needed)] if found.is_estimated else []
     rests = [remark(others)] if others else []
     return "\n".join([*lines, "", *_remarks(found, unread), _verdict(found), *rests, _NOT_COVERED, *measure]) + "\n"
 
@@ -170,6 +175,8 @@ def _table(found: Advice, argv: Sequence[str]) -> Iterator[str]:
         if out := given_of(row.drops, argv):
             yield f"   leave out {' '.join(out)}"
         yield f"   numbers: {NUMBERS[row.change.numbers]}"
+        if _LAYOUT in row.flags:
+            yield "   checkpoints: ranks save other layers than now, because the layout differs"
         if row.gap is not None:
             yield f"   time: within {row.gap:.1%} of a lower bound on such plans"
 
@@ -241,6 +248,9 @@ def _verdict(found: Advice) -> str:
         between = f"{-least:+.1%}" if f"{least:.1%}" == f"{most:.1%}" else f"{-least:+.1%} to {-most:+.1%}"
         varied = f" ({between} if all F, B, W or transfers take {SHARE:.0%} more or less)"
     start = f" and start it with {' '.join(best.environment)}" if best.environment else ""
+    fastest = min((row for row in found.rows if row.fits), key=lambda row: row.ms)
+    if best is not fastest:
+        bound = f" It is simpler than {fastest.change.name}, which is {fastest.gain - best.gain:.1%} shorter.{bound}"
     return (
         f"Add {shlex.join(best.flags)}{start}: {-best.gain:+.1%} of the time of the passes{varied}{more}. Its numbers "
         f"are {NUMBERS[best.change.numbers]}.{bound}"

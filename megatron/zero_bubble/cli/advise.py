@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of
+from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of, text_of_job
 from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabulary, with_others
 from megatron.zero_bubble.cli.job_figures import assumes_vocabulary, gpu_bytes, job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_runs import SEVERAL, job_runs, with_more_queues
@@ -202,6 +202,8 @@ def advise(options: argparse.Namespace) -> str:
 
     needed = disabled(enabled_overlaps(overlaps_of(own.read.args))) if options.remedies else ()
     own = own.noting(_needs(needed)) if needed else own
+    if options.format == "text":
+        print(text_of_job(own.today, own.batch, capacity), flush=True)
     with working("planning") as tell:
         adviser = Adviser(
             own.today,
@@ -227,7 +229,7 @@ def advise(options: argparse.Namespace) -> str:
         content = content_of(found, own.batch, argv, own.read.unread)
         return json.dumps({**content, "other_vocabularies": [each._asdict() for each in others]}, indent=2) + "\n"
     refusal = partial(_refusal, own, _settings(own.read.args, options)[-1], capacity, most)
-    return text_of(found, own.batch, argv, capacity, own.read.unread, refusal, needed, others)
+    return text_of(found, argv, own.read.unread, refusal, needed, others)
 
 
 def _with_other_vocabularies(
