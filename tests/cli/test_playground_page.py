@@ -383,6 +383,8 @@ def test_content_fits_the_window_width(page: WebDriver, width: int) -> None:
         for what in ("document.documentElement", "document.querySelector('.wide')"):
             wide = page.execute_script(f"return {what}.scrollWidth - {what}.clientWidth")
             assert wide <= 0, what
+        marks = page.find_elements("css selector", "tr.over th .limit")
+        assert marks and all(mark.is_displayed() for mark in marks)
     finally:
         resize(page, 1200, 900)
 

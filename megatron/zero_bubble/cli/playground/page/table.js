@@ -64,7 +64,7 @@ function answerLine({id, summary}, {plan, limit, command, run, memory_gib: gib},
   });
   const name = element("th", {scope: "row"}, link);
   if (plan.num_slices) name.append(element("small", {className: "slices", textContent: `${plan.num_slices} slices`}));
-  if (!limit.kept) name.append(element("small", {textContent: "over limit"}));
+  if (!limit.kept) name.append(element("small", {className: "limit", textContent: "over limit"}));
   line.append(name, gainCell(plan[`${worst.objective}_ms`], worst.length),
     cell("span", ms(plan.span_ms), plan.span_ms), bubbleCell("span", plan.bubble_rate_span, worst.span),
     cell("makespan", ms(plan.makespan_ms), plan.makespan_ms),
