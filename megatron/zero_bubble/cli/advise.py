@@ -257,8 +257,10 @@ def _needs(flags: Sequence[str]) -> str:
 def _adding(needed: tuple[str, ...], changes: Iterable[Change | DroppedVariant]) -> Iterator[Change | DroppedVariant]:
     """Add flags to all changes that run a schedule of this package."""
     for each in changes:
-        is_ours = isinstance(each, Change) and each.is_ours
-        yield replace(each, flags=(*each.flags, *needed)) if is_ours else each
+        if isinstance(each, Change) and each.is_ours:
+            yield replace(each, flags=(*each.flags, *needed))
+        else:
+            yield each
 
 
 def _refusal(own: JobAsIs, setting: Setting, capacity: float | None, most: float, timeline: Timeline) -> str | None:
