@@ -196,12 +196,12 @@ def test_steps_of_the_batch_size_are_proved(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_long_ramp_is_proved_in_part(capsys: pytest.CaptureFixture[str]) -> None:
-    """A run proves every batch size before it begins; to prove all 97 here took half a minute on 16 ranks."""
+    """A run proves every batch size before it trains; to prove all 97 here took half a minute on 16 ranks."""
     ramp = ["--rampup-batch-size", "8", "2", "1000", "--global-batch-size", "200"]
     assert main(["dry-run", "--gpus-per-node", "2", "--megatron-lm", "--", *SHAPES, *H1.split(), *ramp]) == 0
     out = capsys.readouterr().out
     assert "Proved free of deadlock for 8 to 200 microbatches" in out
-    assert ": 8 of 97 batch sizes, evenly spread; the run proves each before it begins." in out
+    assert ": 8 of 97 batch sizes, evenly spread; the run proves all before it trains." in out
 
 
 @pytest.mark.parametrize("schedule", ["", H1])
