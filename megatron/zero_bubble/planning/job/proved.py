@@ -30,4 +30,7 @@ def check_counts(
         try:
             runs.check(schedule, () if select is None else select(schedule), sharding)
         except PlanError as error:
-            raise PlanError(f"with {count} microbatches, {error}" if len(counts) > 1 else str(error)) from error
+            if len(counts) == 1:
+                raise
+            refusal = f"with {count} microbatches, {error}"
+            raise PlanError(refusal) from error
