@@ -16,6 +16,7 @@ from megatron.zero_bubble.integration.megatron_lm import fork_flags
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
 from megatron.zero_bubble.planning.job.effects import EFFECTS
 from megatron.zero_bubble.planning.job.features import OPTIONS as FEATURES
+from megatron.zero_bubble.planning.job.features import REMOVED
 from megatron.zero_bubble.planning.job.flags import add_flags, as_given
 from megatron.zero_bubble.planning.job.options import OPTIONS
 from megatron.zero_bubble.training.arguments import build_parser
@@ -66,7 +67,7 @@ def all_flags(parser: argparse.ArgumentParser) -> set[str]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             found |= {flag for verb in action.choices.values() for flag in all_flags(verb)}
-    return found - {"-h", "--help", "--version"}
+    return found - {"-h", "--help", "--version"} - {f"--zero-bubble-{flag}" for flag in REMOVED}
 
 
 def test_every_flag_is_documented() -> None:

@@ -10,13 +10,12 @@ same turn, and the lower bound of that prediction for any order of these passes 
 
 The cost of the split is the difference between 1F1B and "1f1b, split", which runs every W directly after its B in the
 order of 1F1B. The gain of fused weight gradients is the difference to the "exact" variants, which compute weight
-gradients as megatron-core does; "wgrad stream" computes them on a stream of their own, so it has no
-recorded passes. Memory is the peak of an iteration, on the rank where it is largest; without a GPU, that of the process
-so far. The published zb-v assumes that all passes take equal time; "zb-v fitted" is zb-v as ``zero-bubble plan
---objective makespan`` fits it, in the same memory, to the passes that it ran in a few trial rounds. (Fitting to
-consecutive iterations would fit it to the machine's state at that moment.) A variant with vocabulary parallelism is
-compared with stock, whose last rank has the whole output layer; choose the size of the vocabulary. "Offloaded" variants
-move all activations to host memory between F and B; their prediction includes the measured copies.
+gradients as megatron-core does. Memory is the peak of an iteration, on the rank where it is largest; without a GPU,
+that of the process so far. The published zb-v assumes that all passes take equal time; "zb-v fitted" is zb-v as
+``zero-bubble plan --objective makespan`` fits it, in the same memory, to the passes that it ran in a few trial rounds.
+(Fitting to consecutive iterations would fit it to the machine's state at that moment.) A variant with vocabulary
+parallelism is compared with stock, whose last rank has the whole output layer; choose the size of the vocabulary.
+"Offloaded" variants move all activations to host memory between F and B; their prediction includes the measured copies.
 
     bash scripts/bench.sh real_compute [--device cpu] [--rounds 15] [--hidden-size 512]
         [--num-layers 8] [--num-microbatches 4 8 16] [--num-ranks 2] [--only NAME ...]
@@ -50,9 +49,8 @@ STOCK = "stock 1f1b"
 STOCK_INTERLEAVED = "stock interleaved"
 SPLIT = "1f1b, split"
 EXACT = ", exact"
-STREAM = ", wgrad stream"
 FITTED = " fitted"
-OURS = ("1f1b", SPLIT, SPLIT + EXACT, SPLIT + STREAM, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT, "zb-v" + FITTED)
+OURS = ("1f1b", SPLIT, SPLIT + EXACT, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT, "zb-v" + FITTED)
 SLICED = {f"seq-zb-h1, {number} slices": number for number in (2, 4)}
 DIVIDED = {f"{name}, vocabulary {algorithm}": (name, algorithm) for name in ("1f1b", "zb-h1") for algorithm in FLOWS}
 """Schedule and algorithm of vocabulary parallelism by variant; all run on one model."""
@@ -109,7 +107,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/bench/real_compute.json"))
     parser.add_argument("--num-ranks", type=int, choices=(1, 2), default=2)
     options = parser.parse_args()
-    usual = (*_STOCK, *OURS) if options.num_ranks > 1 else (STOCK, SPLIT, SPLIT + EXACT, SPLIT + STREAM)
+    usual = (*_STOCK, *OURS) if options.num_ranks > 1 else (STOCK, SPLIT, SPLIT + EXACT)
     known = (*usual, *SLICED, *DIVIDED, *OFFLOADED) if options.num_ranks > 1 else usual
     if unknown := sorted({*options.only} - {*known}):
         parser.error(
@@ -234,7 +232,7 @@ def _halves(p: Pass) -> tuple[Pass, ...]:
 
 def _base(name: str) -> str:
     """The name of a variant without its suffixes."""
-    return name.removesuffix(EXACT).removesuffix(STREAM).removesuffix(FITTED).removesuffix(MOVED)
+    return name.removesuffix(EXACT).removesuffix(FITTED).removesuffix(MOVED)
 
 
 def _model(name: str) -> str:
@@ -243,8 +241,8 @@ def _model(name: str) -> str:
 
 
 def _is_recorded(name: str) -> bool:
-    """Whether the passes are recorded; the others' order or times cannot be."""
-    return name != STOCK_INTERLEAVED and not name.endswith(STREAM)
+    """Whether the passes are recorded; the order of Megatron's interleaved ones cannot be."""
+    return name != STOCK_INTERLEAVED
 
 
 class _Variant:
@@ -290,11 +288,8 @@ class _Variant:
             observe([self._recorder])
         elif self._schedule.name != STOCK_INTERLEAVED:
             name = self._schedule.name
-            fuse_wgrad, stream = not name.endswith(EXACT), name.endswith(STREAM)
             moves: Any = "all" if name.endswith(MOVED) else None
-            config = ZeroBubbleConfig(
-                schedule_file=str(self._file), fuse_wgrad=fuse_wgrad, wgrad_stream=stream, offload=moves
-            )
+            config = ZeroBubbleConfig(schedule_file=str(self._file), exact=name.endswith(EXACT), offload=moves)
             apply(config, [self._recorder] if _is_recorded(name) else [])
         try:
             self._job.platform.reset_peak_memory()  # here, so that the timed iteration finds its memory reserved

@@ -34,7 +34,6 @@ VARIANTS: dict[str, ZeroBubbleConfig | None] = {
     "1f1b, ours": ZeroBubbleConfig(schedule="1f1b"),
     "split, exact": ZeroBubbleConfig(schedule="zb-h1", fuse_wgrad=False),
     FUSED: ZeroBubbleConfig(schedule="zb-h1"),
-    "split, wgrad stream": ZeroBubbleConfig(schedule="zb-h1", wgrad_stream=True),
 }
 
 
@@ -66,9 +65,7 @@ def measure(job: gpt.Gpt, config: ZeroBubbleConfig | None, options: argparse.Nam
     """Measure one variant, after an iteration that allocates memory and compiles."""
     host = HostClock()
     recorder = Recorder(job.platform)
-    # A separate stream leaves nothing of W between the recorder's marks, so that variant has no times of passes.
-    on_stream = config is not None and config.wgrad_stream
-    observers: list[IterationObserver] = [host] if on_stream else [recorder, host]
+    observers: list[IterationObserver] = [recorder, host]
     if config is None:
         observe(observers)
     else:
@@ -78,28 +75,25 @@ def measure(job: gpt.Gpt, config: ZeroBubbleConfig | None, options: argparse.Nam
         job.iteration()
         idle = _idle_share(job, options.device)
         host.clear()
-        times, costs = zip(*(_round(job, None if on_stream else recorder) for _ in range(options.rounds)), strict=True)
+        times, costs = zip(*(_round(job, recorder) for _ in range(options.rounds)), strict=True)
     finally:
         revert()
     return {
         "iteration_ms": median(times),
         "host_ms": host.ms_per_pass(),
         "idle_share": idle,
-        "costs": None if on_stream else _median(costs),
+        "costs": _median(costs),
         "memory": job.memory(),
     }
 
 
-def _round(job: gpt.Gpt, recorder: Recorder | None) -> tuple[float, PassCosts | None]:
+def _round(job: gpt.Gpt, recorder: Recorder) -> tuple[float, PassCosts]:
     """Time of one iteration in ms, and the times of its passes."""
-    if recorder is not None:
-        recorder.start(job.group)
+    recorder.start(job.group)
     job.platform.synchronize()
     start = job.platform.mark()
     job.iteration()
     elapsed = job.platform.elapsed_ms(start, job.platform.mark())
-    if recorder is None:
-        return elapsed, None
     return elapsed, median_costs([gather_trace("passes", recorder.stop(), job.group).timeline])
 
 

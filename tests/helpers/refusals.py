@@ -63,11 +63,9 @@ _CHOICES = {
     exclusions.LAYOUT: ("", "--layout auto"),
     exclusions.PAIRS: ("--zero-bubble-overlap-experts", "--pairs"),
     exclusions.RECORDED_COSTS: ("--zero-bubble-record-costs x", ""),
-    exclusions.WGRAD_STREAM: ("--zero-bubble-wgrad-stream", ""),
     exclusions.EXACT: ("--zero-bubble-exact", ""),
     exclusions.FUSED: ("--zero-bubble-fuse-wgrad", ""),
     exclusions.RECORDS: ("--zero-bubble-trace x", ""),
-    exclusions.MEASUREMENTS: ("--zero-bubble-log-bubble", ""),
     exclusions.BALANCE: ("--zero-bubble-balance-microbatches", ""),
     exclusions.LENGTHS: ("", ""),  # by a model's configuration, or by shapes
 }

@@ -144,9 +144,9 @@ def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
         ),
         (f"{VOCABULARY} --zero-bubble-nccl-collective-ctas 0", 2, "nccl_collective_ctas must be positive; got 0; give"),
         (
-            f"{VOCABULARY} --zero-bubble-wgrad-stream --zero-bubble-trace x",
+            f"{VOCABULARY} --zero-bubble-shard-weights",
             2,
-            "wgrad-stream and --zero-bubble-trace x; leave",
+            "--zero-bubble-shard-weights and --zero-bubble-vocabulary-parallel 1; leave",
         ),
         ("--zero-bubble-placement linear", 1, "--zero-bubble-placement linear works only with zb-auto, because"),
         (
@@ -202,7 +202,7 @@ def test_effective_flags_are_accepted(flags: str) -> None:
 def test_omitted_flags_get_defaults() -> None:
     config = checked("--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-auto", 2).zero_bubble
     assert (config.placement, config.memory_limit, config.rollback) == ("linear", "1p", "exact")
-    assert (config.post_validation, config.wgrad_stream, config.fuse_wgrad) == (False, False, True)
+    assert (config.post_validation, config.fuse_wgrad) == (False, True)
     assert (config.post_receives, config.ctas) == ("early", (2, 8))
 
 

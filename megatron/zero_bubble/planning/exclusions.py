@@ -56,13 +56,11 @@ SHARDS = Choice("sharded units", chosen("shard_weights"), "sharded units")
 COLLECTIVES = Choice("sharded units without shard_transport=on-demand", _by_collectives)
 POST_VALIDATION = Choice("post-validation", chosen("post_validation"))
 LAYOUT = Choice("a layout by cost", chosen("layout"))
-WGRAD_STREAM = Choice("a stream for weight gradients", chosen("wgrad_stream"))
 EXACT = Choice(
     "exact weight gradients", lambda choices: chosen("exact")(choices) or is_value("fuse_wgrad", False)(choices)
 )
 FUSED = Choice("fused weight gradients", is_value("fuse_wgrad", True))
 RECORDS = Choice("recorded iterations", chosen("trace", "record_costs"))
-MEASUREMENTS = Choice("measurements of passes", chosen("trace", "record_costs", "log_bubble"))
 BALANCE = Choice("balanced microbatches", chosen("balance_microbatches"), "balanced microbatches")
 RECORDED_COSTS = Choice("recorded costs", chosen("record_costs"))
 LENGTHS = Choice("microbatches of different lengths", chosen("variable_seq_lengths", "shapes", "lengths"))
@@ -80,13 +78,8 @@ EXCLUSIONS = (
     Rule(SHARDS, POST_VALIDATION, False, "a rank that undoes a step would stop between the collectives of its units"),
     Rule(SHARDS, OFFLOAD, False, "this version does not plan copies next to collectives"),
     Rule(SHARDS, VOCABULARY, False, "this version does not shard a rank's part of the vocabulary"),
-    Rule(SHARDS, WGRAD_STREAM, False, "gradients would be reduced before another stream has computed them"),
     Rule(SHARDS, LAYOUT, False, "layouts are compared without the collectives of units"),
     Rule(LAYOUT, VOCABULARY, False, "layouts are compared without the passes of the vocabulary"),
-    Rule(WGRAD_STREAM, PLANS, False, "zb-auto times every W pass, and cannot on a separate stream"),
-    Rule(WGRAD_STREAM, EXACT, False, "only fused weight gradients are computed there"),
-    Rule(WGRAD_STREAM, OFFLOAD, False, "another stream uses activations longer than planned"),
-    Rule(WGRAD_STREAM, MEASUREMENTS, False, "these time only the stream of the passes, so that W would be hidden"),
     Rule(EXACT, FUSED, False, "fused weight gradients are rounded once less than those of stock Megatron"),
     Rule(BALANCE, SCHEDULE_FILE, False, "a file has one number of microbatches for all replicas"),
     Rule(BALANCE, PLANS, False, _OTHER_LENGTHS, "give another schedule, such as zb-h1"),

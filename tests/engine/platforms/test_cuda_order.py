@@ -36,21 +36,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     platform_module._stream_for_copies.cache_clear()
 
 
-def accumulate_on_a_side_stream(cuda: FakeCuda) -> float:
-    """A B, its W on the side stream, the release of W's operands, and the reader of the gradient."""
-    side_stream = CudaPlatform().side_stream()
-    main_grad, x = cuda.on_device(torch.zeros(2)), cuda.on_device(torch.ones(2))
-    x.mul_(3.0)
-    side_stream.run(lambda: main_grad.add_(x), [x])
-    cuda.free(x)
-    passes = cuda.on_device(torch.ones(2))
-    passes.mul_(2.0)
-    side_stream.join()
-    total = main_grad.sum()
-    cuda.free(main_grad)
-    return total.item()
-
-
 def collect_on_a_lane(cuda: FakeCuda) -> float:
     """Per microbatch, a pass, a collective of its output on a lane, another pass meanwhile, and the pass that needs the
     result.
@@ -185,10 +170,6 @@ def reduce_figures(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> float:
     return sum(figures)
 
 
-def test_side_stream_runs_between_its_operands_and_the_reader_of_its_results(cuda: FakeCuda) -> None:
-    assert accumulate_on_a_side_stream(cuda) == 6.0
-
-
 def test_lane_runs_between_its_operands_and_the_reader_of_its_results(cuda: FakeCuda) -> None:
     assert collect_on_a_lane(cuda) == 3 * 12.0
 
@@ -196,7 +177,7 @@ def test_lane_runs_between_its_operands_and_the_reader_of_its_results(cuda: Fake
 def test_memory_of_lanes_does_not_grow_with_the_run_ahead_of_the_host(cuda: FakeCuda) -> None:
     collect_on_a_lane(cuda)
     assert cuda.num_held_back == 0
-    accumulate_on_a_side_stream(cuda)
+    read_a_loss(cuda)
     assert cuda.num_held_back == 1, "the fake notices memory that the allocator gets back late"
 
 
@@ -274,9 +255,8 @@ def test_lanes_share_no_stream_with_one_another_or_with_the_pool(cuda: FakeCuda)
     others = [torch.cuda.Stream(priority=priority) for priority in (-1, 0) for _ in range(POOL_SIZE)]
     platform = CudaPlatform()
     lanes = [platform.lane() for _ in range(POOL_SIZE + 1)]
-    side_streams = [platform.side_stream() for _ in range(2)]
     copies = platform_module._stream_for_copies(torch.device("cpu"))
-    own = [*(each._stream for each in (*lanes, *side_streams)), copies]
+    own = [*(lane._stream for lane in lanes), copies]
     assert len({stream.name for stream in (*own, *others)}) == len(own) + len(others)  # type: ignore[attr-defined]
 
 
@@ -318,8 +298,6 @@ def test_reduced_figures_are_read_without_a_wait_for_passes(cuda: FakeCuda, monk
 @pytest.mark.parametrize(
     ("use", "forgotten"),
     [
-        (accumulate_on_a_side_stream, (FakeStream, "wait_stream")),
-        (accumulate_on_a_side_stream, (torch.Tensor, "record_stream")),
         (collect_on_a_lane, (FakeStream, "wait_stream")),
         (read_a_loss, (FakeStream, "wait_stream")),
         (read_a_loss, (torch.Tensor, "record_stream")),

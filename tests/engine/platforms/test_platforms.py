@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from platform import libc_ver
 from types import SimpleNamespace
@@ -130,32 +129,6 @@ def test_cpu_platform_keeps_freed_memory() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert int(done.stdout) < 4096, "one tensor of 16 MiB has 4096 pages, and 40 tensors were created"
-
-
-@pytest.mark.gpu
-def test_gpu_side_stream_is_ordered_with_the_passes() -> None:
-    """Side-stream work starts after previously queued work, and work after a join starts after it."""
-    platform = select("cuda")
-    platform.setup(0)
-    side_stream = platform.side_stream()
-    before, copy = torch.zeros(1 << 20, device="cuda"), torch.zeros(1 << 20, device="cuda")
-
-    def take_a_while() -> None:
-        tensor = torch.ones(8192, 8192, device="cuda")
-        for _ in range(10):
-            tensor = tensor @ tensor
-
-    def late(source: torch.Tensor) -> None:
-        take_a_while()
-        copy.copy_(source)
-
-    take_a_while()
-    before.fill_(1)
-    side_stream.run(partial(late, before), [before])
-    del before
-    reused = torch.full((1 << 20,), 7.0, device="cuda")  # must not reuse the memory that the side stream still reads
-    side_stream.join()
-    assert (copy + 1 == 2).all() and (reused == 7).all()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -143,46 +143,6 @@ def test_split_and_fused_backwards_accumulate_into_the_same_weights(ranks: RankP
     for stock, own in results:
         assert figures(own.losses) == pytest.approx(figures(stock.losses), rel=1e-5)
         assert figures(own.grad_norms) == pytest.approx(figures(stock.grad_norms), rel=1e-5)
-    on_side_stream = ranks.run(4, train_half_split, flags, train_on_side_stream, ["1f1b"], timeout=200)
-    assert on_side_stream == [[own] for _, own in results]
-
-
-class LazyStream:
-    """The slowest possible side stream: work runs only when it is waited for."""
-
-    num_late = 0
-
-    def __init__(self) -> None:
-        self._queued: list[Callable[[], None]] = []
-
-    def run(self, work: Callable[[], None], uses: Iterable[Any]) -> None:
-        self._queued.append(work)
-
-    def join(self) -> None:
-        while self._queued:
-            LazyStream.num_late += 1
-            self._queued.pop(0)()
-
-
-def train_on_side_stream(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
-    """Train with weight gradients on a ``LazyStream``."""
-    from megatron.zero_bubble.engine.platforms.cpu import CpuPlatform
-
-    LazyStream.num_late = 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "side_stream", lambda self: LazyStream())
-        outcomes = train(rank, f"{flags} --zero-bubble-wgrad-stream", schedules)
-    assert LazyStream.num_late, "W passes must have used the stream"
-    return outcomes
-
-
-@pytest.mark.parametrize("schedule", some(["zb-h2", "zb-v"], "zb-v"))
-@pytest.mark.parametrize("options", ["--overlap-grad-reduce", f"--bf16 --use-distributed-optimizer {OVERLAP}"])
-def test_gradients_on_a_side_stream_are_waited_for(ranks: RankPool, schedule: str, options: str) -> None:
-    """The results are equal bit for bit, even if the stream computes the gradients as late as possible."""
-    flags = Layout(2, data=2, num_layers=4).flags(3, f"{options} {FUSED}")
-    own, expected = (ranks.run(4, run, flags, [schedule], timeout=200) for run in (train_on_side_stream, train))
-    assert own == expected
 
 
 @pytest.mark.full

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.planning.job.features import OPTIONS
+from megatron.zero_bubble.planning.job.environment import flags_in
+from megatron.zero_bubble.planning.job.features import OPTIONS, REMOVED
 from megatron.zero_bubble.planning.job.flags import add_flags, config_of, parse_ours
 from tests.planning.test_source import divided_plan
 
@@ -45,7 +47,6 @@ FROZEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("zb-h1 --zero-bubble-fuse-wgrad", {}),
     ("zb-h1 --no-zero-bubble-fuse-wgrad", {"fuse_wgrad": False}),
     ("zb-h1 --zero-bubble-exact --no-zero-bubble-fuse-wgrad", {"fuse_wgrad": False}),
-    ("zb-h1 --zero-bubble-wgrad-stream", {"wgrad_stream": True}),
     ("zb-h1 --zero-bubble-post-receives late", {"post_receives": "late"}),
     ("zb-h1 --zero-bubble-post-receives early", {}),
     ("zb-h1 --zero-bubble-nccl-ctas 4", {"nccl_ctas": 4}),
@@ -101,8 +102,17 @@ def test_every_flag_is_frozen() -> None:
     add_flags(parser)
     frozen = " ".join(words for words, _ in FROZEN).split()
     every = {flag for action in parser._actions for flag in action.option_strings} - {"--zero-bubble-help-all"}
-    assert len(every) >= 31
+    every -= {f"--zero-bubble-{flag}" for flag in REMOVED}
+    assert len(every) >= 30
     assert every - {"--zero-bubble-schedule"} <= set(frozen)
+
+
+@pytest.mark.parametrize("flag", REMOVED)
+def test_a_removed_flag_is_refused_with_the_reason(flag: str) -> None:
+    with pytest.raises(UserError, match=f"--zero-bubble-{flag} was removed, because .*; leave it out"):
+        parse_ours([f"--zero-bubble-{flag}"])
+    with pytest.raises(UserError, match=f"--zero-bubble-{flag} was removed, because .*; leave it out"):
+        flags_in({f"ZERO_BUBBLE_{flag.replace('-', '_').upper()}": "1"})
 
 
 def test_the_table_states_the_defaults_of_the_configuration() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.engine.platforms.host import HostMemory
 from megatron.zero_bubble.engine.platforms.pools import MemoryPool
-from megatron.zero_bubble.engine.platforms.streams import HostCopy, Lane, SideStream
+from megatron.zero_bubble.engine.platforms.streams import HostCopy, Lane
 
 NAMES = ("cpu", "cuda", "auto")
 
@@ -74,9 +74,6 @@ class Platform(Protocol):
 
     def spare_memory_bytes(self) -> int:
         """What this process could allocate above its peak so far, less a tenth for fragmentation."""
-
-    def side_stream(self) -> SideStream:
-        """A stream on the current device for work that runs concurrently with the passes."""
 
     def lane(self) -> Lane:
         """A lane on the current device, for collectives and copies that run concurrently with the passes."""

@@ -43,27 +43,6 @@ def _nccl_version() -> int:
     return version.value
 
 
-class CudaSideStream:
-    """A ``SideStream`` on a CUDA stream with the lowest priority, which the passes have too."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = take_stream(device)
-        self._is_busy = False
-
-    def run(self, work: Callable[[], None], uses: Iterable[torch.Tensor]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        self._is_busy = True
-        for tensor in uses:
-            tensor.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
-            work()
-
-    def join(self) -> None:
-        if self._is_busy:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-            self._is_busy = False
-
-
 _OF_LANES = -1
 """The priority of lanes: high, because other ranks wait for their work."""
 
@@ -283,9 +262,6 @@ class CudaPlatform:
         sharing = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // self.device_count())  # ranks on this GPU
         unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
         return max(0, (free - total // 10) // sharing + unused)
-
-    def side_stream(self) -> CudaSideStream:
-        return CudaSideStream(self.current_device())
 
     def lane(self) -> CudaLane:
         return CudaLane(self.current_device())

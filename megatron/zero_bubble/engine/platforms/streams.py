@@ -13,16 +13,6 @@ from typing import Any, Protocol
 import torch
 
 
-class SideStream(Protocol):
-    """Runs work items in order, concurrently with the caller's later work."""
-
-    def run(self, work: Callable[[], None], uses: Iterable[torch.Tensor]) -> None:
-        """Run ``work`` after everything queued so far; the stream keeps the memory of ``uses`` until it is done."""
-
-    def join(self) -> None:
-        """Make the caller's later work wait for all work items; the host does not wait."""
-
-
 class Result(Protocol):
     """The result of a work item on a ``Lane``."""
 
@@ -125,16 +115,6 @@ class HostCopy(ABC):
     @abstractmethod
     def wait(self) -> torch.Tensor:
         """Wait until the copy has arrived, but not for work queued after it started; returns it, without gradient."""
-
-
-class Inline:
-    """Runs work at once, in the caller."""
-
-    def run(self, work: Callable[[], None], uses: Iterable[torch.Tensor]) -> None:
-        work()
-
-    def join(self) -> None:
-        pass
 
 
 class AlreadyThere(HostCopy):

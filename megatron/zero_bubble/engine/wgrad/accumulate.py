@@ -88,9 +88,6 @@ class GradAccumulator:
         """Accumulate a gradient that is no product, of the parameter's shape and dtype; ``ready`` as in ``add``."""
         self._add(parameter, grad)
 
-    def join(self) -> None:
-        """Nothing to wait for: ``add`` computes on the current stream."""
-
     def _add(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Accumulate ``grad`` (shape and dtype of ``parameter``)."""
         if self._others.are_on(parameter):

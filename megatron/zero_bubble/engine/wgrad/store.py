@@ -47,10 +47,6 @@ class Accumulator(Protocol):
         """
         ...
 
-    def join(self) -> None:
-        """Make later work wait for all gradients added so far."""
-        ...
-
 
 class Source(Protocol):
     """A producer of deferred gradients that also keeps its own queue, such as TransformerEngine's modules."""
@@ -288,10 +284,6 @@ class WgradStore:
         for source in self._sources:
             source.settle()
 
-    def join(self) -> None:
-        """Make later work, for example an unsplit backward, wait for all W passes so far."""
-        self._accumulator.join()
-
     def tensors(self, work: Pass) -> Iterator[torch.Tensor]:
         """The tensors held in memory until the W pass ``work``."""
         for entry in self._stored.get(work, ()):
@@ -305,7 +297,6 @@ class WgradStore:
         """Discard everything; called when an iteration starts, which may be a repetition by Megatron."""
         self._stored.clear()
         self.shared.clear()
-        self._accumulator.join()
         for source in self._sources:
             source.clear()
 

@@ -295,7 +295,6 @@ class Pipeline:
             self._optimizer.begin_passes()
         with reduced_in_order(chunks) if call.lengths.differ else nullcontext():
             iteration.train(syncs, overlap, self._optimizer)
-            self.store.join()
             finish_grad_sync(config, chunks, syncs)
 
     @property

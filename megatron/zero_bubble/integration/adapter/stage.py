@@ -252,11 +252,9 @@ class MegatronStage:
         return self._backwarded(work, grad)
 
     def _before_backward(self, work: Pass) -> None:
-        """What must happen before a backward: its gradients may be reduced at once, or follow those of earlier W."""
+        """Enable the reduction of gradients before the last backward."""
         if self._sync is not None and (work.microbatch, work.slice) == self._facts.last_backward:
             self._sync.enable()
-        if work.kind is not Kind.B:
-            self._store.join()
 
     def _backward_step(self, work: Pass, x: torch.Tensor | None, y: torch.Tensor, received: torch.Tensor | None) -> Any:
         """Call megatron-core's backward step; returns the gradient of ``x``."""

@@ -339,11 +339,7 @@ def _pipeline(
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
-    if config.exact:
-        return GradAccumulator()
-    if not config.wgrad_stream:
-        return FusedAccumulator()
-    return FusedAccumulator(lambda device_type: select(device_type).side_stream())
+    return GradAccumulator() if config.exact else FusedAccumulator()
 
 
 def _zeroing_later(original: Callable[..., None], pipeline: Pipeline) -> Callable[..., None]:

@@ -79,8 +79,6 @@ class ZeroBubbleConfig:
             result bit for bit. False accumulates the weight gradients of a W pass in one call, directly into Megatron's
             float32 buffers.
         fuse_wgrad: the opposite of ``exact``, by its older name; False sets ``exact``.
-        wgrad_stream: on a GPU, compute fused weight gradients on a separate stream, concurrently with the following
-            passes; their inputs may then be freed later than planned.
         post_receives: when a rank posts the receive of a message: one pass ahead of the pass that needs it (``early``),
             so that the transfer overlaps the previous pass, or directly before that pass (``late``). A receive of NCCL
             occupies multiprocessors of the GPU until the message has arrived.
@@ -129,7 +127,6 @@ class ZeroBubbleConfig:
     rollback: Literal["exact", "inverse"] = "exact"
     exact: bool = False
     fuse_wgrad: bool = True
-    wgrad_stream: bool = False
     post_receives: PostReceives = "early"
     nccl_ctas: int = DEFAULT_NCCL_CTAS
     nccl_collective_ctas: int = DEFAULT_NCCL_COLLECTIVE_CTAS

@@ -78,7 +78,7 @@ EFFECTS = (
         "give --zero-bubble-schedule zb-h2",
     ),
     *_rules(
-        "exact fuse_wgrad wgrad_stream post_receives nccl_ctas offload host_memory shard_weights balance_microbatches",
+        "exact fuse_wgrad post_receives nccl_ctas offload host_memory shard_weights balance_microbatches",
         SCHEDULE,
         "; got none",
         _ZB_H1,

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping
 
 from megatron.zero_bubble.core.errors import UserError, nearest
-from megatron.zero_bubble.planning.job.features import OPTIONS
+from megatron.zero_bubble.planning.job.features import OPTIONS, REMOVED
 from megatron.zero_bubble.planning.job.flags import HELP_ALL, given, parse_ours
 from megatron.zero_bubble.planning.job.option import NEGATABLE, SWITCH, Option
 from megatron.zero_bubble.planning.job.planned import adopt
@@ -42,13 +42,17 @@ def flags_in(environment: Mapping[str, str]) -> argparse.Namespace:
             effect; or a flag whose effect only a training loop can provide.
     """
     by_name = {variable(option): option for option in OPTIONS}
+    removed = {_variable(flag): f"--zero-bubble-{flag}" for flag in REMOVED}
     arguments = []
     for name, value in sorted(environment.items()):
         if not name.startswith(PREFIX) or not value:
             continue
-        if name not in by_name:
+        if name in by_name:
+            arguments += _argument(by_name[name], name, value)
+        elif name in removed:
+            arguments.append(removed[name])
+        else:
             raise UserError(_unknown(name))
-        arguments += _argument(by_name[name], name, value)
     options, _ = parse_ours(arguments)
     adopt(options)
     chosen = given(options)
@@ -64,12 +68,16 @@ def flags_in(environment: Mapping[str, str]) -> argparse.Namespace:
 
 def variable(option: Option) -> str:
     """The name of the variable of a flag."""
-    return option.dest.upper()
+    return _variable(option.flag)
+
+
+def _variable(flag: str) -> str:
+    return PREFIX + flag.replace("-", "_").upper()
 
 
 def _unknown(name: str) -> str:
     flag = nearest(name.removeprefix(PREFIX), [option.flag for option in OPTIONS])
-    meant = "" if flag is None else f"; did you mean {PREFIX}{flag.replace('-', '_').upper()}?"
+    meant = "" if flag is None else f"; did you mean {_variable(flag)}?"
     return (
         f"unknown variable {name}{meant}; variables are named like the flags, without --, in capitals, with _ for -; "
         f"{HELP_ALL} of a job lists the flags"

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.planning.job.features import OPTIONS
+from megatron.zero_bubble.planning.job.features import OPTIONS, REMOVED
 from megatron.zero_bubble.planning.rule import shown
 
 HELP_ALL = "--zero-bubble-help-all"
@@ -27,6 +27,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         text = option.text if option.tier == "core" else argparse.SUPPRESS
         add(f"--zero-bubble-{option.flag}", help=text, **option.arguments)
     add(HELP_ALL, action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="show all flags of this group and exit")
+    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    for flag in REMOVED:
+        add(f"--zero-bubble-{flag}", action=_Removed, nargs=0, const=flag, **hidden)
     # The plan is the content of the schedule file, once it is read (``planned.adopt``).
     parser.set_defaults(zero_bubble_device=_DEVICE, zero_bubble_plan=None)
 
@@ -35,6 +38,11 @@ class _HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         print(full_help(parser), end="")
         parser.exit()
+
+
+class _Removed(argparse.Action):
+    def __call__(self, *_: Any) -> NoReturn:
+        raise UserError(f"--zero-bubble-{self.const} was removed, because {REMOVED[self.const]}; leave it out")
 
 
 def full_help(parser: argparse.ArgumentParser) -> str:

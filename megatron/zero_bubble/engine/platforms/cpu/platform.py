@@ -15,7 +15,7 @@ from megatron.zero_bubble.engine.platforms.cpu.host import MappedMemory, availab
 from megatron.zero_bubble.engine.platforms.cpu.install import install
 from megatron.zero_bubble.engine.platforms.cpu.stand_ins import CPU
 from megatron.zero_bubble.engine.platforms.pools import CommonPool
-from megatron.zero_bubble.engine.platforms.streams import AlreadyThere, Inline, ThreadLane
+from megatron.zero_bubble.engine.platforms.streams import AlreadyThere, ThreadLane
 
 
 class CpuPlatform:
@@ -72,9 +72,6 @@ class CpuPlatform:
     def spare_memory_bytes(self) -> int:
         available = min(available_bytes(), default=0)
         return available * 9 // 10 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-    def side_stream(self) -> Inline:
-        return Inline()
 
     def lane(self) -> ThreadLane:
         return ThreadLane()
