@@ -12,5 +12,5 @@ if [[ "${1:-}" == [a-z]* ]]; then
     module="$1"
     shift
 fi
-export OMP_NUM_THREADS=1 PYTHONPATH="$PWD/scripts:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS=1 PYTHONPATH="$PWD/scripts:$PWD/examples:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 exec python -m "bench.$module" "$@"

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.planning.job.arguments.indexed import check_indexed
+from megatron.zero_bubble.planning.job.arguments.tokenizer import ByteLevelTokenizer
 from megatron.zero_bubble.planning.job.document_splits import HEADER, MAGIC
-from megatron.zero_bubble.training.data.indexed import check_indexed
-from megatron.zero_bubble.training.data.tokenizer import ByteLevelTokenizer
 
 _VERSION, _TOKEN_CODE, _TOKEN = 1, 8, numpy.dtype("<u2")
 """The version of the index, and the code and the type of a token, unsigned integers of 16 bits."""

@@ -12,7 +12,7 @@
 # ZB_PYTHON is the interpreter, with torch (default: python3). Nothing is installed into it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-export PYTHONPATH="$PWD/scripts:$PWD:$PWD/build/gpu_day/site${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD/scripts:$PWD/examples:$PWD:$PWD/build/gpu_day/site${PYTHONPATH:+:$PYTHONPATH}"
 export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$PWD/build/gpu_day/inductor}"
 module=run
 case "${1:-}" in

@@ -7,5 +7,5 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
-export OMP_NUM_THREADS=1 PYTHONPATH="$PWD/scripts:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS=1 PYTHONPATH="$PWD/scripts:$PWD/examples:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 exec python -W ignore -m pair_matrix "$@"

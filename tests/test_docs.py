@@ -14,12 +14,12 @@ import pytest
 from megatron.zero_bubble.__main__ import parser as command_line
 from megatron.zero_bubble.integration.megatron_lm import fork_flags
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
+from megatron.zero_bubble.planning.job.arguments.parser import build_parser
 from megatron.zero_bubble.planning.job.effects import EFFECTS
 from megatron.zero_bubble.planning.job.features import OPTIONS as FEATURES
 from megatron.zero_bubble.planning.job.features import REMOVED
 from megatron.zero_bubble.planning.job.flags import add_flags, as_given
 from megatron.zero_bubble.planning.job.options import OPTIONS
-from megatron.zero_bubble.training.arguments import build_parser
 from site_parts import refusals
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +71,7 @@ def all_flags(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def test_every_flag_is_documented() -> None:
-    page = (ROOT / "docs/flags.md").read_text()
+    page = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("flags", "pretrain-flags"))
     ours = argparse.ArgumentParser()
     add_flags(ours)
     for parser in (ours, command_line(), build_parser()):

@@ -112,7 +112,7 @@ def _import_early() -> None:
     """Import what every run needs, so that its ranks have it when they start."""
     import torch
 
-    import megatron.zero_bubble.training.pretrain  # noqa: F401
+    import pretrain.run  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -51,7 +51,7 @@ def main() -> int:
     import torch.distributed as dist
 
     from megatron.zero_bubble.engine.platforms import select
-    from megatron.zero_bubble.training.quiet import quiet
+    from pretrain.quiet import quiet
 
     select("cpu").setup(0)
     dist.init_process_group("gloo")

@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    """The environment of this process, with the benches and the package of this checkout on Python's path."""
-    paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """The environment of this process, with this checkout's benches, training loop and package on Python's path."""
+    folders = [str(ROOT / "scripts"), str(ROOT / "examples"), str(ROOT)]
+    paths = [*folders, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -128,7 +129,7 @@ def on_pipeline(
     import torch.distributed as dist
 
     from megatron.zero_bubble.engine.platforms import select
-    from megatron.zero_bubble.training.quiet import quiet
+    from pretrain.quiet import quiet
 
     select("cpu").setup(0)
     dist.init_process_group("gloo")

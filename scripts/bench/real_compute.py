@@ -125,10 +125,10 @@ class Job:
         import torch
 
         from megatron.zero_bubble.engine.platforms import select
-        from megatron.zero_bubble.training.arguments import parse
-        from megatron.zero_bubble.training.checks import check
-        from megatron.zero_bubble.training.process import Launch
-        from megatron.zero_bubble.training.quiet import quiet
+        from megatron.zero_bubble.planning.job.arguments.checks import check
+        from megatron.zero_bubble.planning.job.arguments.parser import parse
+        from pretrain.process import Launch
+        from pretrain.quiet import quiet
 
         torch.set_num_threads(1)
         self.launch = Launch.from_environment()
@@ -158,7 +158,7 @@ class Job:
         import torch.distributed as dist
 
         from megatron.zero_bubble.integration.patching import apply, revert
-        from megatron.zero_bubble.training import distributed, model
+        from pretrain import distributed, model
 
         if dist.is_initialized():
             distributed.seed(self.args)

@@ -15,12 +15,12 @@ from megatron.zero_bubble.engine.platforms import select
 from megatron.zero_bubble.engine.runtime.observer import IterationObserver
 from megatron.zero_bubble.integration.adapter.pipeline import Pipeline
 from megatron.zero_bubble.integration.patching import apply, revert
+from megatron.zero_bubble.planning.job.arguments.checks import check
+from megatron.zero_bubble.planning.job.arguments.parser import parse
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.training import distributed, model
-from megatron.zero_bubble.training.arguments import parse
-from megatron.zero_bubble.training.checks import check
-from megatron.zero_bubble.training.process import Launch
-from megatron.zero_bubble.training.quiet import quiet
+from pretrain import distributed, model
+from pretrain.process import Launch
+from pretrain.quiet import quiet
 
 VOCABULARY = 1024
 

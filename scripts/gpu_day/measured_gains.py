@@ -31,12 +31,12 @@ from megatron.zero_bubble.engine.measure.recorder import Recorder
 from megatron.zero_bubble.integration.patching import revert
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.figures import Figures, measured
+from megatron.zero_bubble.planning.job.arguments.checks import check
+from megatron.zero_bubble.planning.job.arguments.parser import parse
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.question import Question, of_run
 from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
-from megatron.zero_bubble.training.arguments import parse
-from megatron.zero_bubble.training.checks import check
 
 STOCK, AUTO = "stock", "auto"
 NAMED = {name: ZeroBubbleConfig(schedule=name) for name in ("zb-h1", "zb-v")}

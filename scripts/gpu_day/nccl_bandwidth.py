@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from gpu_day import mps, step
 from megatron.zero_bubble.engine.platforms import Platform, select
-from megatron.zero_bubble.training.process import Launch
+from pretrain.process import Launch
 
 NUM_MESSAGES, NUM_PRODUCTS = 60, 20
 """In one measurement; the messages take longer than the products next to them."""

@@ -115,8 +115,8 @@ def refused(flags: str, num_ranks: int) -> str | None:
     import torch
 
     from megatron.zero_bubble.core.errors import UserError
-    from megatron.zero_bubble.training.checks import check
-    from megatron.zero_bubble.training.model import build_config
+    from megatron.zero_bubble.planning.job.arguments.checks import check
+    from pretrain.model import build_config
 
     try:
         args = _parser().parse_args(flags.split())
@@ -129,6 +129,6 @@ def refused(flags: str, num_ranks: int) -> str | None:
 
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
-    from megatron.zero_bubble.training.arguments import build_parser
+    from megatron.zero_bubble.planning.job.arguments.parser import build_parser
 
     return build_parser()

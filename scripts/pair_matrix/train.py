@@ -98,8 +98,8 @@ def _train(
     flags: str, stock: bool, factor: float | None, start: dict[str, torch.Tensor] | None
 ) -> tuple[TrainingResult, dict[str, torch.Tensor]]:
     from megatron.zero_bubble.integration.patching import apply, observe, revert
-    from megatron.zero_bubble.training.arguments import parse
-    from megatron.zero_bubble.training.checks import check
+    from megatron.zero_bubble.planning.job.arguments.checks import check
+    from megatron.zero_bubble.planning.job.arguments.parser import parse
 
     args = parse(flags.split())
     check(args, torch.distributed.get_world_size())
@@ -138,7 +138,7 @@ def _train(
 
 def _data(args: Any) -> Any:
     """Samples for training, and for evaluations, whose batches do not begin small."""
-    from megatron.zero_bubble.training.data.batches import Splits, reads_data
+    from pretrain.data.batches import Splits, reads_data
 
     sizes = args.batch_sizes
     samples = Tokens(max(sizes.samples_after(args.train_iters), sizes.final), args.seq_length, args.vocab_size)
@@ -206,7 +206,7 @@ def _take_logits(patch: pytest.MonkeyPatch) -> None:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.core.utils import get_attr_wrapped_model
 
-    from megatron.zero_bubble.training import loop
+    from pretrain import loop
 
     def loss_of(batch: Any, logits: torch.Tensor) -> Any:
         # Flat, with sequences first: the output layer then gets a transposed gradient, as in most loops of this kind.

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from megatron.zero_bubble.__main__ import parser as command_line
+from megatron.zero_bubble.planning.job.arguments.parser import build_parser
 from megatron.zero_bubble.planning.job.features import OPTIONS
 from megatron.zero_bubble.planning.job.flags import add_flags, full_help
 from megatron.zero_bubble.planning.job.option import TIERS
-from megatron.zero_bubble.training.arguments import build_parser
 from site_parts.markdown import code, table
 
 _OURS = "zero bubble"
@@ -49,7 +49,7 @@ def of_training() -> str:
     parts = []
     for group in parser._action_groups:
         if group.title != _OURS and group._group_actions:
-            parts.append(f"### {(group.title or '').capitalize()}\n\n{_table(group._group_actions)}")
+            parts.append(f"## {(group.title or '').capitalize()}\n\n{_table(group._group_actions)}")
     return "\n\n".join(parts)
 
 

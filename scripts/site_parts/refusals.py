@@ -19,7 +19,8 @@ from megatron.zero_bubble.planning.job.flags import as_given, given, parse_ours
 from megatron.zero_bubble.planning.rule import Rule
 from site_parts.markdown import code, table
 
-_PACKAGE = Path(__file__).parent.parent.parent / "megatron/zero_bubble"
+_ROOT = Path(__file__).parent.parent.parent
+_PACKAGE, _LOOP = _ROOT / "megatron/zero_bubble", _ROOT / "examples/pretrain"
 _ERRORS = {"UserError", "PlanError", "ScheduleError", "SeamError", "PatchError", "PeerError", "ArgumentTypeError"}
 _ELLIPSIS = "…"
 _FEWEST_LETTERS = 12
@@ -53,7 +54,7 @@ _EVERYTHING = dict.fromkeys((*(option.name for option in OPTIONS), "num_chunks")
 GROUPS = {
     "job": ("planning/job", "integration/bridge"),
     "megatron-lm": ("integration/megatron_lm",),
-    "training": ("training",),
+    "training": ("planning/job/arguments", "pretrain"),
     "command": ("cli", "planning", "core/search", "core/schedules", "core/costs", "core/render"),
     "files": ("core/formats", "core/ir"),
     "plans": ("core/plan", "core/analysis"),
@@ -61,7 +62,7 @@ GROUPS = {
     "transformer-engine": ("engine/wgrad",),
     "run": ("integration/adapter", "engine/runtime", "engine/optimizer", "engine/measure", "engine/kernels"),
 }
-"""The packages whose messages a table lists, by the table's name."""
+"""The packages whose messages a table lists, by the table's name; ``pretrain`` is the training loop."""
 
 
 def of_flags() -> str:
@@ -139,11 +140,12 @@ def packages() -> set[str]:
 def _messages() -> dict[str, list[str]]:
     """The messages of each package, in the order of the sources."""
     found: dict[str, list[str]] = {}
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        for message in _raised(ast.parse(path.read_text(encoding="utf-8"))):
-            package = found.setdefault(_package(path.relative_to(_PACKAGE)), [])
-            if message not in package:
-                package.append(message)
+    for folder, name in ((_PACKAGE, Path()), (_LOOP, Path("pretrain"))):
+        for path in sorted(folder.rglob("*.py")):
+            for message in _raised(ast.parse(path.read_text(encoding="utf-8"))):
+                package = found.setdefault(_package(name / path.relative_to(folder)), [])
+                if message not in package:
+                    package.append(message)
     return found
 
 

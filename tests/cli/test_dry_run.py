@@ -18,9 +18,9 @@ from megatron.zero_bubble.core.formats.costs import costs_to_json
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.plan import lower_training
 from megatron.zero_bubble.core.plan.nccl import Ctas, collective_ctas
+from megatron.zero_bubble.planning.job.arguments.checks import check
+from megatron.zero_bubble.planning.job.arguments.parser import parse
 from megatron.zero_bubble.planning.source import ScheduleSource
-from megatron.zero_bubble.training.arguments import parse
-from megatron.zero_bubble.training.checks import check
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 JOB = (

@@ -10,9 +10,9 @@ import pytest
 from megatron.zero_bubble import __main__
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.exclusions import BALANCE, SHARDS
+from megatron.zero_bubble.planning.job.arguments.parser import build_parser, parse
 from megatron.zero_bubble.planning.job.options import OPTIONS, flag_of
-from megatron.zero_bubble.training import pretrain
-from megatron.zero_bubble.training.arguments import build_parser, parse
+from pretrain import run
 from tests.helpers.refusals import H1, MEGATRONS_VALUES, jobs_of_effects, jobs_of_exclusions
 
 SHAPES = (
@@ -93,13 +93,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(NUM_RANKS))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(NUM_RANKS))
-    monkeypatch.setattr(pretrain, "_run", start)
+    monkeypatch.setattr(run, "_run", start)
 
 
 @pytest.mark.parametrize("job", ALL)
 def test_dry_run_ends_like_the_run(capsys: pytest.CaptureFixture[str], job: str) -> None:
     flags = [*SHAPES.split(), *job.split()]
-    assert pretrain.main(flags) == 2
+    assert run.main(flags) == 2
     of_run = capsys.readouterr().err.removeprefix("error: ")
     assert __main__.main(["dry-run", "--gpus-per-node", str(NUM_RANKS), "--", *flags]) == 2
     assert capsys.readouterr().err == f"zero-bubble dry-run: {of_run}"
@@ -108,8 +108,8 @@ def test_dry_run_ends_like_the_run(capsys: pytest.CaptureFixture[str], job: str)
 def configuration(args: argparse.Namespace) -> Any:
     import torch
 
-    from megatron.zero_bubble.training import model
-    from megatron.zero_bubble.training.checks import check_layout
+    from megatron.zero_bubble.planning.job.arguments.checks import check_layout
+    from pretrain import model
 
     check_layout(args, NUM_RANKS)
     return model.build_config(args, torch.device("cpu"))

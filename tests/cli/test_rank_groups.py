@@ -6,8 +6,8 @@ import pytest
 from megatron.core.parallel_state import RankGenerator
 
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
-from megatron.zero_bubble.training.arguments import parse_megatron
-from megatron.zero_bubble.training.checks import check_layout
+from megatron.zero_bubble.planning.job.arguments.checks import check_layout
+from megatron.zero_bubble.planning.job.arguments.parser import parse_megatron
 
 SHAPES = "--num-layers 24 --hidden-size 96 --num-attention-heads 24 --seq-length 48 --micro-batch-size 1"
 TOKENS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
+SCRIPT = str(Path(__file__).parents[2] / "scripts/pretrain_gpt.py")
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = sys.modules['megatron.core'] = None; "
 
 
@@ -53,8 +55,8 @@ def test_training_without_torch_names_the_extra() -> None:
     done = python(WITHOUT_TORCH + "import megatron.zero_bubble; megatron.zero_bubble.apply('zb-h1')")
     assert "training needs torch and megatron.core" in done.stderr
     assert "[train]" in done.stderr
-    code = "from megatron.zero_bubble.training.pretrain import main; sys.exit(main(['--mock-data']))"
-    done = python(WITHOUT_TORCH + code)
+    code = "import runpy; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = python(WITHOUT_TORCH + code, SCRIPT, "--mock-data")
     assert done.returncode == 2
     assert "[train]" in done.stderr
     assert "Traceback" not in done.stderr

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from megatron.zero_bubble.training import model
-from megatron.zero_bubble.training.pretrain import main
+from pretrain import model
+from pretrain.run import main
 
 
 @dataclass

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.training import model
-from megatron.zero_bubble.training.pretrain import main
+from pretrain import model
+from pretrain.run import main
 
 MICROBATCHES = 8
 THIRD_ITERATION = range(2 * MICROBATCHES, 3 * MICROBATCHES)

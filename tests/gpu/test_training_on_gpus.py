@@ -26,9 +26,12 @@ FLAGS = (
 pytestmark = pytest.mark.timeout(300)
 
 
+CHECKOUT = (str(ROOT), str(ROOT / "examples"))
+
+
 def environment() -> dict[str, str]:
     """The environment of this process, with this checkout first on Python's path; megatron-core may be there, too."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*CHECKOUT, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -52,9 +55,9 @@ def train(folder: Path, *flags: str, script: str = "scripts/pretrain_gpt.py", ra
 
 def test_ranks_find_what_this_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/where/megatron-core/is")
-    assert environment()["PYTHONPATH"] == os.pathsep.join((str(ROOT), "/where/megatron-core/is"))
+    assert environment()["PYTHONPATH"] == os.pathsep.join((*CHECKOUT, "/where/megatron-core/is"))
     monkeypatch.delenv("PYTHONPATH")
-    assert environment()["PYTHONPATH"] == str(ROOT)
+    assert environment()["PYTHONPATH"] == os.pathsep.join(CHECKOUT)
 
 
 def needs_gpus(number: int) -> pytest.MarkDecorator:

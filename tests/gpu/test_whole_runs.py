@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble.engine.platforms.cuda import nccl_shares_gpus
+from tests.examples.pretrain.test_faults import BACKWARD, LIMIT_S
 from tests.helpers import expert_models
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.launch import Death, run_training
@@ -31,7 +32,6 @@ from tests.helpers.training import losses
 from tests.helpers.training import train as train_job
 from tests.integration.adapter.test_parity import BUCKETS, FP16, UNTIED
 from tests.loops import varied
-from tests.training.test_faults import BACKWARD, LIMIT_S
 
 DEVICE = os.environ.get("ZB_TEST_DEVICE", "cuda")
 ON_CPU = DEVICE == "cpu"

@@ -21,13 +21,13 @@ def pass_on(ranks: RankPool, num_ranks: int, flags: str) -> None:
 def _load_and_save(rank: int, num_ranks: int, flags: Sequence[str]) -> None:
     from megatron.zero_bubble.engine.platforms import select
     from megatron.zero_bubble.integration.patching import revert
-    from megatron.zero_bubble.training import checkpoint, model, pretrain
-    from megatron.zero_bubble.training.arguments import parse
-    from megatron.zero_bubble.training.checks import check
-    from megatron.zero_bubble.training.data import tokenizer
-    from megatron.zero_bubble.training.distributed import initialize
-    from megatron.zero_bubble.training.process import Launch
-    from megatron.zero_bubble.training.schedule import apply_schedule
+    from megatron.zero_bubble.planning.job.arguments import tokenizer
+    from megatron.zero_bubble.planning.job.arguments.checks import check
+    from megatron.zero_bubble.planning.job.arguments.parser import parse
+    from pretrain import checkpoint, model, run
+    from pretrain.distributed import initialize
+    from pretrain.process import Launch
+    from pretrain.schedule import apply_schedule
 
     args = parse(flags)
     check(args, num_ranks)
@@ -36,7 +36,7 @@ def _load_and_save(rank: int, num_ranks: int, flags: Sequence[str]) -> None:
     applied = apply_schedule(args)
     try:
         size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
-        trained = pretrain._build(args, model.build_config(args, device), size, device, applied.pipeline)
+        trained = run._build(args, model.build_config(args, device), size, device, applied.pipeline)
         state = checkpoint.load(args, trained)
         assert state is not None, "there is a checkpoint to load"
         checkpoint.save(args, trained, state)
@@ -51,7 +51,7 @@ def tensors(ranks: RankPool, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _read(_rank: int, directory: Path) -> dict[str, torch.Tensor]:
-    from megatron.zero_bubble.training import checkpoint
+    from pretrain import checkpoint
 
     iteration = checkpoint.latest_iteration(directory)
     assert iteration is not None, "there is a checkpoint to read"

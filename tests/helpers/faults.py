@@ -89,8 +89,8 @@ def _train(flags: str, faults: Sequence[Fault]) -> Outcome:
 
     from megatron.zero_bubble.engine.optimizer.log_sums import sums_for_the_log
     from megatron.zero_bubble.integration.patching import apply, revert
-    from megatron.zero_bubble.training.arguments import parse
-    from megatron.zero_bubble.training.checks import check
+    from megatron.zero_bubble.planning.job.arguments.checks import check
+    from megatron.zero_bubble.planning.job.arguments.parser import parse
 
     args = parse([*BASE_FLAGS.split(), *flags.split()])
     check(args, torch.distributed.get_world_size())

@@ -17,7 +17,7 @@ _SIZES = {"mamba_state_dim": 4, "mamba_head_dim": 8, "mamba_num_groups": 2}
 
 def train_hybrid(rank: int, pattern: str, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
     """Train a model with the layers of ``pattern`` in place of a GPT; call it on a rank pool."""
-    from megatron.zero_bubble.training import model
+    from pretrain import model
 
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(STAND_INS)

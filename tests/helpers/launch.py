@@ -139,7 +139,7 @@ def _rank(rank: int, num_ranks: int, port: int, flags: list[str], log: str, setu
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(value) for name, value in places.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from megatron.zero_bubble.training.pretrain import main
+    from pretrain.run import main
 
     if setup is not None:
         setup(rank)

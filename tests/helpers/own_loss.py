@@ -28,7 +28,7 @@ def _loss(batch: dict[str, torch.Tensor], logits: torch.Tensor) -> tuple[torch.T
 
 def train_on_logits(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
     """See ``parity.train``; call it on a rank pool."""
-    from megatron.zero_bubble.training import loop
+    from pretrain import loop
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Trainer, "_forward_step", _forward_step)

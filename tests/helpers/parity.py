@@ -108,7 +108,7 @@ def run_once(args: Any) -> None:
 
 
 def _splits(args: Any) -> Any:
-    from megatron.zero_bubble.training.data.batches import Splits, reads_data
+    from pretrain.data.batches import Splits, reads_data
 
     samples = Tokens(args.batch_sizes.samples_after(args.train_iters), args.seq_length, args.vocab_size)
     read = samples if reads_data(args) else None
@@ -131,9 +131,9 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcom
 def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[Any, Any]]:
     """Apply each schedule in turn; yield the checked flags and the pipeline, which is None for stock."""
     from megatron.zero_bubble.integration.patching import apply, revert
+    from megatron.zero_bubble.planning.job.arguments.checks import check
+    from megatron.zero_bubble.planning.job.arguments.parser import parse
     from megatron.zero_bubble.planning.job.flags import parse_ours
-    from megatron.zero_bubble.training.arguments import parse
-    from megatron.zero_bubble.training.checks import check
 
     placement = None
     for schedule in schedules:
@@ -170,7 +170,7 @@ def rebuild_process_groups(args: Any) -> None:
     """Replace Megatron's process groups by those for ``args``; old groups are destroyed because each has threads."""
     from megatron.core import parallel_state, rerun_state_machine
 
-    from megatron.zero_bubble.training.distributed import lay_out
+    from pretrain.distributed import lay_out
 
     parallel_state.destroy_model_parallel()
     rerun_state_machine.destroy_rerun_state_machine()
@@ -184,9 +184,9 @@ def _build(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Any, dict[
     """Build the rank's model chunks, with the pipeline's weights ``start`` if given; return chunks and weights."""
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.training import model
-    from megatron.zero_bubble.training.data import tokenizer
-    from megatron.zero_bubble.training.distributed import seed
+    from megatron.zero_bubble.planning.job.arguments import tokenizer
+    from pretrain import model
+    from pretrain.distributed import seed
 
     seed(args)
     device = _device(args)
@@ -232,10 +232,10 @@ def _train_once(
     ``on_start`` is called with the model chunks and the progress before the first iteration.
     """
     from megatron.zero_bubble.engine.optimizer.post_validation import PostValidatedOptimizer
-    from megatron.zero_bubble.training import checkpoint, loop, model, stop
-    from megatron.zero_bubble.training import schedule as zero_bubble
-    from megatron.zero_bubble.training.data import tokenizer
-    from megatron.zero_bubble.training.distributed import group_of_hosts
+    from megatron.zero_bubble.planning.job.arguments import tokenizer
+    from pretrain import checkpoint, loop, model, stop
+    from pretrain import schedule as zero_bubble
+    from pretrain.distributed import group_of_hosts
 
     platform, device = select(args.zero_bubble_device), _device(args)
     vocab_size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.zero_bubble.training.report import Progress
+from pretrain.report import Progress
 
 
 class RecordedProgress(Progress):

@@ -267,7 +267,7 @@ def start_server() -> ForkServerContext:
 
 def environment() -> AbstractContextManager[None]:
     """Context in which started processes get the environment of ranks."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), str(REPOSITORY / "examples"), os.environ.get("PYTHONPATH")]))
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return _environment(
         PYTHONPATH=path, OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS=queues, TORCHDYNAMO_DISABLE="1"

@@ -98,10 +98,10 @@ def own_gradients_of(
 ) -> tuple[Gradients, dict[str, torch.Tensor]]:
     """As ``gradients_of``, with only the gradients of this rank's weights."""
     from megatron.zero_bubble.engine.platforms import select
-    from megatron.zero_bubble.training import checkpoint, loop, model
-    from megatron.zero_bubble.training.data import tokenizer
-    from megatron.zero_bubble.training.data.batches import Splits
-    from megatron.zero_bubble.training.data.shares import share_of
+    from megatron.zero_bubble.planning.job.arguments import tokenizer
+    from pretrain import checkpoint, loop, model
+    from pretrain.data.batches import Splits
+    from pretrain.data.shares import share_of
 
     chunks, start = _build(args, start)
     optimizer = model.build_optimizer(args, chunks)

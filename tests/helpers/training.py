@@ -19,10 +19,10 @@ SMALL = (
 def run(rank: int, num_ranks: int, flags: Sequence[str]) -> None:
     """Run one rank of ``pretrain_gpt.py`` in the pool's process group."""
     from megatron.zero_bubble.integration.patching import revert
-    from megatron.zero_bubble.training.arguments import parse
-    from megatron.zero_bubble.training.checks import check
-    from megatron.zero_bubble.training.pretrain import train
-    from megatron.zero_bubble.training.process import Launch
+    from megatron.zero_bubble.planning.job.arguments.checks import check
+    from megatron.zero_bubble.planning.job.arguments.parser import parse
+    from pretrain.process import Launch
+    from pretrain.run import train
 
     args = parse(flags)
     check(args, num_ranks)

@@ -97,9 +97,9 @@ def _scaled(forward_step: Any, factor: float) -> Any:
 
 def _trainer(args: Any, chunks: Any) -> Any:
     from megatron.zero_bubble.engine.platforms import select
-    from megatron.zero_bubble.training import checkpoint, loop, model
-    from megatron.zero_bubble.training.data import tokenizer
-    from megatron.zero_bubble.training.data.batches import Splits
+    from megatron.zero_bubble.planning.job.arguments import tokenizer
+    from pretrain import checkpoint, loop, model
+    from pretrain.data.batches import Splits
 
     optimizer = model.build_optimizer(args, chunks)
     model.connect(args, chunks, optimizer)
@@ -116,9 +116,9 @@ def _iteration(
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.core.costs.lengths import Shape
-    from megatron.zero_bubble.training.data.documents import packed
-    from megatron.zero_bubble.training.data.shares import Share
-    from megatron.zero_bubble.training.loop import _mean_loss
+    from pretrain.data.documents import packed
+    from pretrain.data.shares import Share
+    from pretrain.loop import _mean_loss
 
     multiple = args.seq_length if whole else args.tensor_model_parallel_size
     batches = [packed([sample(index, args.vocab_size) for index in microbatch], multiple) for microbatch in own]

@@ -15,8 +15,8 @@ from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.advice import Advice
 from megatron.zero_bubble.planning.change import NUMBERS, Row, Today
 from megatron.zero_bubble.planning.experts import Refusal, verdict
+from megatron.zero_bubble.planning.job.arguments.parser import misspelt
 from megatron.zero_bubble.planning.uncertainty import SHARE
-from megatron.zero_bubble.training.arguments import misspelt
 
 _GIB = 2**30
 _MEASURED = 10

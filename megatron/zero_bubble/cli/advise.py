@@ -300,7 +300,7 @@ def flags_of_job(options: argparse.Namespace) -> list[str]:
     Raises:
         UserError: no flags, or an unreadable or invalid configuration file.
     """
-    from megatron.zero_bubble.training.arguments import expanded
+    from megatron.zero_bubble.planning.job.arguments.parser import expanded
 
     return expanded(job_words(options))
 

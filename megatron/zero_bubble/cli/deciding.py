@@ -39,10 +39,10 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.facts import Facts, all_differences, listed
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS
 from megatron.zero_bubble.planning.change import NUMBERS, ROUNDED
+from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
 from megatron.zero_bubble.planning.job.facts import facts_of, job_facts
 from megatron.zero_bubble.planning.job.flags import StrictParser, given, has_schedule, parse_ours
 from megatron.zero_bubble.planning.source import AUTO_LIMIT, ZB_AUTO
-from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
 
 AUTO = "auto"
 _SCHEDULE = "--zero-bubble-schedule"
@@ -123,7 +123,7 @@ def decided_for_our_loop(argv: Sequence[str]) -> list[str]:
 
     An error in the flags ends the process with a sentence, on rank 0 of every node.
     """
-    from megatron.zero_bubble.training.arguments import expanded
+    from megatron.zero_bubble.planning.job.arguments.parser import expanded
 
     try:
         flags, lines = decided(expanded(argv))

@@ -31,12 +31,12 @@ from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.render.text import headline, imbalance
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job import experts, recomputation
+from megatron.zero_bubble.planning.job.arguments.model_checks import missing_packages as packages_of_ours
 from megatron.zero_bubble.planning.job.facts import remarks as of_other_jobs
 from megatron.zero_bubble.planning.job.flags import has_schedule
 from megatron.zero_bubble.planning.job.installed import missing_packages as packages_of_megatrons
 from megatron.zero_bubble.planning.job.pattern import contents
 from megatron.zero_bubble.planning.plans import rank_memory, slower_than_1f1b
-from megatron.zero_bubble.training.model_checks import missing_packages as packages_of_ours
 
 _COPIES = "Copies to host memory and back are not in the times, unless the costs file has host_ms."
 _BALANCE = (
@@ -138,8 +138,8 @@ def _compared(
 
 def _checked_job(options: argparse.Namespace) -> MegatronJob:
     """Parse and check the job's flags as the run does."""
-    from megatron.zero_bubble.training.arguments import expanded, parse
-    from megatron.zero_bubble.training.checks import check
+    from megatron.zero_bubble.planning.job.arguments.checks import check
+    from megatron.zero_bubble.planning.job.arguments.parser import expanded, parse
 
     world_size = options.nodes * options.gpus_per_node
     job = job_words(options)

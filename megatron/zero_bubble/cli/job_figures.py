@@ -47,7 +47,7 @@ def job_figures(
     links: Links,
 ) -> Figures:
     """Return costs and memory for checked ``args``, with ``layers`` per stage; see ``Figures`` for their meaning."""
-    from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
+    from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
 
     sizes = args.pipeline_model_parallel_size, args.batch_sizes.final // args.batch_sizes.granule
     others = unestimated_kinds(args)
@@ -95,7 +95,7 @@ def job_figures(
 
 def assumes_vocabulary(args: argparse.Namespace, costs_file: str | None) -> bool:
     """Whether estimates are for a vocabulary that neither the flags of a job nor its tokenizer give."""
-    from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
+    from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
 
     is_estimated = costs_file is None and not unestimated_kinds(args)
     return is_estimated and known_vocabulary(args) is None and tokenizers_vocabulary(args) is None

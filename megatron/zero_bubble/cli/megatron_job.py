@@ -47,8 +47,8 @@ def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -
     Raises:
         UserError: the error that a run with these flags ends with.
     """
-    from megatron.zero_bubble.training.arguments import parse_megatron
-    from megatron.zero_bubble.training.checks import check_model, check_sizes
+    from megatron.zero_bubble.planning.job.arguments.checks import check_model, check_sizes
+    from megatron.zero_bubble.planning.job.arguments.parser import parse_megatron
 
     arguments, replaced = modernize(argv)
     parse_ours(arguments)  # its errors are those of the launcher, which does not know the other flags

@@ -27,8 +27,8 @@ def read_model(
         UserError: when the file cannot be read, lacks a shape, or describes a model that the estimate does not cover.
     """
     # The training parser reads the file, so that configurations have one reader; it does not import torch.
-    from megatron.zero_bubble.training.arguments import parse
-    from megatron.zero_bubble.training.checks import check_expert_numbers
+    from megatron.zero_bubble.planning.job.arguments.checks import check_expert_numbers
+    from megatron.zero_bubble.planning.job.arguments.parser import parse
 
     args = parse(["--config", file])
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):

@@ -64,8 +64,8 @@ def against_stock(
 
 def _without_our_flags(options: argparse.Namespace, job: Sequence[str]) -> argparse.Namespace:
     """The checked flags of the same job under Megatron's own schedule."""
-    from megatron.zero_bubble.training.arguments import parse
-    from megatron.zero_bubble.training.checks import check
+    from megatron.zero_bubble.planning.job.arguments.checks import check
+    from megatron.zero_bubble.planning.job.arguments.parser import parse
 
     world_size = options.nodes * options.gpus_per_node
     if options.megatron_lm:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.formats.layout import job_layers, layout_text, stage_layers, stages_text
-from megatron.zero_bubble.training.arguments import parse
-from megatron.zero_bubble.training.checks import check_layout
+from megatron.zero_bubble.planning.job.arguments.checks import check_layout
+from megatron.zero_bubble.planning.job.arguments.parser import parse
 
 SHAPES = "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --pipeline-model-parallel-size"
 ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.zero_bubble import PassCosts, PassMemory, Placement, search
+from megatron.zero_bubble import PassCosts, PassMemory, Placement
+from megatron.zero_bubble.core import search
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.search.blocks import vee_block
 from megatron.zero_bubble.core.search.loops import Loops, Reference, compiled, loops

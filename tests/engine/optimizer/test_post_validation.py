@@ -271,8 +271,8 @@ def test_steps_on_a_v_do_not_wait_for_the_losses(ranks: RankPool) -> None:
 
 def passes_without_an_optimizer(_rank: int) -> None:
     from megatron.zero_bubble.integration.patching import apply, revert
-    from megatron.zero_bubble.training.arguments import parse
-    from megatron.zero_bubble.training.checks import check
+    from megatron.zero_bubble.planning.job.arguments.checks import check
+    from megatron.zero_bubble.planning.job.arguments.parser import parse
 
     args = parse([*BASE_FLAGS.split(), *Layout(2).flags(2).split(), "--zero-bubble-schedule", "zb-h1"])
     check(args, 2)

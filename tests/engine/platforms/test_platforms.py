@@ -15,8 +15,8 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.engine.platforms import select
 from megatron.zero_bubble.engine.platforms.cpu import host
 from megatron.zero_bubble.engine.platforms.cuda import CudaPlatform
-from megatron.zero_bubble.training.distributed import check_backend
-from megatron.zero_bubble.training.process import Launch
+from pretrain.distributed import check_backend
+from pretrain.process import Launch
 
 ROOT = Path(__file__).resolve().parents[3]
 

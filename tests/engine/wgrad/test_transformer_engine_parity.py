@@ -111,7 +111,7 @@ def with_engine(spec: Any) -> Any:
 @contextmanager
 def engine_layers(fused: bool, fp8: bool) -> Iterator[None]:
     """Build models with the fake engine's linears within this context."""
-    from megatron.zero_bubble.training import model
+    from pretrain import model
 
     make = model._layer_spec
     with engine.installed(), pytest.MonkeyPatch.context() as patch:

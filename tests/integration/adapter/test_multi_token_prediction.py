@@ -24,7 +24,8 @@ def train_predicting(rank: int, flags: str, schedules: Sequence[str | None]) -> 
     """Train a model that predicts two additional tokens; our training loop has no flag for that."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from megatron.zero_bubble.training import arguments, model
+    from megatron.zero_bubble.planning.job.arguments import parser as arguments
+    from pretrain import model
 
     parse, build_gpt = arguments.parse, model.GPTModel
 

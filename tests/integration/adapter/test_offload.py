@@ -236,8 +236,8 @@ def measure(
     """
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.training import checkpoint, loop, model
-    from megatron.zero_bubble.training.data.shares import Share
+    from pretrain import checkpoint, loop, model
+    from pretrain.data.shares import Share
 
     start, measured, of_a_pass = None, [], 0.0
     for args, pipeline in measuring_pipelines(flags, [f"{schedule} {option}" for option in options]):

@@ -9,13 +9,13 @@ import torch
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
+from tests.examples.pretrain.test_faults import check_survivors, flags
 from tests.helpers.launch import Death, run_training
 from tests.helpers.parity import Layout, assert_same_bits
 from tests.helpers.ranks import RankPool
 from tests.helpers.uneven import worst_differences
 from tests.integration.adapter.test_shards import BASE, CHUNKS, SHARDED, TrainingResult, train
 from tests.integration.adapter.test_uneven_replicas import OF_LENGTHS
-from tests.training.test_faults import check_survivors, flags
 
 ON_DEMAND = "--zero-bubble-shard-transport on-demand"
 TWO = Layout(2, data=2, num_layers=4)

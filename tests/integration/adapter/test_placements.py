@@ -152,9 +152,9 @@ def peaks(_rank: int, flags: str) -> Peaks:
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.integration.patching import apply, revert
-    from megatron.zero_bubble.training.arguments import parse
-    from megatron.zero_bubble.training.checks import check
-    from megatron.zero_bubble.training.distributed import lay_out
+    from megatron.zero_bubble.planning.job.arguments.checks import check
+    from megatron.zero_bubble.planning.job.arguments.parser import parse
+    from pretrain.distributed import lay_out
 
     args = parse([*BASE_FLAGS.split(), *flags.split()])
     check(args, torch.distributed.get_world_size())

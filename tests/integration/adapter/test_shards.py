@@ -200,8 +200,8 @@ def by_stage(sizes: Sequence[tuple[int, int]], rank: int) -> tuple[list[float], 
 )
 def test_unsupported_jobs_are_refused(options: str, what: str) -> None:
     from megatron.zero_bubble.core.errors import UserError
-    from megatron.zero_bubble.training.arguments import parse
-    from megatron.zero_bubble.training.checks import check
+    from megatron.zero_bubble.planning.job.arguments.checks import check
+    from megatron.zero_bubble.planning.job.arguments.parser import parse
 
     schedule = "" if "--zero-bubble-schedule" in options else "--zero-bubble-schedule zero-pp"
     words = f"{parity.BASE_FLAGS} {TWO.flags(4)} {schedule} --zero-bubble-shard-weights {options}".split()

@@ -14,9 +14,9 @@ from megatron.zero_bubble.core.formats.costs import read_costs_file
 from megatron.zero_bubble.core.formats.trace import read_trace_file
 from megatron.zero_bubble.core.ir.collectives import Collective, Spread, Sum
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.planning.job.arguments.checks import check
+from megatron.zero_bubble.planning.job.arguments.parser import parse
 from megatron.zero_bubble.planning.job.model import model_of
-from megatron.zero_bubble.training.arguments import parse
-from megatron.zero_bubble.training.checks import check
 from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
 from tests.helpers.training import SMALL, losses, train

@@ -48,8 +48,8 @@ def job(
     from megatron.zero_bubble import ZeroBubbleConfig
     from megatron.zero_bubble.integration.megatron_lm.trace import JobTrace
     from megatron.zero_bubble.integration.patching import apply, revert
+    from megatron.zero_bubble.planning.job.arguments.parser import parse_megatron
     from megatron.zero_bubble.planning.job.flags import add_flags
-    from megatron.zero_bubble.training.arguments import parse_megatron
 
     for name, value in vars(parse_megatron(MODEL.split())[0]).items():
         vars(args).setdefault(name, value)

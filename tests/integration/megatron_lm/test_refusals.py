@@ -8,8 +8,8 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.core.formats.plan import plan_to_json
+from tests.examples.pretrain.data.test_batches import write_constant
 from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts, pretrain_gpt
-from tests.training.data.test_batches import write_constant
 
 CHECKOUTS = checkouts()
 pytestmark = [

@@ -18,9 +18,8 @@ from tests.helpers.megatron_lm import ROOT, Checkout, checkouts
 from tests.helpers.ranks import RankPool
 
 PACKAGE = ROOT / "megatron" / "zero_bubble"
-# Not checked here: the training loop and the commands, which require a newer version, and the CPU platform, which
-# checks its names itself.
-APART = {"training", "engine/platforms", "cli"}
+# Not checked here: the commands, which require a newer version, and the CPU platform, which checks its names itself.
+APART = {"engine/platforms", "cli"}
 FILES = sorted(
     path for path in PACKAGE.rglob("*.py") if not APART & {str(p) for p in path.relative_to(PACKAGE).parents}
 )

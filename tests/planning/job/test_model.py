@@ -9,8 +9,8 @@ import pytest
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import stage_layers
+from megatron.zero_bubble.planning.job.arguments.parser import parse
 from megatron.zero_bubble.planning.job.model import stated_vocabulary, uneven_layout
-from megatron.zero_bubble.training.arguments import parse
 
 SHAPES = "--hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 --num-layers 18"
 LINEAR = Placement.linear(4)

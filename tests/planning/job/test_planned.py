@@ -17,9 +17,9 @@ from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.formats.sharding import sharding_content
 from megatron.zero_bubble.core.ir import Slices
 from megatron.zero_bubble.core.plan.shard import Sharding
+from megatron.zero_bubble.planning.job.arguments.checks import check_layout
+from megatron.zero_bubble.planning.job.arguments.parser import parse
 from megatron.zero_bubble.planning.source import ScheduleSource, even_costs
-from megatron.zero_bubble.training.arguments import parse
-from megatron.zero_bubble.training.checks import check_layout
 
 JOB = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3
     --train-iters 3 --global-batch-size 8 --pipeline-model-parallel-size 2"""

@@ -8,11 +8,11 @@ import pytest
 
 from megatron.zero_bubble.core.errors import PlanError
 from megatron.zero_bubble.planning.feasibility import ONE_QUEUE, Feasibility
+from megatron.zero_bubble.planning.job.arguments.checks import check
+from megatron.zero_bubble.planning.job.arguments.parser import parse
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.proved import check_counts
-from megatron.zero_bubble.training import pretrain
-from megatron.zero_bubble.training.arguments import parse
-from megatron.zero_bubble.training.checks import check
+from pretrain import run
 from tests.helpers.parity import BASE_FLAGS, Layout
 
 
@@ -42,4 +42,4 @@ def test_our_loop_refuses_a_ramp_before_it_trains(
     check(args, 4)
     refused = pytest.raises(PlanError, match="with 12 microbatches, schedule 'breadth-first' needs several hardware")
     with refused if is_refused else nullcontext():
-        pretrain._check_plans(args, backend)
+        run._check_plans(args, backend)

@@ -6,9 +6,9 @@ import argparse
 
 import pytest
 
+from megatron.zero_bubble.planning.job.arguments.checks import check
+from megatron.zero_bubble.planning.job.arguments.parser import parse
 from megatron.zero_bubble.planning.job.recomputation import remark
-from megatron.zero_bubble.training.arguments import parse
-from megatron.zero_bubble.training.checks import check
 
 LLAMA = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "

@@ -18,11 +18,11 @@ def num_weights(rank: int, flags: str) -> int:
 
     from megatron.zero_bubble.engine.platforms import select
     from megatron.zero_bubble.integration.patching import apply, revert
-    from megatron.zero_bubble.training import model
-    from megatron.zero_bubble.training.arguments import parse
-    from megatron.zero_bubble.training.checks import check
-    from megatron.zero_bubble.training.data import tokenizer
-    from megatron.zero_bubble.training.distributed import seed
+    from megatron.zero_bubble.planning.job.arguments import tokenizer
+    from megatron.zero_bubble.planning.job.arguments.checks import check
+    from megatron.zero_bubble.planning.job.arguments.parser import parse
+    from pretrain import model
+    from pretrain.distributed import seed
 
     args = parse([*BASE_FLAGS.split(), *flags.split()])
     check(args, torch.distributed.get_world_size())

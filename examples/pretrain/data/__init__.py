@@ -1,0 +1,1 @@
+"""Data for the training loop: batches, documents, and the shares of replicas."""

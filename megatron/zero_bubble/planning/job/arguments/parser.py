@@ -1,0 +1,338 @@
+"""The flags of ``scripts/pretrain_gpt.py``: Megatron-LM's names for everything supported, and a few additional flags.
+
+Destinations have the field names of megatron-core's ``TransformerConfig``, ``OptimizerConfig`` and
+``DistributedDataParallelConfig``, so that the training loop can pass the values by name. This module does not import
+torch, so that a wrong flag is reported at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.planning.job.arguments.config_file import config_tokens
+from megatron.zero_bubble.planning.job.arguments.group import Group
+from megatron.zero_bubble.planning.job.arguments.layer_frequency import layer_frequency
+from megatron.zero_bubble.planning.job.arguments.model import (
+    add_fusion,
+    add_model,
+    add_moe,
+    add_parallel,
+    add_precision,
+    add_recompute,
+)
+from megatron.zero_bubble.planning.job.flags import add_flags
+from megatron.zero_bubble.planning.job.options import add_options
+
+_MEGATRONS_NAMES = {
+    "num_moe_experts": "num_experts",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+}
+"""Names that Megatron-LM has for values of flags, before it converts them to those of megatron-core."""
+
+_MISSPELT = 0.91
+"""Similarity from which an unknown flag is a known one with a mistake."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser that raises ``UserError`` where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; --help lists the flags")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line, whose flags override those of ``--config FILE``.
+
+    Raises:
+        UserError: unknown flags, values of the wrong type, an unreadable or invalid configuration file.
+    """
+    first = _Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", default=None)
+    config = first.parse_known_args(argv)[0].config
+    parser = build_parser()
+    tokens: list[str] = []
+    if config is not None:
+        tokens = config_tokens(config, argv)
+        try:
+            parser.parse_args(tokens)
+        except UserError as error:
+            raise UserError(f"configuration file {config}: {error}") from None
+    return parser.parse_args([*tokens, *argv])
+
+
+def expanded(argv: Sequence[str]) -> list[str]:
+    """Return the flags with those of ``--config FILE`` in the place of it; flags of the command line are the last.
+
+    Raises:
+        UserError: an unreadable or invalid configuration file.
+    """
+    first = _Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", default=None)
+    options, others = first.parse_known_args(argv)
+    return others if options.config is None else [*config_tokens(options.config, argv), *others]
+
+
+def misspelt(flags: Sequence[str]) -> list[tuple[str, str]]:
+    """Return those of a job's unknown flags that differ from a known one by a letter or two, each with that one.
+
+    Megatron-LM has flags that differ from known ones by whole words.
+    """
+    from difflib import get_close_matches  # takes a while to import
+
+    known = [name for action in _megatrons_parser()._actions for name in action.option_strings]
+    pairs = ((flag, get_close_matches(flag, known, n=1, cutoff=_MISSPELT)) for flag in flags)
+    return [(flag, close[0]) for flag, close in pairs if close]
+
+
+def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """Parse the flags of a job that runs Megatron-LM's script.
+
+    Values that only Megatron-LM supports, such as its other tokenizers, are accepted unchecked.
+
+    Returns:
+        the flags that this program or its rules know, those of the pipeline under Megatron-LM's names as well; and the
+        names of all other flags.
+
+    Raises:
+        UserError: values of the wrong type, or invalid zero-bubble flags.
+    """
+    parser = _megatrons_parser()
+    args, others = parser.parse_known_args(argv)
+    for ours, megatrons in _MEGATRONS_NAMES.items():
+        setattr(args, megatrons, getattr(args, ours))
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
+    unread = [token.partition("=")[0] for token in others if token.startswith("--")]
+    return args, tuple(unread if args.config is None else ["--config", *unread])
+
+
+def _megatrons_parser() -> _Parser:
+    """The parser of the flags of Megatron-LM's script that are known here."""
+    parser = build_parser()
+    for action in parser._actions:
+        if not action.dest.startswith("zero_bubble"):
+            action.choices = None
+        if action.dest == "moe_router_load_balancing_type":
+            action.nargs = "+"
+    parser.set_defaults(tokenizer_type=None)
+    add = parser.add_argument
+    add("--context-parallel-size", type=int, default=1)
+    add("--use-tp-pp-dp-mapping", action="store_true")
+    for flag in ("num-layers-per-virtual-pipeline-stage", "eval-global-batch-size", "eval-micro-batch-size"):
+        add(f"--{flag}", type=int)
+    add("--train-samples", type=int)
+    add("--decrease-batch-size-if-needed", action="store_true")
+    for flag in ("num-heads", "head-dim", "state-dim", "num-groups"):
+        add(f"--mamba-{flag}", type=int)
+    for flag in ("--step-batch-size-schedule", "--hybrid-layer-pattern", "--hybrid-override-pattern", "--yaml-cfg"):
+        add(flag)
+    add("--moe-layer-freq", type=layer_frequency, default=1)
+    for kind in ("", "expert-"):  # without the flag, Megatron sets the only number that works
+        add(f"--{kind}tensor-parallel-num-weight-shards", type=int, default=argparse.SUPPRESS)
+    add("--tokenizer-model")  # whose folder may say the size of the vocabulary
+    add_options(parser)
+    return parser
+
+
+def build_parser() -> _Parser:
+    """Build the parser with all flags; a test freezes their list."""
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        description="Pretrain a GPT on megatron-core, with or without a zero-bubble schedule. All flags but "
+        "--zero-bubble-*, --config and --metrics-file have Megatron-LM's names and meanings.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with flags, as in configs/; the command line overrides it"
+    )
+    parser.set_defaults(context_parallel_size=1, use_tp_pp_dp_mapping=False)  # only jobs of Megatron-LM set them
+    for add_group in (
+        add_flags,
+        _add_measurements,
+        add_parallel,
+        add_model,
+        add_moe,
+        add_recompute,
+        add_fusion,
+        add_precision,
+        _add_training,
+        _add_optimizer,
+        _add_learning_rate,
+        _add_data,
+        _add_checkpoint,
+        _add_logging,
+    ):
+        add_group(parser)
+    return parser
+
+
+def _add_measurements(parser: argparse.ArgumentParser) -> None:
+    group = Group(parser, "measurements")
+    group.add("--metrics-file", "append one JSON object per iteration and evaluation to this file", metavar="FILE")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = Group(parser, "training")
+    group.whole("--micro-batch-size", "number of sequences per microbatch on one data-parallel rank (required)")
+    group.whole(
+        "--global-batch-size",
+        "number of sequences per iteration on all ranks (default: --micro-batch-size * data-parallel size)",
+    )
+    group.add(
+        "--rampup-batch-size",
+        "begin with START sequences per iteration and grow in equal steps of INCREMENT, to reach --global-batch-size "
+        "after SAMPLES sequences (default: no ramp-up)",
+        type=int,
+        nargs=3,
+        metavar=("START", "INCREMENT", "SAMPLES"),
+    )
+    group.whole(
+        "--train-iters", "number of iterations in total, including those before a checkpoint that is resumed (required)"
+    )
+    group.whole(
+        "--exit-interval",
+        "stop after an iteration that is a multiple of this number, with a checkpoint if --save is given",
+    )
+    group.on("--exit-signal-handler", "no effect: a run always stops cleanly on SIGTERM")
+    group.whole("--seed", "seed of the initial weights, of dropout and of the order of the data", default=1234)
+    group.on(
+        "--calculate-per-token-loss",
+        "give every token of an iteration the same weight in the loss, instead of every microbatch",
+    )
+    group.off(
+        "--no-check-for-nan-in-loss-and-grad",
+        "check_for_nan_in_loss_and_grad",
+        "do not stop at gradients that are NaN or infinite; with --fp16, they are left to the loss scaling",
+    )
+
+
+def _add_optimizer(parser: argparse.ArgumentParser) -> None:
+    group = Group(parser, "optimizer")
+    group.add("--optimizer", "Adam or SGD with momentum", default="adam", choices=("adam", "sgd"))
+    group.on(
+        "--use-distributed-optimizer", "divide the state and the steps of the optimizer among the data-parallel ranks"
+    )
+    group.real("--weight-decay", "weight decay", default=0.01)
+    group.real("--clip-grad", "gradients with a larger global norm are scaled down to it; 0 never scales", default=1.0)
+    group.real("--adam-beta1", "decay of Adam's mean of gradients", default=0.9)
+    group.real("--adam-beta2", "decay of Adam's mean of squared gradients", default=0.999)
+    group.real("--adam-eps", "number added to the denominator of Adam's update", default=1e-08)
+    group.real("--sgd-momentum", "momentum of --optimizer sgd", default=0.9)
+
+
+def _add_learning_rate(parser: argparse.ArgumentParser) -> None:
+    group = Group(parser, "learning rate")
+    group.real("--lr", "learning rate after the warm-up, the largest of the run (required)")
+    group.real("--min-lr", "learning rate at the end of the decay", default=0.0)
+    group.add(
+        "--lr-decay-style",
+        "shape of the decay from --lr to --min-lr",
+        default="linear",
+        choices=("constant", "linear", "cosine", "inverse-square-root"),
+    )
+    group.whole(
+        "--lr-decay-iters",
+        "iteration at which the decay ends, counted from the start of the run (default: --train-iters)",
+    )
+    group.whole(
+        "--lr-warmup-iters", "number of iterations in which the learning rate rises linearly to --lr", default=0
+    )
+    group.real(
+        "--lr-warmup-fraction", "warm-up as a share of --lr-decay-iters, instead of --lr-warmup-iters", metavar="SHARE"
+    )
+    group.real("--lr-warmup-init", "learning rate at the start of the warm-up", default=0.0)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    group = Group(parser, "data")
+    group.add(
+        "--data-path",
+        "data sets to divide by --split: one or more PREFIX, or WEIGHT PREFIX pairs; PREFIX.bin and PREFIX.idx are in "
+        "Megatron's indexed format",
+        nargs="+",
+        metavar="PREFIX",
+    )
+    group.add(
+        "--split",
+        "shares of --data-path for training, validation and test, with any sum",
+        default="969,30,1",
+        metavar="SHARES",
+    )
+    group.add(
+        "--train-data-path",
+        "data sets for training: one or more PREFIX, or WEIGHT PREFIX pairs; PREFIX.bin and PREFIX.idx are in "
+        "Megatron's indexed format",
+        nargs="+",
+        metavar="PREFIX",
+    )
+    group.add("--valid-data-path", "data sets for validation, as in --train-data-path", nargs="+", metavar="PREFIX")
+    group.add("--test-data-path", "data sets for the test, as in --train-data-path", nargs="+", metavar="PREFIX")
+    group.on("--mock-data", "train on generated token ids, which count up from 1, instead of on files")
+    group.add(
+        "--data-cache-path",
+        "directory for indices of samples, which are reused in later runs (default: a directory next to the data)",
+        metavar="DIR",
+    )
+    group.off(
+        "--no-mmap-bin-files", "mmap_bin_files", "read .bin files part by part instead of mapping them into memory"
+    )
+    group.add(
+        "--tokenizer-type",
+        "what the data's token ids mean: bytes, as scripts/prepare_data.py writes them (ByteLevelTokenizer), or "
+        "tokens of any vocabulary with --vocab-size ids (NullTokenizer)",
+        default="ByteLevelTokenizer",
+        choices=("ByteLevelTokenizer", "NullTokenizer"),
+    )
+    group.whole("--vocab-size", "number of token ids in the data, for --tokenizer-type NullTokenizer")
+    group.whole("--num-workers", "processes that read samples in advance; 0 reads in the training process", default=0)
+    group.on("--reset-position-ids", "count positions from 0 after every end of a document")
+    group.on("--reset-attention-mask", "let no token attend to tokens of earlier documents")
+    group.on("--eod-mask-loss", "leave the predictions from end-of-document tokens out of the loss")
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    group = Group(parser, "checkpoints")
+    group.add("--save", "directory to write checkpoints to (default: none are written)", metavar="DIR")
+    group.whole(
+        "--save-interval", "number of iterations between checkpoints; the end of training and a stop signal always save"
+    )
+    group.add(
+        "--load",
+        "directory with the checkpoint to resume from, the latest one; without a checkpoint in it, a new run starts",
+        metavar="DIR",
+    )
+    group.on(
+        "--exit-on-missing-checkpoint", "stop with an error if --load has no checkpoint, instead of starting a new run"
+    )
+    group.on("--finetune", "load the weights only and start at iteration 0")
+    group.off(
+        "--no-save-optim", "save_optim", "save checkpoints without the states of the optimizer and the learning rate"
+    )
+    group.off("--no-save-rng", "save_rng", "save checkpoints without the states of the random generators")
+    group.off("--no-load-optim", "load_optim", "do not load the states of the optimizer and the learning rate")
+    group.off("--no-load-rng", "load_rng", "do not load the states of the random generators; --seed sets them")
+    group.add(
+        "--ckpt-format", "no effect: checkpoints always have this format", default="torch_dist", choices=("torch_dist",)
+    )
+    group.add(
+        "--dist-ckpt-optim-fully-reshardable",
+        "save the distributed optimizer's state so that any other layout can load it; on by default",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+    )
+
+
+def _add_logging(parser: argparse.ArgumentParser) -> None:
+    group = Group(parser, "evaluation and logging")
+    group.whole("--eval-iters", "number of global batches per evaluation; 0 for no evaluation", default=100)
+    group.whole("--eval-interval", "number of iterations between evaluations on the validation data", default=1000)
+    group.whole("--log-interval", "number of iterations between lines of the log", default=100)
+    group.on("--log-num-zeros-in-grad", "log how many elements of the gradients are zero")
+    group.add(
+        "--tensorboard-dir", "write TensorBoard events to this directory, if TensorBoard is installed", metavar="DIR"
+    )

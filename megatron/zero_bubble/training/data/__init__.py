@@ -1,1 +1,0 @@
-"""Data for the training loop: corpora, indexed files, blends, tokenizers and batches."""
