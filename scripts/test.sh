@@ -16,5 +16,5 @@ fi
 export PYTHONDONTWRITEBYTECODE=
 [[ "$what" == --quick ]] || bash scripts/check.sh
 printf '== tests\n'
-# One worker runs the tests that start ranks, the other one the rest (tests/conftest.py).
+# Each worker has a pool of ranks; files with ranks are not divided (tests/conftest.py).
 OMP_NUM_THREADS=1 exec python -m pytest -n 2 --durations=25 ${selection[@]+"${selection[@]}"} "$@"

@@ -26,7 +26,15 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-FORKED_RANKS = re.compile(r"\b(RankPool|run_training|LaunchServer|checkouts)\b")
+@pytest.fixture
+def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search with a small part of the budget: for tests of what is done with a plan, not of how good it is."""
+    monkeypatch.setattr("megatron.zero_bubble.core.search.portfolio._BUDGET", (30_000, 1_000_000))
+    monkeypatch.setattr("megatron.zero_bubble.core.search.steep._BUDGET", (6_000, 1_000_000))
+
+
+CHECKOUTS = re.compile(r"\bcheckouts\b")
+SHARED = re.compile(r"\b(RankPool|run_training|LaunchServer)\b|scope=\"module\"")
 
 
 @functools.cache
@@ -35,23 +43,25 @@ def scope_of(file: str) -> str | None:
     share nothing.
     """
     text = (TESTS.parent / file).read_text()
-    if FORKED_RANKS.search(text):
-        return "ranks"  # forked from a process with the slow imports done
-    return file if 'scope="module"' in text else None  # a browser, a server with its answers, or plans
+    if CHECKOUTS.search(text):
+        return "checkouts"  # forked from a process per checkout of Megatron-LM, which has done the slow imports
+    return file if SHARED.search(text) else None  # ranks and their results, a browser, a server, or plans
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all tests on forked ranks to one worker of pytest-xdist, so that there is one pool of ranks, and those of a
-    file that share a fixture; the other tests go one by one to the worker that has nothing to do.
+    """Give one worker of pytest-xdist all tests on checkouts, one those of a file with ranks or fixtures of its own.
+
+    Every worker has a pool of ranks. The largest groups go first; the other tests go one by one to the worker that has
+    nothing to do, so that both end at the same time.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class RanksTogether(LoadScopeScheduling):
+    class SharedTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid.partition("::")[0]) or nodeid
 
-    return RanksTogether(config, log)
+    return SharedTogether(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

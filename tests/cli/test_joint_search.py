@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -46,13 +47,18 @@ def random_pipeline(seed: int) -> tuple[Pipeline, Today]:
     return Pipeline(schedule.placement, costs, limit, "makespan", 1e6), Today(timeline, costs, need_of(timeline, costs))
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed == 1 else pytest.mark.full) for seed in range(50)]
-)
-def test_pruned_search_finds_what_all_questions_find(seed: int) -> None:
+def seeds(number: int, default: int) -> list[Any]:
+    """Seeds, and whether searches are short, as for the one that runs by default."""
+    return [*(pytest.param(seed, False, marks=pytest.mark.full) for seed in range(number)), pytest.param(default, True)]
+
+
+@pytest.mark.parametrize(("seed", "is_short"), seeds(50, default=1))
+def test_pruned_search_finds_what_all_questions_find(seed: int, is_short: bool, request: pytest.FixtureRequest) -> None:
     """No plan of any change is shorter than the fastest row, or takes less memory than that with the least."""
     pipeline, today = random_pipeline(seed)
     pipeline = replace(pipeline, effort=0.03)  # as the run decides
+    if is_short:
+        request.getfixturevalue("short_searches")
     adviser = Adviser(today, "makespan", pipeline.limit, lambda *_: None, 0.01)
     rows = adviser.advise(pipeline.changes()).rows
     best, least = today.timeline.makespan_ms, today.need.most
@@ -86,13 +92,15 @@ def single_features(pipeline: Pipeline) -> Iterator[Question]:
             yield replace(whole, schedule=name)
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed == 20 else pytest.mark.full) for seed in range(200)]
-)
-def test_joint_search_is_never_worse_than_one_feature(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "is_short"), seeds(200, default=20))
+def test_joint_search_is_never_worse_than_one_feature(
+    seed: int, is_short: bool, request: pytest.FixtureRequest
+) -> None:
     """No feature alone, as ``zero-bubble plan`` would plan it, is faster within the memory than the fastest row."""
     pipeline, today = random_pipeline(1000 + seed)
-    pipeline = replace(pipeline, effort=0.03)
+    pipeline = replace(pipeline, effort=0.03)  # as the run decides
+    if is_short:
+        request.getfixturevalue("short_searches")
     rows = Adviser(today, "makespan", pipeline.limit, lambda *_: None, 0.01).advise(pipeline.changes()).rows
     fastest = min([today.timeline.makespan_ms, *(row.ms for row in rows)])
     for question in single_features(pipeline):

@@ -10,7 +10,6 @@ import pytest
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.core.formats.layout import stage_layers
-from megatron.zero_bubble.core.search import portfolio
 from tests.cli.test_plan_and_compare import CONFIGS, SIZES, TIMES, run, run_json
 
 Capture = pytest.CaptureFixture[str]
@@ -25,9 +24,7 @@ FILE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def searches_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portfolio, "_BUDGET", (30_000, 1_000_000))
+pytestmark = pytest.mark.usefixtures("short_searches")
 
 
 @pytest.fixture

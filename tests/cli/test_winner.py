@@ -23,6 +23,7 @@ from tests.helpers.rows import some
 from tests.helpers.settings import LAYER_COSTS, LAYERS
 
 TIMES = "--forward-ms 4 --backward-ms 5 --wgrad-ms 3 --comm-ms 0.4"
+pytestmark = pytest.mark.usefixtures("short_searches")
 Capture = pytest.CaptureFixture[str]
 QUESTIONS = (
     "--num-ranks 2 --num-microbatches 4",

@@ -13,7 +13,6 @@ from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.schedules import recipe
-from megatron.zero_bubble.core.search import portfolio
 from megatron.zero_bubble.core.search.cut import even, least_layers
 from megatron.zero_bubble.core.search.placements import PlacementChoice
 from megatron.zero_bubble.planning.figures import Figures
@@ -73,12 +72,10 @@ def test_no_layout_and_no_baseline_is_better(seeds: range) -> None:
 SEARCHES = [("zb-v", 1.0, False), ("zb-v", 1.0, True), ("zb-auto", 0.6, False), ("zb-auto", 0.6, True)]
 
 
+@pytest.mark.usefixtures("short_searches")
 @pytest.mark.parametrize(("name", "limit", "drafts"), some(SEARCHES, *SEARCHES[2:]))
-def test_searched_schedules_are_never_longer_than_those_of_the_baselines(
-    name: str, limit: float, drafts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_searched_schedules_are_never_longer_than_those_of_the_baselines(name: str, limit: float, drafts: bool) -> None:
     """The schedule is made for the layout, and so are those that it is compared with, unless a bound rules them out."""
-    monkeypatch.setattr(portfolio, "_BUDGET", (30_000, 1_000_000))
     layers = LayerCosts((LAYER,) * 12, Part(0.1, 0.0, 0.1), LOSS, 0.1)
     costs = of(layers, 3, 8)
     memory = limit * 3 * costs.microbatch
