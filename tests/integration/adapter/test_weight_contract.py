@@ -26,7 +26,7 @@ MICROBATCHES, SLICES = 4, 2
 
 
 class Kind(NamedTuple):
-    """Where the gradients of weights are made in a way of its own.
+    """Where the gradients of weights are not made by the linears alone.
 
     Attributes:
         options: flags of the job.
