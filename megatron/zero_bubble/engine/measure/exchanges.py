@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from megatron.zero_bubble.core.analysis.trace import Exchange, Trace
 from megatron.zero_bubble.core.costs import PassCosts
@@ -30,7 +30,7 @@ def with_exchanges(costs: PassCosts, traces: Iterable[Trace]) -> PassCosts:
     their all-to-alls wait for the other pass. Experts compute between two all-to-alls of a layer. Which part of W is
     theirs is not measured: it is assumed to be as large as their part of what F computes.
     """
-    of_stages: dict[tuple[int, Kind], _Shares] = defaultdict(lambda: _Shares(defaultdict(float)))
+    of_stages: dict[tuple[int, Kind], _Kind] = defaultdict(_Kind)
     for trace in traces:
         for rank in trace.ranks:
             exchanges: dict[Pass, list[Exchange]] = defaultdict(list)
@@ -44,20 +44,32 @@ def with_exchanges(costs: PassCosts, traces: Iterable[Trace]) -> PassCosts:
     return costs.with_experts(parts) if any(own.all_to_all for own in parts) else costs
 
 
-class _Shares(NamedTuple):
-    """Milliseconds of parts, of experts and of whole passes, and the number of passes and of layers."""
+@dataclass
+class _Kind:
+    """What the passes of one kind took on a stage, in milliseconds of all of them together.
 
-    ms: dict[str, float]
+    Attributes:
+        parts: of every all-to-all, and of the experts.
+        whole_ms: of the whole passes.
+        passes: their number.
+        layers: the number of layers with experts that they ran.
+    """
+
+    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    whole_ms: float = 0.0
+    passes: int = 0
+    layers: int = 0
 
     def add(self, exchanges: Sequence[Exchange], whole_ms: float) -> None:
         for part, ms in _times(exchanges):
-            self.ms[part] += ms
-        self.ms["whole"] += whole_ms
-        self.ms["passes"] += 1
-        self.ms["layers"] += sum(each.part in _FIRST for each in exchanges)
+            self.parts[part] += ms
+        self.whole_ms += whole_ms
+        self.passes += 1
+        self.layers += sum(each.part in _FIRST for each in exchanges)
 
-    def of(self, part: str) -> float:
-        return self.ms[part] / self.ms["whole"] if self.ms["whole"] else 0.0
+    def share(self, part: str) -> float:
+        """The share of the passes that a part takes."""
+        return self.parts[part] / self.whole_ms if self.whole_ms else 0.0
 
 
 def _times(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, float]]:
@@ -71,20 +83,20 @@ def _times(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, float]]:
         ended = each.end_ms if each.part in _FIRST else None
 
 
-def _parts(stage: int, costs: PassCosts, of_stages: Mapping[tuple[int, Kind], _Shares]) -> StageParts:
+def _parts(stage: int, costs: PassCosts, of_stages: Mapping[tuple[int, Kind], _Kind]) -> StageParts:
     forward = of_stages.get((stage, Kind.F))
     backward = of_stages.get((stage, Kind.B)) or of_stages.get((stage, Kind.BW))
     if forward is None or backward is None:
         return NO_EXPERTS
     f, b, w = costs.forward_ms[stage], costs.backward_ms[stage], costs.wgrad_ms[stage]
-    computed = 1 - forward.of("dispatch") - forward.of("combine")
+    computed = 1 - forward.share("dispatch") - forward.share("combine")
     return NO_EXPERTS._replace(
-        layers=round(forward.ms["layers"] / forward.ms["passes"]),
-        dispatch=f * forward.of("dispatch"),
-        experts=f * forward.of("experts"),
-        combine=f * forward.of("combine"),
-        combine_grad=b * backward.of("combine_grad"),
-        experts_grad=b * backward.of("experts"),
-        dispatch_grad=b * backward.of("dispatch_grad"),
-        experts_wgrad=w * forward.of("experts") / computed if computed > 0 else 0.0,
+        layers=round(forward.layers / forward.passes),
+        dispatch=f * forward.share("dispatch"),
+        experts=f * forward.share("experts"),
+        combine=f * forward.share("combine"),
+        combine_grad=b * backward.share("combine_grad"),
+        experts_grad=b * backward.share("experts"),
+        dispatch_grad=b * backward.share("dispatch_grad"),
+        experts_wgrad=w * forward.share("experts") / computed if computed > 0 else 0.0,
     )
