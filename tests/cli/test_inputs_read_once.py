@@ -71,4 +71,6 @@ def test_dry_run_reads_the_schedule_file_once(
     ],
 )
 def test_input_file_can_be_a_pipe(arguments: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(arguments, content) == 0, capsys.readouterr().err
+    code, written = run(arguments, content), capsys.readouterr()
+    assert code == 0, written.err
+    assert "must be JSON" not in written.out, "a change that reads the pipe again is refused"

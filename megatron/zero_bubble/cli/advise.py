@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.cli.advice_text import Batch, content_of, text_of, text_of_job
 from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabulary, with_others
-from megatron.zero_bubble.cli.job_figures import assumes_vocabulary, gpu_bytes, job_figures, with_vocabulary
+from megatron.zero_bubble.cli.job_figures import CostsInput, assumes_vocabulary, gpu_bytes, job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_runs import SEVERAL, job_runs, with_more_queues
 from megatron.zero_bubble.cli.job_schedule import planned_schedule
 from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_variants
@@ -116,7 +116,10 @@ def add_job_flags(verb: argparse.ArgumentParser) -> None:
         help="memory of a GPU, of which a tenth is left for CUDA, NCCL and fragmentation (default: that of --gpu)",
     )
     verb.add_argument(
-        "--costs", metavar="FILE", help="pass times and memory that a run of the job has measured, instead of estimates"
+        "--costs",
+        type=CostsInput,
+        metavar="FILE",
+        help="pass times and memory that a run of the job has measured, instead of estimates",
     )
     add_link_flags(verb)
 

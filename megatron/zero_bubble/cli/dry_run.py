@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from megatron.zero_bubble.cli.advice_text import not_read
 from megatron.zero_bubble.cli.deciding import decided
-from megatron.zero_bubble.cli.job_figures import gpu_bytes
+from megatron.zero_bubble.cli.job_figures import CostsInput, gpu_bytes
 from megatron.zero_bubble.cli.job_words import job_words
 from megatron.zero_bubble.cli.links import add_link_flags
 from megatron.zero_bubble.cli.machine import ASSUMED
@@ -65,7 +65,10 @@ def add_dry_run(verb: argparse.ArgumentParser) -> None:
         "--gpu-memory", metavar="SIZE", help="end with exit code 2 if a rank needs more memory than this, e.g. 80GiB"
     )
     verb.add_argument(
-        "--costs", metavar="FILE", help="measured pass times and memory (costs file), instead of estimates"
+        "--costs",
+        type=CostsInput,
+        metavar="FILE",
+        help="measured pass times and memory (costs file), instead of estimates",
     )
     add_link_flags(verb)
     verb.add_argument(

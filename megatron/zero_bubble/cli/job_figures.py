@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import cast
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
@@ -39,11 +40,34 @@ _NO_PREDICTIONS = (
 )
 
 
+@dataclass(frozen=True)
+class CostsInput:
+    """The value of ``--costs``: a path, whose file is read once, because it may be a pipe.
+
+    Attributes:
+        path: of the costs file.
+    """
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+    @cached_property
+    def file(self) -> CostsFile:
+        """The content.
+
+        Raises:
+            UserError: for a file that cannot be read or is invalid.
+        """
+        return read_costs_file(self.path)
+
+
 def job_figures(
     args: argparse.Namespace,
     layers: tuple[int, ...],
     gpu: str,
-    costs_file: str | None,
+    costs: CostsInput | None,
     links: Links,
 ) -> Figures:
     """Return costs and memory for checked ``args``, with ``layers`` per stage; see ``Figures`` for their meaning."""
@@ -62,14 +86,14 @@ def job_figures(
     vocabulary = asked.size if asked is not None else vocabulary
     if vocabulary is not None:
         model = replace(model, vocabulary=vocabulary)
-    if costs_file is not None:
-        read = read_costs_file(costs_file)
+    if costs is not None:
+        read = costs.file
         facts = {**facts, **({"gpu": read.facts["gpu"]} if "gpu" in read.facts else {})}  # measured, not assumed
         figures = _measured(sizes, read, args.placement, division)
         if any(predictions) and figures.layers is not None:
             figures = _noting(figures, _NO_PREDICTIONS)
         if different := differences(read.facts, facts):
-            figures = _noting(figures, f"The costs in {costs_file} are of another job: {listed(different)}.")
+            figures = _noting(figures, f"The costs in {costs.path} are of another job: {listed(different)}.")
     elif estimated:
         figures = _estimated(sizes, model, gpu, predictions, division)
         if asked is not None:

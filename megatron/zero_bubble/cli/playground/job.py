@@ -20,7 +20,6 @@ from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.cli.winner import FILE, flags_of_name, has_name, run_text
 from megatron.zero_bubble.core.costs.passes import TIMES
 from megatron.zero_bubble.core.errors import UserError, as_flag
-from megatron.zero_bubble.core.formats.costs import read_costs_file
 from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.ir.sizes import check_size
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
@@ -134,13 +133,13 @@ def job_of(options: argparse.Namespace) -> PageJob | None:
         given = () if options.num_ranks is None else ("--num-ranks", str(options.num_ranks))
         return _of_plan(options.config, ("--config", options.config, "--gpu", options.gpu, *given))
     if options.costs is not None:
-        read = read_costs_file(options.costs)
+        read, path = options.costs.file, options.costs.path
         ranks = options.num_ranks if options.num_ranks is not None else read.num_stages
         if ranks is None:
-            raise UserError(f"{options.costs} is for any number of ranks; give it with --num-ranks")
-        words = ("--costs", options.costs, "--num-ranks", str(ranks))
+            raise UserError(f"{path} is for any number of ranks; give it with --num-ranks")
+        words = ("--costs", path, "--num-ranks", str(ranks))
         check_size(ranks, 2 * ranks)
-        return PageJob(options.costs, measured(read, ranks, 2 * ranks), words)
+        return PageJob(path, measured(read, ranks, 2 * ranks), words)
     if options.num_ranks is not None:
         raise UserError("--num-ranks applies only to --costs and --config; without them a slider sets it; leave it out")
     return None
