@@ -18,6 +18,7 @@ from pathlib import Path
 
 from site_parts import (
     architecture,
+    cost_keys,
     facts,
     flags,
     gpu,
@@ -39,6 +40,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **offload.PARTS,
     **flags.PARTS,
     **plan_keys.PARTS,
+    **cost_keys.PARTS,
     **facts.PARTS,
     **refusals.PARTS,
     **stored.PARTS,

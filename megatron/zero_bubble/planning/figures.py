@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.layers import LayerCosts
-from megatron.zero_bubble.core.costs.passes import COMM, MESSAGE
 from megatron.zero_bubble.core.costs.static import StageBytes
 from megatron.zero_bubble.core.costs.units import BYTES, checked_figure, parse_memory_limit, refuse_huge, spread
 from megatron.zero_bubble.core.errors import UserError
@@ -165,7 +164,7 @@ class Figures:
             UserError: for a negative or non-finite time.
         """
         refuse_huge(message_ms=message_ms)
-        ms, divided = checked_figure(MESSAGE, message_ms), self.tensor
+        ms, divided = checked_figure("message_ms", message_ms), self.tensor
 
         def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
             costs, memory = self.on(placement)
@@ -209,7 +208,7 @@ class Figures:
         pairs = self.num_ranks * (self.num_ranks - 1)
         same = len(times) == pairs and len(set(times.values())) == 1
         comm_ms = next(iter(times.values())) if same else costs.comm_ms
-        return {COMM: comm_ms, "links": {pair: ms for pair, ms in times.items() if ms != comm_ms}}
+        return {"comm_ms": comm_ms, "links": {pair: ms for pair, ms in times.items() if ms != comm_ms}}
 
     @property
     def microbatch(self) -> float:

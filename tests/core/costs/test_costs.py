@@ -198,16 +198,22 @@ def test_single_number_in_a_file_is_a_ranks_whole_share() -> None:
         ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "comm_ms": "x"}', "comm_ms must be a finite number"),
         ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "links": [[0, 1]]}', "links must be a list"),
         ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "links": 3}', "links must be a list"),
-        ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "activation": 1}', "must have the key wgrad,"),
+        (
+            '{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "activation": 1}',
+            "activation needs wgrad as well, one number or a list",
+        ),
         ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "attention": 1.5}', "attention is a share, so it must be"),
         ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "attention": [1, 1, 1]}', "each of the 2 stages; got 3"),
-        ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "history": 1}', "must have the key activation,"),
+        ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "history": 1}', "history needs activation as well, one"),
         (
             '{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "sequence_length": 0}',
             "sequence_length must be a number of",
         ),
         ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "sequence_length": 1.5}', "tokens, 1 or more; got 1.5"),
-        ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "least_slice_tokens": 4}', "the key sequence_length, a"),
+        (
+            '{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "least_slice_tokens": 4}',
+            "needs sequence_length as well, a number of",
+        ),
         ('{"forward_ms": NaN, "backward_ms": 1, "wgrad_ms": 1}', "forward_ms must be a finite number"),
     ],
 )

@@ -18,7 +18,7 @@ from megatron.zero_bubble.cli.figures import figures
 from megatron.zero_bubble.cli.job_schedule import planned_schedule
 from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.cli.winner import FILE, flags_of_name, has_name, run_text
-from megatron.zero_bubble.core.costs.passes import TIMES
+from megatron.zero_bubble.core.costs.terms import TIMES
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.ir.sizes import check_size

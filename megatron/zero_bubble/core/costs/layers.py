@@ -7,17 +7,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import fsum
+from typing import Any
 
 from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, StageParts
-from megatron.zero_bubble.core.costs.memory import KEY_HISTORY, MEMORY, PassMemory
-from megatron.zero_bubble.core.costs.passes import KEY_HOST, SHARDS, TIMES, PassCosts
-from megatron.zero_bubble.core.costs.units import checked_figure, checked_share, refuse_huge
+from megatron.zero_bubble.core.costs.memory import PassMemory
+from megatron.zero_bubble.core.costs.passes import PassCosts
+from megatron.zero_bubble.core.costs.terms import MEMORY, OF_LAYER, SHARED, Owner
+from megatron.zero_bubble.core.costs.units import refuse_huge
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 
-_AMOUNTS = (*TIMES, KEY_HOST, *SHARDS, *MEMORY, KEY_HISTORY)
-"""The figures of a stage that are sums over its parts."""
-_SHARES = ("forward_attention", "backward_attention")
+_WEIGHED_BY = {term.field: term.weighed_by for term in OF_LAYER if term.weighed_by}
+"""The shares of a stage, which are not sums over its parts, and the time that each is a part of."""
 _NEARLY_NOTHING = 1e-3
 """Activation of a stage that keeps nothing known, relative to the largest layer."""
 _ROUNDING = 1e-6
@@ -52,9 +53,10 @@ class Part:
     reduce_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            refuse_huge(**{name: value})
-            object.__setattr__(self, name, (checked_share if name in _SHARES else checked_figure)(name, value))
+        for term in OF_LAYER:
+            value = getattr(self, term.field)
+            refuse_huge(**{term.field: value})
+            object.__setattr__(self, term.field, term.checked(value, term.field))
 
     @property
     def work_ms(self) -> float:
@@ -127,20 +129,28 @@ class LayerCosts:
             raise UserError(
                 f"the layers per stage must add up to {self.num_layers}; got {', '.join(map(str, layout))}; change them"
             )
-        forward, backward, wgrad = (self._summed(layout, name) for name in TIMES)
-        host, gather, reduce = (self._summed(layout, name) for name in (KEY_HOST, *SHARDS))
-        costs = PassCosts(forward, backward, wgrad, self.comm_ms, self.links, message_ms=self.message_ms)
-        costs = replace(costs, host_ms=host, gather_ms=gather, reduce_ms=reduce, slice_overhead=self.slice_overhead)
-        if self._has_attention:
-            of_f = zip(self._products(layout, _SHARES[0], TIMES[0]), forward, strict=True)
-            of_b = zip(self._products(layout, _SHARES[1], TIMES[1]), backward, strict=True)
-            costs = costs.with_attention(*(tuple(min(1.0, a / t) if t else 0.0 for a, t in of) for of in (of_f, of_b)))
+        passes = PassCosts(**self._terms_on(layout, "passes"), **self.shared)
         if self.experts:
-            costs = costs.with_experts(tuple(self._experts_on(layout)), self.contention)
+            passes = passes.with_experts(tuple(self._experts_on(layout)), self.contention)
         least = self.input_memory or _NEARLY_NOTHING * max(layer.activation for layer in self.layers)
-        activation, wgrad = (self._summed(layout, name) for name in MEMORY)
-        kept = tuple(max(least, amount) for amount in activation)
-        return costs, PassMemory(kept, wgrad, self._summed(layout, KEY_HISTORY), self.recomputed)
+        memory = self._terms_on(layout, "memory")
+        memory["activation"] = tuple(max(least, amount) for amount in memory["activation"])
+        return passes, PassMemory(**memory, recomputed=self.recomputed)
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """The figures that all stages share, by the fields of ``PassCosts``."""
+        return {name: getattr(self, name) for name in (*SHARED, "links")}
+
+    def _terms_on(self, layout: Sequence[int], owner: Owner) -> dict[str, Any]:
+        """The figures of every stage, by field."""
+        found: dict[str, tuple[float, ...]] = {}
+        for name in (term.field for term in OF_LAYER if term.owner == owner):
+            found[name] = self._summed(layout, name)
+            if name in _WEIGHED_BY:
+                whole = self._summed(layout, _WEIGHED_BY[name])
+                found[name] = tuple(min(1.0, a / t) if t else 0.0 for a, t in zip(found[name], whole, strict=True))
+        return found
 
     def _experts_on(self, layout: Sequence[int]) -> Iterator[StageParts]:
         """Yield the sum of the experts on each stage."""
@@ -148,18 +158,12 @@ class LayerCosts:
             yield StageParts._make(map(fsum, zip(NO_EXPERTS, *self.experts[start:end], strict=True)))
 
     @cached_property
-    def _has_attention(self) -> bool:
-        return any(layer.forward_attention or layer.backward_attention for layer in self.layers)
-
-    @cached_property
     def _columns(self) -> dict[str, tuple[float, ...]]:
-        """Every figure of all parts in model order."""
+        """Every figure of all parts in model order; instead of a share, the time that it is."""
         parts = (self.embedding, *self.layers, self.loss)
-        names = (*_AMOUNTS, *_SHARES, "work_ms")
-        columns = {name: tuple(getattr(part, name) for part in parts) for name in names}
-        for share, ms in zip(_SHARES, TIMES, strict=False):
-            columns[share + ms] = tuple(a * b for a, b in zip(columns[share], columns[ms], strict=True))
-        return columns
+        amounts = [_amounts(part) for part in parts]
+        columns = {term.field: tuple(of[term.field] for of in amounts) for term in OF_LAYER}
+        return columns | {"work_ms": tuple(part.work_ms for part in parts)}
 
     def _parts_of(self, layout: Sequence[int], name: str) -> Iterator[tuple[float, ...]]:
         """Yield one figure of all parts on each stage."""
@@ -170,10 +174,7 @@ class LayerCosts:
 
     def _summed(self, layout: Sequence[int], name: str) -> tuple[float, ...]:
         # fsum, because the result of sum depends on the version of Python.
-        return tuple(map(fsum, self._parts_of(layout, name)))
-
-    def _products(self, layout: Sequence[int], share: str, ms: str) -> tuple[float, ...]:
-        return tuple(map(fsum, self._parts_of(layout, share + ms)))
+        return tuple(map(fsum, self._parts_of(layout, name))) if any(self._columns[name]) else (0.0,) * len(layout)
 
 
 def stages_of_layers(layout: Sequence[int]) -> tuple[int, ...]:
@@ -232,12 +233,12 @@ def of_stages(
 
     layers = tuple(layer(stage) for stage, count in enumerate(layout) for _ in range(count))
     experts = tuple(own.divided(count) for own, count in zip(costs.experts, layout, strict=False) for _ in range(count))
-    found = LayerCosts(layers, beyond(0), beyond(last), costs.comm_ms, costs.links, message_ms=costs.message_ms)
-    return replace(found, experts=experts, contention=costs.contention, slice_overhead=costs.slice_overhead)
+    shared = {name: getattr(costs, name) for name in (*SHARED, "links")}
+    return LayerCosts(layers, beyond(0), beyond(last), **shared, experts=experts, contention=costs.contention)
 
 
 def _check_fits(end: str, name: str, amount: float, of_stage: float) -> None:
-    if name not in _SHARES and amount > of_stage * (1 + _ROUNDING):
+    if name not in _WEIGHED_BY and amount > of_stage * (1 + _ROUNDING):
         raise UserError(
             f"{name} of {end} must be at most that of its stage, which includes it; got {amount:g} and {of_stage:g}; "
             f"give a smaller one, or leave out {end} to have it derived"
@@ -246,22 +247,23 @@ def _check_fits(end: str, name: str, amount: float, of_stage: float) -> None:
 
 def _figures_of(costs: PassCosts, memory: PassMemory | None) -> dict[str, list[float]]:
     """Figures that add up over the parts of a stage, by stage; instead of a share of attention, its time."""
-    figures = {name: list(getattr(costs, name)) for name in (*TIMES, KEY_HOST, *SHARDS)}
-    if memory is not None:
-        figures |= {name: list(getattr(memory, name)) for name in (*MEMORY, KEY_HISTORY)}
-    for share, ms in zip(_SHARES, TIMES, strict=False):
-        figures[share] = [a * b for a, b in zip(getattr(costs, share), getattr(costs, ms), strict=True)]
-    return figures
+    owners = {"passes": costs, "memory": memory}
+    figures = {
+        term.field: list(getattr(owner, term.field)) for term in OF_LAYER if (owner := owners[term.owner]) is not None
+    }
+    times = {share: zip(figures[share], figures[ms], strict=True) for share, ms in _WEIGHED_BY.items()}
+    return figures | {share: [a * b for a, b in pairs] for share, pairs in times.items()}
 
 
 def _amounts(part: Part) -> dict[str, float]:
     """The figures of one part, as in ``_figures_of``."""
-    times = dict(zip(_SHARES, TIMES, strict=False))
-    return {name: value * getattr(part, times[name]) if name in times else value for name, value in vars(part).items()}
+    shares = {share: getattr(part, share) * getattr(part, ms) for share, ms in _WEIGHED_BY.items()}
+    return vars(part) | shares
 
 
 def _part(amounts: Mapping[str, float]) -> Part:
     """The inverse of ``_amounts``."""
-    times = dict(zip(_SHARES, TIMES, strict=False))
-    shares = {share: min(1.0, amounts[share] / amounts[ms]) if amounts[ms] else 0.0 for share, ms in times.items()}
+    shares = {
+        share: min(1.0, amounts[share] / amounts[ms]) if amounts[ms] else 0.0 for share, ms in _WEIGHED_BY.items()
+    }
     return Part(**{**amounts, **shares})

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron.zero_bubble.core.costs.units import check_same_length, checked_figures, recut, refuse_huge, spread
+from megatron.zero_bubble.core.costs.terms import fitted, settle
+from megatron.zero_bubble.core.costs.units import refuse_huge, spread
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import WHOLE, Pass, Placement, Slices, Value
 from megatron.zero_bubble.core.ir.flow import OPERANDS, SAVED
 from megatron.zero_bubble.core.ir.passes import VOCABULARY_KINDS, B, F, S, T, W
 
-MEMORY = ("activation", "wgrad")
-KEY_HISTORY = "history"
-LOGITS = "logits"
 MOST_SUMMED_AS_THEY_ARE = 8
 """Most slices whose gradients of keys and values are summed in their own dtype; with more slices, in float32."""
 
@@ -46,12 +44,7 @@ class PassMemory:
     logits: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.history:
-            object.__setattr__(self, KEY_HISTORY, (0.0,) * len(self.activation))
-        for name in (*MEMORY, KEY_HISTORY):
-            object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
-        check_same_length(self, (*MEMORY, KEY_HISTORY))
-        object.__setattr__(self, LOGITS, checked_figures(LOGITS, self.logits, "rank"))
+        settle(self, "memory")
         if 0.0 in self.activation:
             raise UserError("activation memory must be above 0, because it is the unit of peaks; got 0; give its size")
 
@@ -74,10 +67,7 @@ class PassMemory:
 
     def fit(self, placement: Placement) -> PassMemory:
         """Convert to the stages of ``placement`` for the same model, as ``PassCosts.fit`` does."""
-        activation, wgrad, history = (
-            recut(getattr(self, name), placement.num_stages) for name in (*MEMORY, KEY_HISTORY)
-        )
-        return PassMemory(activation, wgrad, history, self.recomputed, self.logits)
+        return replace(self, **fitted(self, "memory", placement.num_stages))
 
     def size(self, value: Value, slices: Slices = WHOLE) -> float:
         """Memory of ``value`` on its rank, in the unit of these figures; messages under way are not counted."""

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
-from operator import mul
 
 from megatron.zero_bubble.core.costs.experts import StageParts, exposed_share, length_ms, parts_of, recut_parts
-from megatron.zero_bubble.core.costs.units import (
-    check_same_length,
-    checked_figure,
-    checked_figures,
-    checked_share,
-    recut,
-    refuse_huge,
-    spread,
-)
+from megatron.zero_bubble.core.costs.terms import fitted, settle
+from megatron.zero_bubble.core.costs.units import checked_figure, checked_share, refuse_huge, spread
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts, required
 from megatron.zero_bubble.core.ir import WHOLE, Chain, Pass, Placement, Slices, Value
 from megatron.zero_bubble.core.ir.parts import Part
 from megatron.zero_bubble.core.ir.passes import BW, VOCABULARY_KINDS, B, F, W
-
-TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
-ATTENTION = ("forward_attention", "backward_attention")
-KEY_HOST = "host_ms"
-SHARDS = ("gather_ms", "reduce_ms")
-COMM, MESSAGE = "comm_ms", "message_ms"
-OVERHEAD = "slice_overhead"
 
 
 @dataclass(frozen=True)
@@ -69,31 +54,24 @@ class PassCosts:
     wgrad_ms: tuple[float, ...]
     comm_ms: float = 0.0
     links: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
+    _: KW_ONLY
+    message_ms: float = 0.0
+    # Slices of sequences.
     forward_attention: tuple[float, ...] = ()
     backward_attention: tuple[float, ...] = ()
-    vocabulary: VocabularyCosts | None = None
+    slice_overhead: float = 0.0
+    # Copies to the host, and collectives over replicas.
     host_ms: tuple[float, ...] = ()
     gather_ms: tuple[float, ...] = ()
     reduce_ms: tuple[float, ...] = ()
-    message_ms: float = 0.0
+    # Models whose vocabulary is divided, and models with experts.
+    vocabulary: VocabularyCosts | None = None
     experts: tuple[StageParts, ...] = ()
     contention: float = 1.0
     overlaps: bool = False
-    slice_overhead: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ATTENTION:
-            shares = getattr(self, name) or (0.0,) * len(self.forward_ms)
-            object.__setattr__(self, name, tuple(checked_share(name, share) for share in shares))
-        for name in (KEY_HOST, *SHARDS):
-            if not getattr(self, name):
-                object.__setattr__(self, name, (0.0,) * len(self.forward_ms))
-        for name in (*TIMES, KEY_HOST, *SHARDS):
-            object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
-        check_same_length(self, (*TIMES, *ATTENTION, KEY_HOST, *SHARDS))
-        for name in (COMM, MESSAGE):
-            object.__setattr__(self, name, checked_figure(name, getattr(self, name)))
-        object.__setattr__(self, OVERHEAD, checked_share(OVERHEAD, self.slice_overhead))
+        settle(self, "passes")
         links = {link: checked_figure(f"links{list(link)}", ms) for link, ms in self.links.items()}
         object.__setattr__(self, "links", links)
 
@@ -139,26 +117,12 @@ class PassCosts:
         Raises:
             UserError: when neither number of stages is a multiple of the other.
         """
-        f, b, w = (recut(getattr(self, name), placement.num_stages) for name in TIMES)
-        forward, backward = (
-            self._recut_shares(times, shares, placement) for times, shares in zip(TIMES, ATTENTION, strict=False)
-        )
-        host, gather, reduce = (recut(getattr(self, name), placement.num_stages) for name in (KEY_HOST, *SHARDS))
-        lanes = host, gather, reduce, self.message_ms
         experts = recut_parts(self.experts, placement.num_stages) if self.experts else ()
-        others = experts, self.contention, self.overlaps, self.slice_overhead
-        return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary, *lanes, *others)
+        return replace(self, **fitted(self, "passes", placement.num_stages), experts=experts)
 
     def overlapping(self, overlaps: bool) -> PassCosts:
         """Return the costs of a plan in which the all-to-alls of experts do or do not run beneath computation."""
         return self if self.overlaps == overlaps else replace(self, overlaps=overlaps)
-
-    def _recut_shares(self, times: str, shares: str, placement: Placement) -> tuple[float, ...]:
-        """Convert shares to the stages of ``placement``: merged stages get the mean, weighted by time."""
-        ms = getattr(self, times)
-        of_attention = recut(tuple(map(mul, ms, getattr(self, shares))), placement.num_stages)
-        whole = recut(ms, placement.num_stages)
-        return tuple(min(1.0, part / all_) if all_ else 0.0 for part, all_ in zip(of_attention, whole, strict=True))
 
     def duration(self, p: Pass, slices: Slices = WHOLE) -> float:
         """Milliseconds of ``p``, for the slice of the sequence that it computes."""

@@ -14,8 +14,7 @@ from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.estimate import Device, Model, layer_costs
 from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, StageParts
 from megatron.zero_bubble.core.costs.layers import Part
-from megatron.zero_bubble.core.costs.memory import KEY_HISTORY, MEMORY
-from megatron.zero_bubble.core.costs.passes import TIMES
+from megatron.zero_bubble.core.costs.terms import TIMES
 
 
 def prediction_parts(model: Model, device: Device) -> tuple[Part, Part]:
@@ -95,5 +94,5 @@ def with_predictions(
     if costs.experts:
         parts = tuple(own.plus(experts or NO_EXPERTS, count) for own, count in zip(costs.experts, counts, strict=True))
         own_costs = own_costs.with_experts(parts, costs.contention)
-    activation, kept, history = (plus(getattr(memory, name), name) for name in (*MEMORY, KEY_HISTORY))
+    activation, kept, history = (plus(getattr(memory, name), name) for name in ("activation", "wgrad", "history"))
     return own_costs, replace(memory, activation=activation, wgrad=kept, history=history)

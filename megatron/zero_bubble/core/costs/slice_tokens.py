@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SEQUENCE_LENGTH, LEAST_SLICE_TOKENS = TOKENS = ("sequence_length", "least_slice_tokens")
-"""The names of both in files."""
-
 
 class SliceTokens(NamedTuple):
     """What bounds the length of slices that are chosen automatically.

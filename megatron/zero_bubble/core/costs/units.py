@@ -51,6 +51,12 @@ def checked_share(name: str, value: object) -> float:
     return share
 
 
+def checked_tokens(name: str, value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise UserError(f"{name} must be a number of tokens, 1 or more; got {value!r:.60}; correct it")
+    return value
+
+
 def checked_figures(name: str, values: Sequence[object], of: str = "stage") -> tuple[float, ...]:
     return tuple(checked_figure(f"{name} of {of} {number}", value) for number, value in enumerate(values))
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.zero_bubble.core.costs.units import check_same_length, checked_figure, checked_figures
+from megatron.zero_bubble.core.costs.terms import settle
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Pass
 from megatron.zero_bubble.core.ir.passes import I, J, S, T
-
-VOCABULARY_TIMES = ("output_ms", "output_wgrad_ms", "embedding_ms", "embedding_wgrad_ms")
-COLLECTIVE = "collective_ms"
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,7 @@ class VocabularyCosts:
     collective_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in VOCABULARY_TIMES:
-            figures = getattr(self, name) or (0.0,) * len(self.output_ms)
-            object.__setattr__(self, name, checked_figures(name, figures, "rank"))
-        check_same_length(self, VOCABULARY_TIMES)
-        object.__setattr__(self, COLLECTIVE, checked_figure(COLLECTIVE, self.collective_ms))
+        settle(self, "vocabulary")
 
     @classmethod
     def uniform(

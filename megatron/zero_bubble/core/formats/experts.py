@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.zero_bubble.core.costs.experts import StageParts
-from megatron.zero_bubble.core.costs.passes import TIMES, PassCosts
+from megatron.zero_bubble.core.costs.passes import PassCosts
+from megatron.zero_bubble.core.costs.terms import TIMES, Figure
 from megatron.zero_bubble.core.costs.units import checked_figure, checked_figures
 from megatron.zero_bubble.core.errors import UserError
 
@@ -34,7 +35,6 @@ _OF_PASSES = {
 """The keys of every pass, and the field of ``StageParts`` that each gives."""
 _RESTS = {"forward": "attention", "backward": "attention_grad", "wgrad": "attention_wgrad"}
 
-Figure = float | tuple[float, ...]
 PerStage = Callable[[str, Figure], tuple[float, ...]]
 """Converts a figure, given its name, to one number per stage of a placement."""
 

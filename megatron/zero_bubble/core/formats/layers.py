@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
-from megatron.zero_bubble.core.costs.memory import MEMORY
-from megatron.zero_bubble.core.costs.passes import KEY_HOST, SHARDS, TIMES, backward_share
+from megatron.zero_bubble.core.costs.passes import backward_share
+from megatron.zero_bubble.core.costs.terms import MEMORY, OF_LAYER, TIMES
 from megatron.zero_bubble.core.costs.units import refuse_no_time
 from megatron.zero_bubble.core.errors import UserError, nearest
 from megatron.zero_bubble.core.ir.sizes import MOST_LAYERS
 
 LAYERS, PARTS = "layers", "parts"
 ENDS = ("embedding", "loss")
-_FIGURES = (*TIMES, KEY_HOST, *SHARDS, *MEMORY, "history", "attention", "backward_attention")
+_FIELDS = {term.key: term.field for term in OF_LAYER}
+"""The keys of a part, and the fields of ``Part`` that they give."""
 
 
-def layers_from(content: Mapping[str, Any], comm_ms: float, links: Mapping[tuple[int, int], float]) -> LayerCosts:
+def layers_from(content: Mapping[str, Any], shared: Mapping[str, Any]) -> LayerCosts:
     """Read the keys ``layers`` and ``parts``. Without memory figures, all layers keep the same.
+
+    Args:
+        shared: the figures that all stages share, by the fields of ``LayerCosts``.
 
     Raises:
         UserError: when one of them is missing or invalid; the message states its required form.
@@ -44,7 +49,7 @@ def layers_from(content: Mapping[str, Any], comm_ms: float, links: Mapping[tuple
     read = {kind: _part(kind, part, with_memory) for kind, part in parts.items()}
     embedding, loss = (read.get(end, Part()) for end in ENDS)
     refuse_no_time(*(getattr(part, name) for part in read.values() for name in TIMES))
-    return LayerCosts(tuple(read[kind] for kind in kinds), embedding, loss, comm_ms, links)
+    return LayerCosts(tuple(read[kind] for kind in kinds), embedding, loss, **shared)
 
 
 def ends_from(content: Mapping[str, Any]) -> dict[str, Part]:
@@ -70,8 +75,7 @@ def ends_content(layers: LayerCosts) -> dict[str, dict[str, float]]:
 
 def _figures(part: Part) -> dict[str, float]:
     """The figures of a part that are not 0, by the keys of the file."""
-    named = vars(part) | {"attention": part.forward_attention}
-    return {name: named[name] for name in _FIGURES if named[name]}
+    return {key: figure for key, name in _FIELDS.items() if (figure := getattr(part, name))}
 
 
 def _kinds(listed: object) -> list[str]:
@@ -97,31 +101,27 @@ def _kinds(listed: object) -> list[str]:
 def _part(kind: str, figures: Mapping[str, Any], with_memory: bool) -> Part:
     """Read the figures of one kind; those of a layer must have all times, and memory if any part has."""
     is_layer = kind not in ENDS
-    if unknown := sorted(figures.keys() - set(_FIGURES)):
-        if (meant := nearest(unknown[0], _FIGURES)) is not None:
+    if unknown := sorted(figures.keys() - _FIELDS.keys()):
+        if (meant := nearest(unknown[0], tuple(_FIELDS))) is not None:
             raise UserError(
                 f"keys of {PARTS}.{kind} must be figures of layers; got {unknown[0]!r}; did you mean {meant}? "
                 "rename or remove it"
             )
         raise UserError(
-            f"allowed keys of {PARTS}.{kind} are {', '.join(_FIGURES)}; got {unknown[0]!r}; remove or rename it"
+            f"allowed keys of {PARTS}.{kind} are {', '.join(_FIELDS)}; got {unknown[0]!r}; remove or rename it"
         )
-    needed = (*TIMES, *(MEMORY if with_memory else ())) if is_layer else ()
-    for name in needed:
+    for name in (*TIMES, *(MEMORY if with_memory else ())) if is_layer else ():
         if name not in figures:
             raise UserError(f"{PARTS}.{kind} must have the key {name}, a number; it is missing")
-    given = dict(figures)
-    shares = {"forward_attention": given.pop("attention", 0.0), "backward_attention": given.pop(_FIGURES[-1], None)}
+    given = {_FIELDS[key]: figure for key, figure in figures.items()}
     if is_layer and not with_memory:
         given |= dict.fromkeys(MEMORY, 1.0)
     try:
-        part = Part(**given, forward_attention=shares["forward_attention"])
-        after = shares["backward_attention"]
-        if after is None:
-            after = backward_share(part.forward_attention, part.forward_ms, part.backward_ms)
-        part = Part(**given, forward_attention=part.forward_attention, backward_attention=after)
+        part = Part(**given)
     except UserError as error:
         raise UserError(f"{PARTS}.{kind}: {error}") from None
     if is_layer and not part.activation:
         raise UserError(f"{PARTS}.{kind}: activation memory must be above 0, because it is the unit of peaks; got 0")
-    return part
+    if "backward_attention" in figures:
+        return part
+    return replace(part, backward_attention=backward_share(part.forward_attention, part.forward_ms, part.backward_ms))

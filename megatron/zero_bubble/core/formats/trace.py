@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -22,14 +22,14 @@ from megatron.zero_bubble.core.analysis.trace import RankTrace, Received, Sent, 
 from megatron.zero_bubble.core.analysis.validate import validate
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.lengths import Load, PackedCosts
-from megatron.zero_bubble.core.costs.memory import KEY_HISTORY, MEMORY
-from megatron.zero_bubble.core.costs.passes import ATTENTION, COMM, MESSAGE, OVERHEAD, TIMES
+from megatron.zero_bubble.core.costs.terms import BY_KEY, MEMORY, OF, REQUIRED, Owner
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.cost_figures import figures_from, figures_on, written
 from megatron.zero_bubble.core.formats.files import json_object, read_file, read_key
 from megatron.zero_bubble.core.formats.plan import KEY_VOCABULARY, flow_from
 from megatron.zero_bubble.core.formats.slices import slices_content, slices_from
-from megatron.zero_bubble.core.formats.vocabulary import vocabulary_content, vocabulary_from
-from megatron.zero_bubble.core.ir import Op, Pass
+from megatron.zero_bubble.core.ir import Op, Pass, Placement
 from megatron.zero_bubble.core.ir.collectives import collectives_of
 from megatron.zero_bubble.core.ir.offload import OFFLOAD_OPS
 from megatron.zero_bubble.core.ir.ops import parse_op
@@ -51,6 +51,8 @@ _LANES = "lanes"
 """The key of timed ops that are not passes; a rank without such ops does not have the key."""
 _SEQUENCE, _LOADS = "sequence_tokens", "loads"
 """The keys of the sequence that the costs are for, and of the loads of the microbatches of an iteration."""
+
+_NOT_RECORDED = ("host_ms", "gather_ms", "reduce_ms")
 
 
 @dataclass(frozen=True)
@@ -102,14 +104,7 @@ def trace_to_json(recording: Recording) -> str:
         "num_microbatches": schedule.num_microbatches,
         **slices_content(schedule.slices),
         **({} if (algorithm := algorithm_of(schedule)) is None else {KEY_VOCABULARY: algorithm}),
-        **{key: getattr(costs, key) for key in TIMES},
-        **{key: getattr(costs, key) for key in ATTENTION if any(getattr(costs, key))},
-        COMM: costs.comm_ms,
-        **({MESSAGE: costs.message_ms} if costs.message_ms else {}),
-        **({OVERHEAD: costs.slice_overhead} if costs.slice_overhead else {}),
-        **({key: getattr(memory, key) for key in MEMORY} if memory else {}),
-        **({KEY_HISTORY: memory.history} if memory and any(memory.history) else {}),
-        **vocabulary_content(costs, memory),
+        **_written(costs, memory),
         **({} if recording.sequence is None else {_SEQUENCE: recording.sequence}),
         "planned": _figures([planned]),
         "measured": _figures([trace.timeline for trace in recording.traces.values()]),
@@ -150,23 +145,7 @@ def trace_from_json(text: str) -> Recording:
     num_stages = {trace.timeline.schedule.num_stages for trace in traces.values()}
     if len(num_stages) > 1:
         raise UserError(f"all iterations must have the same number of stages; got {sorted(num_stages)}; split the file")
-    f, b, w = (_per_stage(content, key) for key in TIMES)
-    forward, backward = (_per_stage(content, key) if key in content else () for key in ATTENTION)
-    figures = vocabulary_from(content)
-    num_ranks = next(iter(traces.values())).timeline.schedule.num_ranks
-    of_vocabulary = None if figures is None else figures.costs(num_ranks)
-    comm_ms = read_key(content, COMM, "a number", _is_number)
-    message_ms, overhead = (
-        read_key(content, key, "a number", _is_number) if key in content else 0.0 for key in (MESSAGE, OVERHEAD)
-    )
-    costs = PassCosts(f, b, w, comm_ms, {}, forward, backward, of_vocabulary, message_ms=message_ms)
-    costs = replace(costs, slice_overhead=overhead)
-    memory = None
-    if content.keys() & set(MEMORY):
-        activation, wgrad = (_per_stage(content, key) for key in MEMORY)
-        history = _per_stage(content, KEY_HISTORY) if KEY_HISTORY in content else ()
-        logits = () if figures is None else figures.memory(num_ranks)
-        memory = PassMemory(activation, wgrad, history, logits=logits)
+    costs, memory = _costs_from(content, next(iter(traces.values())).timeline.schedule.placement)
     sequence = read_key(content, _SEQUENCE, "a whole number", _is_positive) if _SEQUENCE in content else None
     recording = Recording(costs, traces, memory, sequence)
     recording.compared(recording.typical)  # raises if costs or memory are for another number of stages
@@ -178,8 +157,35 @@ def read_trace_file(path: str | Path) -> Recording:
     return read_file(path, "trace file", trace_from_json)
 
 
-def _per_stage(content: dict[str, Any], key: str) -> tuple[float, ...]:
-    return tuple(read_key(content, key, "a list of numbers, one per stage", _is_numbers))
+def _written(costs: PassCosts, memory: PassMemory | None) -> dict[str, Any]:
+    """The figures that a recording has, by the fields of their values."""
+    figures = written("passes", costs) | written("memory", memory) | written("vocabulary", costs.vocabulary)
+    return {BY_KEY[key].field: figure for key, figure in figures.items() if key not in _NOT_RECORDED}
+
+
+def _costs_from(content: dict[str, Any], placement: Placement) -> tuple[PassCosts, PassMemory | None]:
+    of_ranks = figures_on(figures_from(content, "vocabulary"), "vocabulary", placement)
+    vocabulary = VocabularyCosts(**of_ranks) if of_ranks else None
+    costs = PassCosts(**_of_stages(content, "passes"), vocabulary=vocabulary)
+    if not content.keys() & set(MEMORY):
+        return costs, None
+    logits = BY_KEY["logits"]
+    of_ranks = {} if logits.key not in content else {logits.key: logits.checked(content[logits.key])}
+    return costs, PassMemory(**_of_stages(content, "memory"), **figures_on(of_ranks, "memory", placement))
+
+
+def _of_stages(content: dict[str, Any], owner: Owner) -> dict[str, Any]:
+    """The figures of stages, and those of the whole pipeline, by field."""
+    found = {}
+    for term in OF[owner]:
+        if term.field not in content and term.missing != REQUIRED:
+            continue
+        if term.per == "stage":
+            form = "a list of numbers, one per stage"
+            found[term.field] = tuple(read_key(content, term.field, form, _is_numbers))
+        elif term.per == "pipeline":
+            found[term.field] = read_key(content, term.field, "a number", _is_number)
+    return found
 
 
 def _figures(timelines: Sequence[Timeline]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The figures of vocabulary parallelism in a costs file."""
+"""The figures of vocabulary parallelism, which are per rank, in a costs file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_figures_round_trip(logits: tuple[float, ...]) -> None:
         ({"output_ms": 1, "output_wgrad_ms": -1}, r"output_wgrad_ms must be a finite number, 0 or above; got -1"),
         ({"output_ms": [1, "x"], "output_wgrad_ms": 1}, r"output_ms of rank 1 must be a finite number"),
         ({"output_ms": 1, "output_wgrad_ms": 1e16}, r"output_wgrad_ms must be at most 1e\+15"),
-        ({"output_ms": 1, "output_wgrad_ms": 1, "logits": 1}, "it must have the key activation"),
+        ({"output_ms": 1, "output_wgrad_ms": 1, "logits": 1}, "logits needs activation as well"),
         ({"output_ms": 1, "output_wgrad_ms": 1, "activation": 1, "wgrad": 1, "logits": "x"}, "logits must be a finite"),
     ],
 )
