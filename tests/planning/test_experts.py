@@ -125,7 +125,7 @@ def test_schedules_that_one_hardware_queue_refuses_are_not_named() -> None:
 
 def test_peaks_are_in_bytes_and_within_the_memory() -> None:
     costs = measured(costs_file(None, 4), 16, 64)
-    sized = replace(costs, on=lambda on: (costs.on(on)[0], replace(_memory(costs.on(on)[1]))), memory_given=True)
+    sized = replace(costs, make=lambda on: (costs.on(on)[0], replace(_memory(costs.on(on)[1]))), memory_given=True)
     job: Any = SimpleNamespace(costs=sized, read=SimpleNamespace(args=SimpleNamespace()))
     assert "GiB" in verdict(sized, "span") and "peak" in verdict(sized, "span")
     peaks = {each.what: each.ms for each in contenders(sized, "span")}

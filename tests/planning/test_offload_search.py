@@ -93,7 +93,7 @@ def test_every_variant_is_offloaded_with_its_own_costs() -> None:
     """The passes of algorithm 2 are 1 ms longer here, and so the copies of its variant are."""
     given = figures()
     times = VocabularyCosts.uniform(RANKS, 0.5, 0.5)
-    base = replace(given, on=lambda on: (replace(given.on(on)[0], vocabulary=times), given.on(on)[1]))
+    base = replace(given, make=lambda on: (replace(given.on(on)[0], vocabulary=times), given.on(on)[1]))
     slow = [
         replace(each, costs=base.with_copies(float(each.algorithm or 0))) for each in variants(base, "auto")
     ]  # fmt: skip

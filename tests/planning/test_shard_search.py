@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build
-from megatron.zero_bubble.core.costs.static import StageBytes
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import bound
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, least_ms, of_schedule, with_collectives
+from tests.helpers.equal_weights import EqualStages
 
 REPLICAS, ROUNDING = 4, 1 + 1e-9
 
@@ -30,10 +30,8 @@ def figures(p: int, m: int, parameters: float, gather_ms: float, reduce_ms: floa
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
         return PassCosts.uniform(placement, 4.0, backward_ms, 4.0, 0.5), PassMemory.uniform(placement, 1.0, 0.9)
 
-    def sizes(placement: Placement) -> StageBytes:
-        return StageBytes.of((parameters * p / placement.num_stages,) * placement.num_stages, 2, 4, 12)
-
-    return with_collectives(Figures(p, m, on, stage_bytes=sizes), REPLICAS, gather_ms, reduce_ms, None)
+    weights = EqualStages(lambda placement: parameters * p / placement.num_stages)
+    return with_collectives(Figures(p, m, on, weights=weights), REPLICAS, gather_ms, reduce_ms, None)
 
 
 def maker(name: str, p: int, m: int, chunks: int) -> Callable[[int | None], Schedule]:
@@ -47,7 +45,7 @@ def rated(plan: ShardPlan) -> tuple[float, float, int]:
 
 def test_fewest_gathers_of_equal_plans() -> None:
     """One rank has no bubble, and keeps all microbatches, however many stages it has."""
-    costs = replace(figures(1, 4, 0.3, 0.0, 0.0), stage_bytes=None)
+    costs = replace(figures(1, 4, 0.3, 0.0, 0.0), weights=None)
     makers = [maker("zero-pp", 1, 4, chunks) for chunks in (4, 2, 3)]
     found = plan_shards(costs, makers, True, Replicas(REPLICAS, 4, 2))
     assert found.timeline.schedule.num_stages == 2 and max(found.gathers) == 2

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build
-from megatron.zero_bubble.core.costs.static import StageBytes
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.plan.shard import Sharding
@@ -17,6 +16,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, of_schedule, with_collectives
 from megatron.zero_bubble.planning.unit_sizes import best_within, smallest, unit_sizes
+from tests.helpers.equal_weights import EqualStages
 
 P, V, M = 8, 4, 32
 PARAMETERS = 1000.0
@@ -26,10 +26,7 @@ def figures(wgrad_memory: float = 1.0) -> Figures:
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
         return PassCosts.uniform(placement, 4.0, 4.0, 4.0), PassMemory.uniform(placement, 1.0, wgrad_memory)
 
-    def sizes(placement: Placement) -> StageBytes:
-        return StageBytes.of((PARAMETERS,) * placement.num_stages, 2, 4, 12)
-
-    return Figures(P, M, on, stage_bytes=sizes)
+    return Figures(P, M, on, weights=EqualStages(lambda _: PARAMETERS), counts_weights=False)
 
 
 def units(size: int | None) -> Schedule:
@@ -76,7 +73,7 @@ def test_static_memory_and_traffic_of_one_unit() -> None:
 
 def test_published_row_is_planned() -> None:
     """8 ranks, 4 chunks, 32 microbatches: idle for 3.5 forwards of a rank, within 12 microbatches."""
-    plan = plan_shards(replace(figures(), stage_bytes=None), [units], True, Replicas(4))
+    plan = plan_shards(replace(figures(), weights=None), [units], True, Replicas(4))
     assert plan.sharding.unit_microbatches == 8
     work = M * 12.0
     assert plan.timeline.makespan_ms - work == pytest.approx(3.5 * 4.0)
@@ -97,7 +94,7 @@ def test_times_of_collectives(given: tuple[float, float, float], gather: float, 
 
 def test_long_collectives_ask_for_larger_units() -> None:
     def plan(gather_ms: float) -> int:
-        costs = with_collectives(replace(figures(), stage_bytes=None), 4, gather_ms, gather_ms, None)
+        costs = with_collectives(replace(figures(), weights=None), 4, gather_ms, gather_ms, None)
         return plan_shards(costs, [units], True, Replicas(4)).sharding.unit_microbatches
 
     assert plan(4.0) == 8

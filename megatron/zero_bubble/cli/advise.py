@@ -359,7 +359,7 @@ def _changes_of(variant: Variant, options: argparse.Namespace, argv: Sequence[st
 
 def capacity_of(options: argparse.Namespace, today: Today) -> float | None:
     """What a plan may take: the memory of a GPU but for what is reserved, or as much as the job takes today."""
-    if not today.costs.in_bytes or today.costs.weight_bytes is None:
+    if not today.costs.in_bytes or not today.costs.knows_weights:
         return None
     return max((1 - _RESERVED) * gpu_bytes(options.gpu_memory or _MEMORY[options.gpu]), today.need.most)
 

@@ -165,7 +165,7 @@ def _checked_job(options: argparse.Namespace) -> MegatronJob:
 
 def _check_memory(text: str, memory: RankMemory, costs: Figures) -> None:
     capacity = gpu_bytes(text)
-    if costs.weight_bytes is None:
+    if not costs.knows_weights:
         raise UserError(
             "--gpu-memory needs the size of the weights, which is not estimated for some hybrid layers; "
             f"got {text} for such a job; leave --gpu-memory out"
@@ -215,7 +215,7 @@ def _ranks_text(
     unit = "GiB" if costs.in_bytes else "microbatches"
     head = f"{'pipeline rank':14}{'ranks':11}{'nodes':8}{'stage: layers':34}{unit + ' of activations':>20}"
     head += f"{'messages':>10}" if costs.in_bytes else ""
-    head += f"{'weights, optimizer':>20}{'total':>10}" if costs.in_bytes and costs.weight_bytes else ""
+    head += f"{'weights, optimizer':>20}{'total':>10}" if costs.in_bytes and costs.knows_weights else ""
     lines = [head + ("" if host is None else f"{'on the host':>14}")]
     for rank in range(placement.num_ranks):
         ranks = groups.pipeline_rank(rank)
@@ -223,7 +223,7 @@ def _ranks_text(
         kept, messages, weights = memory[rank]
         if costs.in_bytes:
             line += f"{kept / _GIB:20.1f}{messages / _GIB:10.2f}"
-            line += f"{weights / _GIB:20.1f}{sum(memory[rank]) / _GIB:10.1f}" if costs.weight_bytes else ""
+            line += f"{weights / _GIB:20.1f}{sum(memory[rank]) / _GIB:10.1f}" if costs.knows_weights else ""
         else:
             line += f"{timeline.peak_activation[rank]:20.4g}"
         lines.append(line + ("" if host is None else f"{_shown(host[rank], costs):>14}"))

@@ -5,28 +5,68 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
+from typing import NamedTuple
 
 from megatron.zero_bubble.cli.layouts import BY_COST
 from megatron.zero_bubble.cli.links import add_links, links_of
 from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.model_config import read_model
-from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs import PassMemory
 from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
-from megatron.zero_bubble.core.costs.static import StageBytes
 from megatron.zero_bubble.core.costs.tensor import TensorParallel
-from megatron.zero_bubble.core.costs.units import checked_figure, checked_share, refuse_no_time
-from megatron.zero_bubble.core.errors import UserError, as_flag
-from megatron.zero_bubble.core.formats.costs import read_costs_file
+from megatron.zero_bubble.core.costs.terms import BY_KEY, MEMORY, TIMES
+from megatron.zero_bubble.core.costs.units import checked_figure, refuse_huge, refuse_no_time
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import CostsFile, read_costs_file
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.sizes import check_size
-from megatron.zero_bubble.planning.figures import Figures, TensorFigures, measured
+from megatron.zero_bubble.planning.figures import Figures, TensorModel, measured
+from megatron.zero_bubble.planning.weights import ModelWeights
 
-_TIMES = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")
-_MEMORY = ("activation_memory", "wgrad_memory")
-_WEIGHT, _GRADIENT, _OPTIMIZER = 2, 4, 12
-_BYTES_PER_PARAMETER = _WEIGHT + _GRADIENT + _OPTIMIZER
-"""bf16 with fp32 gradients and Adam: 2 + 4 + 12."""
+
+class _Flag(NamedTuple):
+    """The flag of a term of costs: its name, placeholder and help."""
+
+    name: str
+    metavar: str
+    help: str
+
+
+_FIGURES = {
+    "forward_ms": _Flag("--forward-ms", "F", "time of a microbatch's forward (F) {times}"),
+    "backward_ms": _Flag("--backward-ms", "B", "time of a microbatch's input gradient (B) {times}"),
+    "wgrad_ms": _Flag("--wgrad-ms", "W", "time of a microbatch's weight gradient (W) {times}"),
+    "attention": _Flag(
+        "--attention-share",
+        "A",
+        "share of F that attention takes, from 0 to 1, which only sequence slices need; it takes twice as long in B "
+        "(default: 0); only with --forward-ms, --backward-ms and --wgrad-ms",
+    ),
+    "comm_ms": _Flag("--comm-ms", "C", "transfer time between two ranks, in ms (default: 0)"),
+    "message_ms": _Flag(
+        "--message-ms",
+        "T",
+        "time that a message takes from the passes of its sender, and from those of its receiver, in ms (default: that "
+        "of --costs, or 0)",
+    ),
+    "activation": _Flag(
+        "--activation-memory",
+        "A",
+        "memory of a microbatch on one rank from F to B, in bytes (default: that of --costs; without either, memory is "
+        "counted in microbatches); not with --config",
+    ),
+    "wgrad": _Flag(
+        "--wgrad-memory",
+        "G",
+        "memory of a microbatch on one rank from B to W, in the same unit (default: that of --activation-memory); not "
+        "with --config",
+    ),
+}
+"""The flags of terms, by key."""
+_OVERRIDES = ("message_ms", *MEMORY)
+"""Those whose flags go before a costs file."""
+_BYTES = (2, 4, 12)
+"""Bytes per parameter of weights, gradients and optimizer: bf16 with fp32 gradients and Adam."""
 
 
 def add_figures(verb: argparse.ArgumentParser, or_file: str = "") -> None:
@@ -35,40 +75,8 @@ def add_figures(verb: argparse.ArgumentParser, or_file: str = "") -> None:
     times = "on one rank, in ms; required without --costs or --config"
     verb.add_argument("--num-ranks", type=int, metavar="P", help=f"number of pipeline ranks; {sizes}")
     verb.add_argument("--num-microbatches", type=int, metavar="M", help=f"microbatches per iteration; {sizes}")
-    verb.add_argument("--forward-ms", type=float, metavar="F", help=f"time of a microbatch's forward (F) {times}")
-    verb.add_argument(
-        "--backward-ms", type=float, metavar="B", help=f"time of a microbatch's input gradient (B) {times}"
-    )
-    verb.add_argument("--wgrad-ms", type=float, metavar="W", help=f"time of a microbatch's weight gradient (W) {times}")
-    verb.add_argument(
-        "--attention-share",
-        type=float,
-        metavar="A",
-        help="share of F that attention takes, from 0 to 1, which only sequence slices need; it takes twice as long in "
-        "B (default: 0); with --forward-ms, --backward-ms and --wgrad-ms",
-    )
-    verb.add_argument("--comm-ms", type=float, metavar="C", help="transfer time between two ranks, in ms (default: 0)")
-    verb.add_argument(
-        "--message-ms",
-        type=float,
-        metavar="T",
-        help="time that a message takes from the passes of its sender, and from those of its receiver, in ms (default: "
-        "that of --costs, or 0)",
-    )
-    verb.add_argument(
-        "--activation-memory",
-        type=float,
-        metavar="A",
-        help="memory of a microbatch on one rank from F to B, in bytes (default: that of --costs; without either, "
-        "memory is counted in microbatches); not with --config",
-    )
-    verb.add_argument(
-        "--wgrad-memory",
-        type=float,
-        metavar="G",
-        help="memory of a microbatch on one rank from B to W, in the same unit (default: that of --activation-memory); "
-        "not with --config",
-    )
+    for flag in _FIGURES.values():
+        verb.add_argument(flag.name, type=float, metavar=flag.metavar, help=flag.help.format(times=times))
     verb.add_argument(
         "--costs",
         metavar="FILE",
@@ -101,11 +109,12 @@ def figures(options: argparse.Namespace, num_ranks: int | None = None, num_micro
     Raises:
         UserError: when figures are missing, given twice, or invalid.
     """
-    for flag, ms in (("--comm-ms", options.comm_ms), ("--message-ms", options.message_ms)):
-        if ms is not None:
-            checked_figure(flag, ms)
+    for key in ("comm_ms", "message_ms"):
+        if (ms := _given(options, key)) is not None:
+            checked_figure(_FIGURES[key].name, ms)
     found = _without_messages(options, num_ranks, num_microbatches)
-    return found if options.message_ms is None else found.with_messages(options.message_ms)
+    message_ms = _given(options, "message_ms")
+    return found if message_ms is None else found.with_messages(message_ms)
 
 
 def _without_messages(options: argparse.Namespace, num_ranks: int | None, num_microbatches: int | None) -> Figures:
@@ -133,33 +142,30 @@ def _without_messages(options: argparse.Namespace, num_ranks: int | None, num_mi
 
 
 def _of_flags(options: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Figures:
-    times = {name: getattr(options, name) for name in _TIMES} | {"comm_ms": options.comm_ms or 0.0}
-    for name, value in times.items():
-        if value is None:
-            raise UserError(f"{as_flag(name)} is required without --costs or --config; it is missing")
-
-    refuse_no_time(times["forward_ms"], times["backward_ms"], times["wgrad_ms"])
-    share = checked_share("--attention-share", options.attention_share or 0.0)
-
-    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        costs = PassCosts.uniform(placement, *times.values())
-        return costs.with_attention((share,) * placement.num_stages), _uniform_memory(options, placement)
-
-    return Figures(num_ranks, num_microbatches, on, _gives_memory(options))
+    """Figures like those of a costs file with one number for each flag."""
+    given = {key: _given(options, key) for key in _FIGURES if key not in _OVERRIDES}
+    for name in TIMES:
+        if given[name] is None:
+            raise UserError(f"{_FIGURES[name].name} is required without --costs or --config; it is missing")
+    refuse_huge(**given)
+    own = {key: BY_KEY[key].checked(figure, _FIGURES[key].name) for key, figure in given.items() if figure is not None}
+    refuse_no_time(*(own[name] for name in TIMES))
+    return measured(CostsFile(own), num_ranks, num_microbatches, _memory(options))
 
 
 def _of_file(options: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Figures:
     """Read times from the file, and memory from the flags, else from the file, else use the defaults."""
-    _refuse(options, (*_TIMES, "attention_share"), "--costs gives the times of all passes")
+    _refuse(options, (key for key in _FIGURES if key not in _OVERRIDES), "--costs gives the times of all passes")
     if getattr(options, "layout", None) == BY_COST:
-        _refuse(options, _MEMORY, f"with --layout {BY_COST}, --costs gives the memory of all layers")
-    memory = partial(_uniform_memory, options) if _gives_memory(options) else None
-    return measured(read_costs_file(options.costs), num_ranks, num_microbatches, memory)
+        _refuse(options, MEMORY, f"with --layout {BY_COST}, --costs gives the memory of all layers")
+    return measured(read_costs_file(options.costs), num_ranks, num_microbatches, _memory(options))
 
 
 def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatches: int | None) -> Figures:
     """Estimate figures from a model's shapes, with the configuration's sizes unless others are given."""
-    _refuse(options, (*_TIMES, "attention_share", *_MEMORY, "costs"), "--config estimates times and memory")
+    if options.costs is not None:
+        raise UserError("--config estimates times and memory; leave out --costs")
+    _refuse(options, (key for key in _FIGURES if key != "message_ms"), "--config estimates times and memory")
     device = DEVICES[options.gpu or ASSUMED]
     by_cost = getattr(options, "layout", None) == BY_COST
     model, microbatches, assumed, division, facts = read_model(
@@ -175,13 +181,6 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     attention = "uses flash kernels" if model.flash else "stores its scores"
     layers = ", ".join(map(str, model.layers))
 
-    def weight_bytes(of_stages: tuple[int, ...]) -> Callable[[Placement], tuple[float, ...]]:
-        own = replace(model, layers=of_stages)
-        return lambda placement: tuple(_BYTES_PER_PARAMETER * count for count in own.weights(placement))
-
-    def on(placement: Placement, of: Model = model) -> Model:
-        return replace(of, layers=division.on(placement))
-
     notes = [
         f"Estimated from the shapes in {options.config}, not measured; the costs file of a run is more accurate.",
         f"{device}.",
@@ -194,46 +193,26 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     if getattr(options, "shard_weights", False) and model.tensor_parallel == 1:
         notes.append(_tensor_note(model, count, replicas(options)))
 
-    def stage_bytes(of: Model) -> Callable[[Placement], StageBytes]:
-        return lambda placement: StageBytes.of(
-            on(placement, of).stage_weights(placement), _WEIGHT, _GRADIENT, _OPTIMIZER
-        )
-
-    def tensor(degree: int, bytes_per_ms: float) -> TensorFigures:
-        divided = TensorParallel(model, degree)
-        divided.check()
-        samples = count * degree  # those of the replicas that the group replaces
-        own = Figures(
-            len(model.layers),
-            samples,
-            lambda placement: replace(divided, whole=on(placement)).costs(device, placement, bytes_per_ms),
-            memory_given=True,
-            message_bytes=divided.model.message_bytes,
-            stage_bytes=stage_bytes(divided.model),
-        )
-        return TensorFigures(own, divided.sent(samples))
-
+    weights = ModelWeights(model, division, _BYTES)
     return Figures(
         len(model.layers),
         count,
-        lambda placement: estimate(on(placement), device, placement),
+        lambda placement: estimate(replace(model, layers=division.on(placement)), device, placement),
         memory_given=True,
         message_bytes=model.message_bytes,
         most_layers=max(model.layers),
-        weight_bytes=lambda placement: weight_bytes(division.on(placement))(placement),
+        weights=weights,
         notes=(*notes, *assumed),
         sequence=model.sequence,
         layers=layer_costs(model, device),
-        layout_weight_bytes=weight_bytes,
-        stage_bytes=stage_bytes(model),
-        tensor=tensor if model.tensor_parallel == 1 and model.experts is None else None,
+        tensor=TensorModel(weights, device, count) if model.tensor_parallel == 1 and model.experts is None else None,
         division=division,
         facts={**facts, "gpu": device.name},
     )
 
 
 def _static_note(shards: bool) -> str:
-    each = f"({_BYTES_PER_PARAMETER} bytes per parameter)"
+    each = f"({sum(_BYTES)} bytes per parameter)"
     if shards:
         return (
             f"A memory limit in bytes includes weights, gradients and optimizer {each}, one in microbatches does not."
@@ -249,23 +228,28 @@ def replicas(options: argparse.Namespace) -> int:
 def _tensor_note(model: Model, num_microbatches: int, ranks: int) -> str:
     """Compare with tensor parallelism over the same GPUs, one after the other for the microbatches of all replicas."""
     sent = TensorParallel(model, ranks).sent(num_microbatches * ranks)
-    static = max(model.weights(Placement.linear(len(model.layers)))) * _BYTES_PER_PARAMETER / ranks
+    static = max(model.weights(Placement.linear(len(model.layers)))) * sum(_BYTES) / ranks
     return (
         f"Tensor parallelism over {ranks} GPUs, instead of replicas, would send {sent / 2**30:.4g} GiB per rank for as "
         f"many samples, and hold {static / 2**30:.4g} GiB of weights, gradients and optimizer."
     )
 
 
-def _gives_memory(options: argparse.Namespace) -> bool:
-    return options.activation_memory is not None or options.wgrad_memory is not None
+def _given(options: argparse.Namespace, key: str) -> float | None:
+    """The value of the flag of a term."""
+    value: float | None = getattr(options, _FIGURES[key].name[2:].replace("-", "_"))
+    return value
 
 
-def _uniform_memory(options: argparse.Namespace, placement: Placement) -> PassMemory:
-    activation = 1.0 if options.activation_memory is None else options.activation_memory
-    return PassMemory.uniform(placement, activation, options.wgrad_memory)
+def _memory(options: argparse.Namespace) -> Callable[[Placement], PassMemory] | None:
+    """The memory that flags give, one figure for every rank; None without these flags."""
+    activation, wgrad = (_given(options, key) for key in MEMORY)
+    if activation is None and wgrad is None:
+        return None
+    return lambda placement: PassMemory.uniform(placement, 1.0 if activation is None else activation, wgrad)
 
 
-def _refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    for name in names:
-        if getattr(options, name) is not None:
-            raise UserError(f"{why}; leave out {as_flag(name)}")
+def _refuse(options: argparse.Namespace, keys: Iterable[str], why: str) -> None:
+    for key in keys:
+        if _given(options, key) is not None:
+            raise UserError(f"{why}; leave out {_FIGURES[key].name}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -12,14 +11,7 @@ from typing import cast
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
 from megatron.zero_bubble.core.costs.expert_layers import Links
-from megatron.zero_bubble.core.costs.predictions import (
-    prediction_expert_weights,
-    prediction_experts,
-    prediction_parts,
-    prediction_weights,
-    with_predictions,
-)
-from megatron.zero_bubble.core.costs.static import StageBytes
+from megatron.zero_bubble.core.costs.predictions import prediction_experts, prediction_parts, with_predictions
 from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile, read_costs_file
@@ -33,6 +25,7 @@ from megatron.zero_bubble.planning.job.flags import has_schedule
 from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, unestimated_kinds
 from megatron.zero_bubble.planning.job.vocabulary import tokenizers_vocabulary
 from megatron.zero_bubble.planning.vocabulary import Choice, are_divided, variants
+from megatron.zero_bubble.planning.weights import ModelWeights, on_stages
 
 _NO_PREDICTIONS = (
     "The costs have no part for multi-token prediction: its time counts as part of the output layer of the last stage; "
@@ -157,29 +150,8 @@ def _with_weights(
     figures: Figures, args: argparse.Namespace, model: Model, predictions: tuple[int, ...], division: Division
 ) -> Figures:
     """Return figures with the bytes of weights, gradients and optimizer."""
-    each, of_experts = _bytes_per_parameter(args)
-
-    def laid_out(on: Placement, layout: tuple[int, ...] | None) -> Model:
-        return replace(model, layers=layout or division.on(on))
-
-    def parameters(on: Placement, layout: tuple[int, ...] | None = None) -> tuple[float, ...]:
-        more = prediction_weights(model, _on(predictions, on))
-        return tuple(map(sum, zip(laid_out(on, layout).stage_weights(on), more, strict=True)))
-
-    def static(on: Placement, layout: tuple[int, ...] | None) -> tuple[float, ...]:
-        """Bytes per stage; experts have replicas of their own."""
-        more = prediction_expert_weights(model, _on(predictions, on))
-        experts = map(sum, zip(laid_out(on, layout).expert_weights(on), more, strict=True))
-        pairs = zip(parameters(on, layout), experts, strict=True)
-        return tuple(each * (own - expert) + of_experts * expert for own, expert in pairs)
-
-    def weights(layout: tuple[int, ...] | None) -> Callable[[Placement], tuple[float, ...]]:
-        def of_ranks(on: Placement) -> tuple[float, ...]:
-            of_stages = static(on, layout)
-            return tuple(sum(of_stages[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks))
-
-        return of_ranks
-
+    weights = ModelWeights(model, division, _parts(args), _optimizer_replicas(args), predictions)
+    each, of_experts = weights.per_parameter
     taken = f"take {each:.3g} bytes per parameter"
     if model.experts is not None and of_experts != each:
         taken += f", those of experts {of_experts:.3g}"
@@ -187,12 +159,7 @@ def _with_weights(
         taken = "are divided by the replicas, and what is whole at a time is added"
     note = f"Weights, gradients and optimizer {taken}. Not counted: the CUDA context, NCCL "
     note += "buffers, fragmentation" + (", copies for a rollback." if args.zero_bubble_post_validation else ".")
-    return replace(
-        _noting(figures, note),
-        weight_bytes=weights(None),
-        layout_weight_bytes=weights,
-        stage_bytes=lambda on: StageBytes.of(parameters(on), *_parts(args)),
-    )
+    return replace(_noting(figures, note), weights=weights)
 
 
 def _measured(sizes: tuple[int, int], read: CostsFile, placement: Placement, division: Division) -> Figures:
@@ -223,7 +190,7 @@ def _measured(sizes: tuple[int, int], read: CostsFile, placement: Placement, div
         notes=(f"Costs are from {read.path}.", *((f"A lower bound: {HALVED}",) if read.halves(placement) else ())),
         layers=layers,
         division=None if layers is None else division,
-        halves=read.halves,
+        file=read,
     )
 
 
@@ -256,17 +223,9 @@ def _estimated(
     more = "A layer of multi-token prediction (mtp) counts as a layer, a projection and an output layer."
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        return with_predictions(*plain(placement), _on(predictions, placement), layer, head, experts)
+        return with_predictions(*plain(placement), on_stages(predictions, placement), layer, head, experts)
 
     return Figures(*sizes, on, True, notes=(*notes, more))
-
-
-def _on(predictions: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
-    """Return the layers of multi-token prediction per stage of a placement, which may merge or cut the job's stages."""
-    found = [0] * placement.num_stages
-    for stage, count in enumerate(predictions, 1):
-        found[-(-stage * placement.num_stages // len(predictions)) - 1] += count
-    return tuple(found)
 
 
 def _equal(sizes: tuple[int, int], what: str, predicts: bool) -> Figures:
@@ -283,17 +242,15 @@ def _noting(figures: Figures, note: str) -> Figures:
     return replace(figures, notes=(*figures.notes, note))
 
 
-def _bytes_per_parameter(args: argparse.Namespace) -> tuple[float, float]:
-    """Sum weight, gradient and optimizer state, which ``--use-distributed-optimizer`` divides among the replicas: those
-    of a parameter, and those of a parameter of experts, which has fewer replicas.
+def _optimizer_replicas(args: argparse.Namespace) -> tuple[int, int]:
+    """The replicas among which ``--use-distributed-optimizer`` divides the optimizer state of a parameter, and of a
+    parameter of experts, which has fewer replicas.
     """
-    weight, gradient, own = _parts(args)
+    if not args.use_distributed_optimizer:
+        return 1, 1
     replicas = args.data_parallel_size * args.context_parallel_size
     experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-    of_experts = max(1, replicas * args.tensor_model_parallel_size // experts)
-    divided = replicas, of_experts
-    first, second = (weight + gradient + own / (each if args.use_distributed_optimizer else 1) for each in divided)
-    return first, second
+    return replicas, max(1, replicas * args.tensor_model_parallel_size // experts)
 
 
 def _parts(args: argparse.Namespace) -> tuple[int, int, int]:

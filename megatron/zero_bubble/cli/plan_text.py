@@ -64,10 +64,10 @@ def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:
     parts = [("activations", rank_memory(timeline, costs))]
     if costs.message_bytes is not None:
         parts.append(("messages", message_memory(timeline.schedule, costs.message_bytes)))
-    if costs.weight_bytes:
-        parts.append(("weights and optimizer", costs.weight_bytes(placement)))
+    if (weights := costs.weights_on(placement)) is not None:
+        parts.append(("weights and optimizer", weights))
     total = ("total", tuple(map(sum, zip(*(row for _, row in parts), strict=True))))
-    lines = [*parts, total] if costs.weight_bytes else parts
+    lines = [*parts, total] if weights is not None else parts
     return "".join(f"GiB by rank, {what}: {' '.join(f'{b / 2**30:.3g}' for b in row)}\n" for what, row in lines)
 
 

@@ -27,6 +27,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.flags import has_schedule
 from megatron.zero_bubble.planning.plans import message_memory, rank_memory
 from megatron.zero_bubble.planning.shards import of_schedule, with_collectives
+from megatron.zero_bubble.planning.weights import PlannedWeights
 
 _COLLECTIVES = "Gathers and reductions are not in the times, unless the costs file has gather_ms and reduce_ms."
 _GIB = 2**30
@@ -110,7 +111,7 @@ def _with_collectives(
     """Return figures with the times of gathers and reductions by bandwidth, where the size of the weights is known and
     their times are not.
     """
-    if costs.stage_bytes is None or any(costs.on(args.placement)[0].gather_ms):
+    if costs.weights is None or any(costs.on(args.placement)[0].gather_ms):
         return costs
     rate = bandwidth_to_replicas(groups, options.gpu, given_links(options))
     note = f"Gathers and reductions: bytes at {rate / 1e6:g} GB/s."
@@ -127,9 +128,10 @@ def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule) -> tu
     note = f"Sharded units, {sharding.open_chunks} whole stages per rank: {max(units.gathers)} gathers and "
     note += f"{max(units.reductions)} reductions per rank and iteration{sent}."
     notes = (note, *(() if units.lane_ms else (_COLLECTIVES,)))
-    static = units.static
-    weights = None if static is None else lambda _: static
-    return replace(costs, notes=(*costs.notes, *notes), weight_bytes=weights), plan
+    own = replace(costs, notes=(*costs.notes, *notes))
+    if units.static is None or costs.weights is None:
+        return own, plan
+    return replace(own, weights=PlannedWeights(units.static, costs.weights), counts_weights=True), plan
 
 
 def _memory(timeline: Timeline, costs: Figures, post_receives: PostReceives) -> RankMemory:
@@ -137,5 +139,5 @@ def _memory(timeline: Timeline, costs: Figures, post_receives: PostReceives) -> 
     messages = nothing = (0.0,) * costs.num_ranks
     if costs.in_bytes and costs.message_bytes:
         messages = message_memory(schedule, costs.message_bytes, post_receives)
-    weights = costs.weight_bytes(schedule.placement) if costs.weight_bytes else nothing
+    weights = costs.weights_on(schedule.placement) or nothing
     return list(zip(rank_memory(timeline, costs), messages, weights, strict=True))

@@ -127,11 +127,11 @@ def replicas_of(options: argparse.Namespace, costs: Figures) -> Replicas:
     """The replicas that the flags give."""
     text = options.memory_limit
     limit = activations = math.inf if text is None else costs.limit(text)
-    if text is not None and costs.stage_bytes is not None and parse_memory_limit(text)[1] == "p":
+    if text is not None and costs.weights is not None and parse_memory_limit(text)[1] == "p":
         limit = math.inf  # a limit in microbatches is one of activations
     whole = options.whole_stages
     if whole is None:
-        whole = AUTO if costs.stage_bytes is not None and limit < math.inf else DEFAULT_OPEN_CHUNKS
+        whole = AUTO if costs.weights is not None and limit < math.inf else DEFAULT_OPEN_CHUNKS
     whole = None if whole == AUTO else int(whole)
     return Replicas(replicas(options), options.unit_microbatches or None, whole, limit, activations)
 

@@ -147,7 +147,7 @@ class Comparison:
 
     def _tensor(self, costs: Figures, name: str, degree: int, bytes_per_ms: float) -> Candidate:
         assert costs.tensor is not None, "the flags are checked"
-        divided = costs.tensor(degree, bytes_per_ms)
+        divided = costs.tensor.divided(degree, bytes_per_ms, costs.given)
         (way,) = self._named(SCHEDULES[name], divided.costs)
         return way.row(f" tp{degree}")._replace(tensor_parallel=degree, tensor_bytes=divided.sent)
 

@@ -106,8 +106,8 @@ def need_of(timeline: Timeline, costs: Figures) -> Need:
         stages = schedule.num_stages // costs.num_ranks
         is_large = sum(map(len, timeline.spans)) > LARGE
         messages = (each * stages,) * costs.num_ranks if is_large else message_memory(schedule, costs.message_bytes)
-    weights = costs.weight_bytes(timeline.schedule.placement) if costs.weight_bytes and costs.in_bytes else nothing
-    return Need(rank_memory(timeline, costs), messages, weights)
+    weights = costs.weights_on(timeline.schedule.placement) if costs.in_bytes else None
+    return Need(rank_memory(timeline, costs), messages, weights or nothing)
 
 
 def need_of_plan(plan: Answer) -> Need:

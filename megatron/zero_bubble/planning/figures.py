@@ -9,15 +9,19 @@ from operator import mul
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.estimate import Device
 from megatron.zero_bubble.core.costs.layers import LayerCosts
 from megatron.zero_bubble.core.costs.static import StageBytes
-from megatron.zero_bubble.core.costs.units import BYTES, checked_figure, parse_memory_limit, refuse_huge, spread
+from megatron.zero_bubble.core.costs.tensor import TensorParallel
+from megatron.zero_bubble.core.costs.units import BYTES, checked_figure, parse_memory_limit, refuse_huge
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.formats.facts import Facts
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.search.cut import even
 from megatron.zero_bubble.planning.division import Division
+from megatron.zero_bubble.planning.given import NOTHING, Given
+from megatron.zero_bubble.planning.weights import ModelWeights, Weights
 
 HALVED = (
     "the stages of the costs differ, and are divided evenly into stages of a finer placement, but an "
@@ -36,49 +40,85 @@ class Figures:
     """Costs of a pipeline; ``on(placement)`` returns them per stage for any placement on its ranks.
 
     Attributes:
-        on: the pass costs and pass memory for the stages of a placement.
+        make: the pass costs and pass memory for the stages of a placement, without what is ``given``.
         memory_given: whether the user gave memory figures; otherwise memory is counted in microbatches.
         message_bytes: bytes of a message between two stages; None if unknown.
         most_layers: the largest number of layers on one rank; None if unknown.
-        weight_bytes: bytes of weights, gradients and optimizer state per rank on a placement; None if unknown.
+        weights: bytes of weights, gradients and optimizer state; None if unknown.
         notes: the assumptions made, as sentences.
         sequence: tokens of a sequence; None if unknown.
         least_slice_tokens: fewest tokens of a slice, as a run has measured; None if unknown.
         layers: costs per layer; None if unknown.
-        layout_weight_bytes: as ``weight_bytes``, for the layers per stage of a placement; None if unknown.
-        stage_bytes: bytes of weights, gradients and optimizer per stage of a placement; None if unknown.
-        tensor: the figures with tensor parallelism instead of replicas, given the number of GPUs that divide a layer,
-            and the bytes per ms with which they send to each other; None if unknown.
+        counts_weights: whether a rank holds ``weights``; with sharded units, it holds what their plan says.
+        tensor: the model that a group of GPUs may divide instead of replicas; None if unknown.
         base: the figures whose microbatches and 1F1B are the units of memory, if not these: with layouts, those of the
             even split, so that all have the same limit.
         division: which layers are on which stage; None if unknown.
-        halves: whether ``on`` divides stages that differ, for a placement with more stages than there are figures for.
+        file: the costs file that they are from, whose stages may be too coarse for a placement; None for estimates.
         facts: those of the job; empty if unknown.
+        given: what replaces figures of the costs.
+        laid: the layers per stage of the one placement that these figures are for; empty for those of any placement.
     """
 
     num_ranks: int
     num_microbatches: int
-    on: Callable[[Placement], tuple[PassCosts, PassMemory]]
+    make: Callable[[Placement], tuple[PassCosts, PassMemory]]
     memory_given: bool = False
     message_bytes: float | None = None
     most_layers: int | None = None
-    weight_bytes: Callable[[Placement], tuple[float, ...]] | None = None
+    weights: Weights | None = None
     notes: tuple[str, ...] = ()
     sequence: int | None = None
     least_slice_tokens: int | None = None
     layers: LayerCosts | None = None
-    layout_weight_bytes: Callable[[tuple[int, ...]], Callable[[Placement], tuple[float, ...]]] | None = None
+    counts_weights: bool = True
     base: Figures | None = None
-    stage_bytes: Callable[[Placement], StageBytes] | None = None
-    tensor: Callable[[int, float], TensorFigures] | None = None
+    tensor: TensorModel | None = None
     division: Division | None = None
-    halves: Callable[[Placement], bool] = lambda _: False
+    file: CostsFile | None = field(default=None, hash=False)
     facts: Facts = field(default_factory=dict, hash=False)
+    given: Given = NOTHING
+    laid: tuple[int, ...] = ()
+    _made: dict[Placement, tuple[PassCosts, PassMemory]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
-        """Make the figures of a placement once, however often they are asked for."""
-        if not hasattr(self.on, "cache_info"):
-            object.__setattr__(self, "on", cache(self.on))
+        """Make the costs of a placement once, also where others are ``given`` in place of some."""
+        if not hasattr(self.make, "cache_info"):
+            object.__setattr__(self, "make", cache(self.make))
+
+    def on(self, placement: Placement) -> tuple[PassCosts, PassMemory]:
+        """The pass costs and pass memory for the stages of a placement, made once.
+
+        Raises:
+            UserError: for a placement that the costs are not for.
+        """
+        if placement not in self._made:
+            costs, memory = self.make(placement)
+            if self.given != NOTHING:
+                costs = self.given.replacing(costs, memory, self.sizes_on(placement), placement)
+            self._made[placement] = costs, memory
+        return self._made[placement]
+
+    def weights_on(self, placement: Placement) -> tuple[float, ...] | None:
+        """Bytes of weights, gradients and optimizer state per rank; None if unknown."""
+        if self.weights is None or not self.counts_weights:
+            return None
+        return self.weights.of_ranks(placement, self.laid or None)
+
+    @property
+    def knows_weights(self) -> bool:
+        """Whether ``weights_on`` knows them."""
+        return self.weights is not None and self.counts_weights
+
+    def sizes_on(self, placement: Placement) -> StageBytes | None:
+        """Bytes of weights, gradients and optimizer per stage; None if unknown."""
+        return None if self.weights is None else self.weights.of_stages(placement)
+
+    def halves(self, placement: Placement) -> bool:
+        """Whether ``on`` divides stages that differ, for a placement with more stages than there are figures for."""
+        return self.file is not None and self.file.halves(placement)
 
     def check(self, placement: Placement) -> None:
         """Reject a placement for which there are no costs.
@@ -87,8 +127,7 @@ class Figures:
             UserError: the model has too few layers for its stages.
         """
         self.on(placement)
-        if self.weight_bytes is not None:
-            self.weight_bytes(placement)
+        self.weights_on(placement)
 
     def layout(self, placement: Placement) -> tuple[int, ...]:
         """The layers per stage that a job gets.
@@ -115,7 +154,7 @@ class Figures:
                 "a layout by cost needs costs per layer; got those of whole ranks or stages; give --config, or a costs "
                 "file with layers and parts, or with layers_per_stage"
             )
-        own = replace(self, on=lambda placement: layers.on(self.layout(placement)), base=None)
+        own = replace(self, make=lambda placement: layers.on(self.layout(placement)), base=None)
         return replace(own, base=own)
 
     def laid_out(self, placement: Placement, layout: tuple[int, ...]) -> Figures:
@@ -127,12 +166,11 @@ class Figures:
         assert self.layers is not None, "evenly() checks this"
         found = self.layers.on(layout)
 
-        def on(asked: Placement) -> tuple[PassCosts, PassMemory]:
+        def make(asked: Placement) -> tuple[PassCosts, PassMemory]:
             assert asked == placement, f"the layout is for {placement}, not for {asked}"
             return found
 
-        weights = self.weight_bytes if self.layout_weight_bytes is None else self.layout_weight_bytes(layout)
-        return replace(self, on=on, weight_bytes=weights)
+        return replace(self, make=make, laid=layout)
 
     def with_copies(self, host_ms: float | None = None, bytes_per_ms: float | None = None) -> Figures:
         """Return these figures with the time of a copy of a rank's microbatch to the host or back: one time for the
@@ -147,15 +185,7 @@ class Figures:
                 "activation and wgrad, or --config, or the time of a copy with --host-ms"
             )
 
-        def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-            costs, memory = self.on(placement)
-            if bytes_per_ms is not None:
-                copies = tuple(size / bytes_per_ms for size in memory.activation)
-            else:
-                copies = costs.host_ms if host_ms is None else spread(placement, host_ms)
-            return replace(costs, host_ms=copies), memory
-
-        return replace(self, on=on)
+        return self.giving(host_ms=host_ms, host_bytes_per_ms=bytes_per_ms)
 
     def with_messages(self, message_ms: float) -> Figures:
         """Return these figures with the time in ms that a message takes from the passes of each of its ranks.
@@ -164,19 +194,7 @@ class Figures:
             UserError: for a negative or non-finite time.
         """
         refuse_huge(message_ms=message_ms)
-        ms, divided = checked_figure("message_ms", message_ms), self.tensor
-
-        def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-            costs, memory = self.on(placement)
-            return replace(costs, message_ms=ms), memory
-
-        def tensor(degree: int, bytes_per_ms: float) -> TensorFigures:
-            assert divided is not None
-            costs, sent = divided(degree, bytes_per_ms)
-            return TensorFigures(costs.with_messages(ms), sent)
-
-        layers = None if self.layers is None else replace(self.layers, message_ms=ms)
-        return replace(self, on=on, layers=layers, tensor=None if divided is None else tensor)
+        return self._with_transfers(message_ms=checked_figure("message_ms", message_ms))
 
     def with_links(self, links: Mapping[tuple[int, int], float]) -> Figures:
         """Return these figures with the times in ms of transfers between some pairs of ranks.
@@ -188,27 +206,18 @@ class Figures:
             UserError: for a negative or non-finite time.
         """
         refuse_huge(**{f"links{list(link)}": ms for link, ms in links.items()})
-        divided, own = self.tensor, self.layers
+        checked = {link: checked_figure(f"links{list(link)}", ms) for link, ms in links.items()}
+        return self._with_transfers(links={**self.given.links, **checked})
 
-        def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-            costs, memory = self.on(placement)
-            return replace(costs, **self._transfers(costs, links)), memory
+    def giving(self, **figures: Any) -> Figures:
+        """Return these figures with others in place of those of the costs, see ``Given``."""
+        return replace(self, given=replace(self.given, **figures))
 
-        def tensor(degree: int, bytes_per_ms: float) -> TensorFigures:
-            assert divided is not None
-            costs, sent = divided(degree, bytes_per_ms)
-            return TensorFigures(costs.with_links(links), sent)
-
-        layers = None if own is None else replace(own, **self._transfers(own, links))
-        return replace(self, on=on, layers=layers, tensor=None if divided is None else tensor)
-
-    def _transfers(self, costs: PassCosts | LayerCosts, links: Mapping[tuple[int, int], float]) -> dict[str, Any]:
-        """Return ``comm_ms`` and ``links`` in their shortest form."""
-        times = {**costs.links, **links}
-        pairs = self.num_ranks * (self.num_ranks - 1)
-        same = len(times) == pairs and len(set(times.values())) == 1
-        comm_ms = next(iter(times.values())) if same else costs.comm_ms
-        return {"comm_ms": comm_ms, "links": {pair: ms for pair, ms in times.items() if ms != comm_ms}}
+    def _with_transfers(self, **figures: Any) -> Figures:
+        """``giving``, also for the layers, by which layouts are compared."""
+        own = self.giving(**figures)
+        layers = None if self.layers is None else own.given.transfers(self.layers, self.num_ranks)
+        return replace(own, layers=layers)
 
     @property
     def microbatch(self) -> float:
@@ -268,6 +277,48 @@ class TensorFigures(NamedTuple):
     sent: float
 
 
+@dataclass(frozen=True)
+class TensorModel:
+    """A model that a group of GPUs may divide by tensor parallelism, instead of being its replicas.
+
+    Attributes:
+        weights: the model, and how its layers are divided among stages.
+        device: the GPU that passes are estimated for.
+        num_microbatches: those of one replica.
+    """
+
+    weights: ModelWeights
+    device: Device
+    num_microbatches: int
+
+    def divided(self, degree: int, bytes_per_ms: float, given: Given) -> TensorFigures:
+        """Return the figures with ``degree`` GPUs that divide a layer, and send that many bytes per ms to each other.
+
+        Raises:
+            UserError: for a degree that does not divide the attention of the model.
+        """
+        whole, division = self.weights.model, self.weights.division
+        parallel = TensorParallel(whole, degree)
+        parallel.check()
+        samples = self.num_microbatches * degree  # those of the replicas that the group replaces
+
+        def make(placement: Placement) -> tuple[PassCosts, PassMemory]:
+            laid_out = replace(whole, layers=division.on(placement))
+            return replace(parallel, whole=laid_out).costs(self.device, placement, bytes_per_ms)
+
+        own = Figures(
+            len(whole.layers),
+            samples,
+            make,
+            memory_given=True,
+            message_bytes=parallel.model.message_bytes,
+            weights=replace(self.weights, model=parallel.model),
+            counts_weights=False,
+            given=given.between_ranks,
+        )
+        return TensorFigures(own, parallel.sent(samples))
+
+
 def measured(
     file: CostsFile,
     num_ranks: int,
@@ -285,7 +336,7 @@ def measured(
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
         # Figures for half ranks cannot be divided into thirds; figures for whole ranks can be divided into any number.
-        known = file.layers is not None or file.layers_per_stage
+        known = file.layers is not None or file.layers_per_stage or file.is_of_ranks
         fits = placement.num_stages in (num_ranks, 2 * num_ranks, file.num_stages) or known
         read_as = placement if fits else Placement.linear(num_ranks)
         costs, kept = file.on(read_as)
@@ -309,7 +360,7 @@ def measured(
         least_slice_tokens=least,
         layers=own,
         division=division,
-        halves=file.halves,
+        file=file,
         facts=file.facts,
     )
 

@@ -111,10 +111,10 @@ class _Units:
 
     def peak(self, whole: int) -> float:
         """The peak of activations, and of static memory where its size is known, on the fullest rank."""
-        if self._costs.stage_bytes is None:
+        sizes = self._costs.sizes_on(self._placement)
+        if sizes is None:
             return max(self.activations)
         if whole not in self._peaks:
-            sizes = self._costs.stage_bytes(self._placement)
             static = static_bytes(self._plan(whole), sizes, self._replicas.count)
             self._peaks[whole] = max(map(sum, zip(self.activations, static, strict=True)))
         return self._peaks[whole]

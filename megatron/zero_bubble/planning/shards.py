@@ -10,9 +10,8 @@ from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.analysis.score import within
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
-from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs import PassCosts
 from megatron.zero_bubble.core.costs.static import StageBytes
-from megatron.zero_bubble.core.costs.units import spread
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Op, Placement, Plan, Schedule
 from megatron.zero_bubble.core.ir.shards import Gather, Reduce
@@ -58,9 +57,10 @@ class Replicas:
 
         Without a plan, nothing is sharded: a distributed optimizer reduces and gathers once per iteration.
         """
-        if plan is not None or costs.stage_bytes is None:
+        sizes = costs.sizes_on(placement)
+        if plan is not None or sizes is None:
             return (None, None) if plan is None else (plan.traffic, plan.static)
-        sizes, ranks = costs.stage_bytes(placement), [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+        ranks = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
         once = (sum(sizes.weights[stage] + sizes.gradients[stage] for stage in stages) for stages in ranks)
         sent = tuple(size * (self.count - 1) / self.count for size in once)
         return sent, tuple(sizes.whole(stages, self.count) for stages in ranks)
@@ -108,7 +108,7 @@ def of_schedule(costs: Figures, schedule: Schedule, sharding: Sharding, replicas
     prove(plan)
     times, memory = costs.on(schedule.placement)
     timeline = simulate(plan, times, memory)
-    sizes = None if costs.stage_bytes is None else costs.stage_bytes(schedule.placement)
+    sizes = costs.sizes_on(schedule.placement)
     return ShardPlan(
         timeline,
         sharding,
@@ -178,25 +178,14 @@ def with_collectives(
     Raises:
         UserError: for a bandwidth when the size of the weights is unknown.
     """
-    sizes_on = costs.stage_bytes
-    if bytes_per_ms is not None and sizes_on is None:
+    if bytes_per_ms is not None and costs.weights is None:
         raise UserError(
             "a bandwidth between replicas needs the size of the weights, which only --config gives; give --gather-ms "
             "and --reduce-ms instead"
         )
-
-    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        times, memory = costs.on(placement)
-        gather, reduce = times.gather_ms, times.reduce_ms
-        if bytes_per_ms is not None and sizes_on is not None:
-            rate, sizes = bytes_per_ms * replicas / max(1, replicas - 1), sizes_on(placement)
-            gather = tuple(size / rate for size in sizes.weights)
-            reduce = tuple(size / rate for size in sizes.gradients)
-        gather = gather if gather_ms is None else spread(placement, gather_ms)
-        reduce = reduce if reduce_ms is None else spread(placement, reduce_ms)
-        return replace(times, gather_ms=gather, reduce_ms=reduce), memory
-
-    return replace(costs, on=on, weight_bytes=None)
+    rate = None if bytes_per_ms is None else bytes_per_ms * replicas / max(1, replicas - 1)
+    own = costs.giving(gather_ms=gather_ms, reduce_ms=reduce_ms, shards_bytes_per_ms=rate)
+    return replace(own, counts_weights=False)
 
 
 def _lane_ms(op: Op, times: PassCosts) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,6 +21,7 @@ from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, fitted
 from megatron.zero_bubble.planning.source import ZB_AUTO
+from megatron.zero_bubble.planning.weights import EqualWeights
 
 Choice = Literal["off", "1", "2", "auto"]
 CHOICES: tuple[Choice, ...] = ("off", "1", "2", "auto")
@@ -84,7 +85,7 @@ def _divided(costs: Figures, algorithm: Algorithm, recompute_logits: bool) -> Fi
     layers = costs.layers.averaged() if is_recorded else costs.layers
     shards = divide(layers, costs.num_ranks, algorithm, recompute_logits)
 
-    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+    def make(placement: Placement) -> tuple[PassCosts, PassMemory]:
         times, memory = shards.layers.on(costs.layout(placement))
         times = replace(times, vocabulary=shards.vocabulary)
         if not costs.memory_given:
@@ -98,16 +99,11 @@ def _divided(costs: Figures, algorithm: Algorithm, recompute_logits: bool) -> Fi
     )
     return replace(
         costs,
-        on=on,
+        make=make,
         notes=(*costs.notes, note),
         base=costs.base or costs,
-        weight_bytes=_mean(costs.weight_bytes) if costs.weight_bytes and not uneven else None,
+        weights=None if costs.weights is None or uneven else EqualWeights(costs.weights),
     )
-
-
-def _mean(weight_bytes: Callable[[Placement], tuple[float, ...]]) -> Callable[[Placement], tuple[float, ...]]:
-    """The weights of equal parts of the layers and of the vocabulary on all ranks."""
-    return lambda placement: (sum(weight_bytes(placement)) / placement.num_ranks,) * placement.num_ranks
 
 
 def inserted(schedule: Schedule, variant: Variant, limit: float | None, objective: Metric) -> Schedule:
@@ -154,9 +150,4 @@ def known_schedules(costs: Figures, placement: Placements, objective: Metric) ->
 
 def with_times(costs: Figures, times: VocabularyCosts) -> Figures:
     """Return the costs with these times of the passes of the vocabulary."""
-
-    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        passes, memory = costs.on(placement)
-        return replace(passes, vocabulary=times), memory
-
-    return replace(costs, on=on)
+    return costs.giving(vocabulary=times)

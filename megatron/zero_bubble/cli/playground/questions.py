@@ -199,7 +199,7 @@ def _memory_gib(made: Answer) -> dict[str, float | None] | None:
     if not costs.in_bytes:
         return None
     kept = rank_memory(made.timeline, costs)
-    weights = None if costs.weight_bytes is None else costs.weight_bytes(placement)
+    weights = costs.weights_on(placement)
     total = None if weights is None else max(map(sum, zip(kept, weights, strict=True))) / 2**30
     return {"activations": max(kept) / 2**30, "total": total}
 

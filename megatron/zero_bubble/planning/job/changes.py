@@ -211,7 +211,7 @@ class Pipeline:
     def _sharded(self, whole: Question) -> Iterator[Change]:
         """Weights and gradients divided over the replicas, in units of microbatches."""
         count, bytes_per_ms = self.replicas
-        if count < 2 or self.costs.stage_bytes is None or whole.objective != "makespan":
+        if count < 2 or self.costs.weights is None or whole.objective != "makespan":
             return
         costs = with_collectives(self.costs, count, None, None, bytes_per_ms)
         for recipe in (each for each in SCHEDULES.values() if each.has_units):
@@ -261,7 +261,7 @@ class Pipeline:
     def _weights(self, on: Placement) -> float:
         """Bytes of weights on the fullest rank; 0 for stages that the model cannot fill, which planning refuses."""
         with suppress(UserError):
-            return max(self.costs.weight_bytes(on)) if self.costs.weight_bytes else 0.0
+            return max(self.costs.weights_on(on) or (0.0,))
         return 0.0
 
     def _messages(self, on: Placement) -> float:

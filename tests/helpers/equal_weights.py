@@ -1,0 +1,29 @@
+"""Weights of stages with a given number of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.zero_bubble.core.costs.static import StageBytes
+from megatron.zero_bubble.core.ir import Placement
+
+
+@dataclass(frozen=True)
+class EqualStages:
+    """Weights in 2 bytes, gradients in 4, and 12 bytes of optimizer state, for as many parameters on every stage.
+
+    Attributes:
+        parameters: those of a stage of a placement.
+    """
+
+    parameters: Callable[[Placement], float]
+
+    def of_ranks(self, placement: Placement, layout: tuple[int, ...] | None = None) -> tuple[float, ...]:
+        """Bytes per rank."""
+        sizes = self.of_stages(placement)
+        return tuple(sizes.whole(placement.stages_of(rank), 1) for rank in range(placement.num_ranks))
+
+    def of_stages(self, placement: Placement) -> StageBytes:
+        """Bytes per stage."""
+        return StageBytes.of((self.parameters(placement),) * placement.num_stages, 2, 4, 12)
