@@ -20,7 +20,8 @@ GIB = float(2**30)
 
 def schedules_run_with_queues(rank: int, environment: dict[str, str]) -> tuple[list[str], list[str]]:
     """As ``schedules_run`` on a V, as if over NCCL; the plan needs several hardware queues."""
-    from megatron.zero_bubble.integration.adapter import auto, measured, prepared
+    from megatron.zero_bubble.engine.runtime import backends
+    from megatron.zero_bubble.integration.adapter import auto, measured
 
     flat = build("breadth-first", num_ranks=2, num_microbatches=8)
     said: list[str] = []
@@ -48,7 +49,7 @@ def schedules_run_with_queues(rank: int, environment: dict[str, str]) -> tuple[l
             patch.setenv(name, value)
         if (own := environment.get(f"RANK_{rank}")) is not None:
             patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", own)
-        patch.setattr(prepared, "is_nccl", lambda backend: True)
+        patch.setattr(backends, "is_nccl", lambda backend: True)
         patch.setattr(auto, "Planner", Planner)
         patch.setattr(measured, "gather_trace", trace)
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
