@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout_string import read_layout
 from megatron.zero_bubble.core.ir import Pass, Value
 from megatron.zero_bubble.core.plan.offload import parse_share
-from megatron.zero_bubble.planning.job.option import iterations, token_counts, unit_microbatches
+from megatron.zero_bubble.planning.decision import iterations, token_counts, unit_microbatches
 from pretrain.checkpoint_folder import TRACKER, latest_iteration
 
 THREE = "\u0663"

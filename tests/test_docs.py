@@ -13,11 +13,11 @@ import pytest
 
 from megatron.zero_bubble.__main__ import parser as command_line
 from megatron.zero_bubble.integration.megatron_lm import fork_flags
+from megatron.zero_bubble.planning.decisions import DECISIONS as FEATURES
+from megatron.zero_bubble.planning.decisions import REMOVED
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
 from megatron.zero_bubble.planning.job.arguments.parser import build_parser
 from megatron.zero_bubble.planning.job.effects import EFFECTS
-from megatron.zero_bubble.planning.job.features import OPTIONS as FEATURES
-from megatron.zero_bubble.planning.job.features import REMOVED
 from megatron.zero_bubble.planning.job.flags import add_flags, as_given
 from megatron.zero_bubble.planning.job.options import OPTIONS
 from site_parts import refusals

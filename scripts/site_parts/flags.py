@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from megatron.zero_bubble.__main__ import parser as command_line
+from megatron.zero_bubble.planning.decision import TIERS
+from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.job.arguments.parser import build_parser
-from megatron.zero_bubble.planning.job.features import OPTIONS
 from megatron.zero_bubble.planning.job.flags import add_flags, full_help
-from megatron.zero_bubble.planning.job.option import TIERS
 from site_parts.markdown import code, table
 
 _OURS = "zero bubble"
@@ -25,7 +25,7 @@ def ours() -> str:
     actions = {action.dest: action for action in parser._actions}
     parts = []
     for tier, text in TIERS.items():
-        own = [actions[option.dest] for option in OPTIONS if option.tier == tier]
+        own = [actions[option.dest] for option in DECISIONS if option.tier == tier]
         own += [actions[_HELP_ALL]] if tier == "core" else []
         parts.append(f"### {tier.capitalize()}\n\n{text}\n\n{_table(own)}")
     return "\n\n".join(parts)

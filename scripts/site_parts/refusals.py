@@ -11,10 +11,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
 from megatron.zero_bubble.planning.job import options, rules
 from megatron.zero_bubble.planning.job.effects import EFFECTS
-from megatron.zero_bubble.planning.job.features import OPTIONS
 from megatron.zero_bubble.planning.job.flags import as_given, given, parse_ours
 from megatron.zero_bubble.planning.rule import Rule
 from site_parts.markdown import code, table
@@ -49,7 +49,7 @@ _JOBS = (
 """Flags of example jobs; the rules are tried on each of them, with and without Megatron-LM."""
 _TRAIN_ITERS = 2
 """Iterations of the example jobs."""
-_EVERYTHING = dict.fromkeys((*(option.name for option in OPTIONS), "num_chunks"), True)
+_EVERYTHING = dict.fromkeys((*(option.name for option in DECISIONS), "num_chunks"), True)
 """All options as if they were given."""
 GROUPS = {
     "job": ("planning/job", "integration/bridge"),
@@ -77,7 +77,7 @@ def of_flags() -> str:
 
 
 def _flag(field: str) -> str:
-    return code(next((f"--zero-bubble-{option.flag}" for option in OPTIONS if option.name == field), field))
+    return code(next((f"--zero-bubble-{option.flag}" for option in DECISIONS if option.name == field), field))
 
 
 def _refused_in(rule: Rule) -> str:

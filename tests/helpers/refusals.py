@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron.zero_bubble.planning import exclusions
+from megatron.zero_bubble.planning.decisions import DECISIONS as OURS
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
 from megatron.zero_bubble.planning.job.effects import EFFECTS
-from megatron.zero_bubble.planning.job.features import OPTIONS as OURS
 from megatron.zero_bubble.planning.job.options import OPTIONS, flag_of
 from megatron.zero_bubble.planning.rule import Rule
 

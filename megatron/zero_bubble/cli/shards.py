@@ -13,8 +13,8 @@ from megatron.zero_bubble.core.costs.units import bytes_per_ms, checked_figure, 
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.core.schedules import recipe
+from megatron.zero_bubble.planning.decision import unit_microbatches
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.job.option import unit_microbatches
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import sharded_bound
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, with_collectives

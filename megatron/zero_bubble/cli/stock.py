@@ -17,8 +17,8 @@ from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
+from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.job.features import OPTIONS
 from megatron.zero_bubble.planning.job.flags import parse_ours
 
 
@@ -72,7 +72,7 @@ def _without_our_flags(options: argparse.Namespace, job: Sequence[str]) -> argpa
         _, others = parse_ours(modernize(job)[0])
         return checked_megatron_job(others, world_size, options.gpus_per_node).args
     args = parse(job)
-    for option in OPTIONS:
+    for option in DECISIONS:
         if option.flag != "device":
             setattr(args, option.dest, None)
     check(args, world_size, options.gpus_per_node)

@@ -8,8 +8,8 @@ import pytest
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.job.environment import flags_in, variable
-from megatron.zero_bubble.planning.job.features import OPTIONS
 from megatron.zero_bubble.planning.job.flags import config_of, parse_ours
 from megatron.zero_bubble.planning.job.planned import adopt
 from megatron.zero_bubble.planning.job.rules import Job, check_flags
@@ -82,7 +82,7 @@ def test_unknown_variables_are_refused_by_name() -> None:
         flags_in({"ZERO_BUBBLE_SCHEDUL": "zb-h1"})
     with pytest.raises(UserError, match="unknown variable ZERO_BUBBLE_; variables are named like the flags"):
         flags_in({"ZERO_BUBBLE_": "zb-h1"})
-    assert variable(OPTIONS[0]) == "ZERO_BUBBLE_SCHEDULE"
+    assert variable(DECISIONS[0]) == "ZERO_BUBBLE_SCHEDULE"
 
 
 def test_switches_are_1_or_0() -> None:

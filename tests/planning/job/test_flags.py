@@ -12,9 +12,9 @@ import pytest
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
+from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.environment import flags_in
-from megatron.zero_bubble.planning.job.features import OPTIONS, REMOVED
 from megatron.zero_bubble.planning.job.flags import add_flags, config_of, parse_ours
 from tests.planning.test_source import divided_plan
 
@@ -117,6 +117,6 @@ def test_a_removed_flag_is_refused_with_the_reason(flag: str) -> None:
 
 def test_the_table_states_the_defaults_of_the_configuration() -> None:
     defaults = {field.name: field.default for field in fields(ZeroBubbleConfig)}
-    stated = {o.name: o.default for o in OPTIONS if o.name in defaults and " " not in o.default and o.default}
+    stated = {o.name: o.default for o in DECISIONS if o.name in defaults and " " not in o.default and o.default}
     own = {"whole_stages": DEFAULT_OPEN_CHUNKS, "vocabulary": "off"}
     assert stated == {name: str(own.get(name, defaults[name])) for name in stated} and len(stated) == 8

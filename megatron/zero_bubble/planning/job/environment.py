@@ -10,9 +10,9 @@ import argparse
 from collections.abc import Mapping
 
 from megatron.zero_bubble.core.errors import UserError, nearest
-from megatron.zero_bubble.planning.job.features import OPTIONS, REMOVED
+from megatron.zero_bubble.planning.decision import NEGATABLE, SWITCH, Decision
+from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
 from megatron.zero_bubble.planning.job.flags import HELP_ALL, given, parse_ours
-from megatron.zero_bubble.planning.job.option import NEGATABLE, SWITCH, Option
 from megatron.zero_bubble.planning.job.planned import adopt
 from megatron.zero_bubble.planning.job.rules import Job, check_flags
 
@@ -41,7 +41,7 @@ def flags_in(environment: Mapping[str, str]) -> argparse.Namespace:
         UserError: an unknown variable; a value that the flag does not have; flags that exclude each other or have no
             effect; or a flag whose effect only a training loop can provide.
     """
-    by_name = {variable(option): option for option in OPTIONS}
+    by_name = {variable(option): option for option in DECISIONS}
     removed = {_variable(flag): f"--zero-bubble-{flag}" for flag in REMOVED}
     arguments = []
     for name, value in sorted(environment.items()):
@@ -56,7 +56,7 @@ def flags_in(environment: Mapping[str, str]) -> argparse.Namespace:
     options, _ = parse_ours(arguments)
     adopt(options)
     chosen = given(options)
-    for option in OPTIONS:
+    for option in DECISIONS:
         if option.flag in _NEEDS_A_LOOP and chosen.get(option.name):
             why, remedy = _NEEDS_A_LOOP[option.flag]
             raise UserError(
@@ -66,7 +66,7 @@ def flags_in(environment: Mapping[str, str]) -> argparse.Namespace:
     return options
 
 
-def variable(option: Option) -> str:
+def variable(option: Decision) -> str:
     """The name of the variable of a flag."""
     return _variable(option.flag)
 
@@ -76,7 +76,7 @@ def _variable(flag: str) -> str:
 
 
 def _unknown(name: str) -> str:
-    flag = nearest(name.removeprefix(PREFIX), [option.flag for option in OPTIONS])
+    flag = nearest(name.removeprefix(PREFIX), [option.flag for option in DECISIONS])
     meant = "" if flag is None else f"; did you mean {_variable(flag)}?"
     return (
         f"unknown variable {name}{meant}; variables are named like the flags, without --, in capitals, with _ for -; "
@@ -84,7 +84,7 @@ def _unknown(name: str) -> str:
     )
 
 
-def _argument(option: Option, name: str, value: str) -> list[str]:
+def _argument(option: Decision, name: str, value: str) -> list[str]:
     """The flag as it would be on a command line."""
     flag = f"--zero-bubble-{option.flag}"
     if option.values not in (SWITCH, NEGATABLE):

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.planning.job.features import OPTIONS, REMOVED
 from megatron.zero_bubble.planning.rule import shown
 
 HELP_ALL = "--zero-bubble-help-all"
@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     The help has the core tier; ``--zero-bubble-help-all`` prints all of them and ends the program.
     """
     add = parser.add_argument_group("zero bubble").add_argument
-    for option in OPTIONS:
+    for option in DECISIONS:
         text = option.text if option.tier == "core" else argparse.SUPPRESS
         add(f"--zero-bubble-{option.flag}", help=text, **option.arguments)
     add(HELP_ALL, action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="show all flags of this group and exit")
@@ -47,7 +47,7 @@ class _Removed(argparse.Action):
 
 def full_help(parser: argparse.ArgumentParser) -> str:
     """The help of a parser with the flags of all tiers."""
-    texts = {option.dest: option.text for option in OPTIONS}
+    texts = {option.dest: option.text for option in DECISIONS}
     for action in parser._actions:
         action.help = texts.get(action.dest, action.help)
     return parser.format_help()
@@ -65,7 +65,7 @@ def records(options: argparse.Namespace) -> bool:
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
     """The decisions that the flags make, by the names of the tables of refusals."""
-    choices = {o.name: value for o in OPTIONS if (value := getattr(options, o.dest)) is not None}
+    choices = {o.name: value for o in DECISIONS if (value := getattr(options, o.dest)) is not None}
     plan = options.zero_bubble_plan
     moves = plan is not None and plan.moves and options.zero_bubble_offload is None
     return choices | ({"moves": options.zero_bubble_schedule_file} if moves else {})
@@ -73,7 +73,7 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 
 def as_given(name: str, value: object) -> str:
     """Write a decision, by its name in the tables of refusals, as the flag that makes it."""
-    option = next((option for option in OPTIONS if option.name == name), None)
+    option = next((option for option in DECISIONS if option.name == name), None)
     return f"{name}={shown(value)}" if option is None else option.shown(value)
 
 
@@ -94,7 +94,7 @@ def config_of(
         UserError: flags that exclude each other, or an invalid configuration.
     """
     choices = given(options)
-    fields = {o.field: choices[o.field] for o in OPTIONS if o.field in choices}
+    fields = {o.field: choices[o.field] for o in DECISIONS if o.field in choices}
     if "unit_microbatches" in fields:
         fields["unit_microbatches"] = fields["unit_microbatches"] or None
     if "vocabulary" in fields:

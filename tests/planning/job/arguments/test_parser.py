@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
 from megatron.zero_bubble.planning.job.arguments.config_file import RIVALS
 from megatron.zero_bubble.planning.job.arguments.parser import build_parser, parse
-from megatron.zero_bubble.planning.job.features import OPTIONS, REMOVED
 from megatron.zero_bubble.planning.job.flags import full_help, parse_ours
 
 # New flags are deliberate: add them here, and explain in the commit message why no flag of Megatron suffices.
@@ -73,8 +73,8 @@ def test_every_flag_has_a_description_with_its_default() -> None:
 
 def test_help_shows_the_core_and_all_of_the_rest_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     text = build_parser().format_help()
-    core = [option for option in OPTIONS if option.tier == "core"]
-    for option in OPTIONS:
+    core = [option for option in DECISIONS if option.tier == "core"]
+    for option in DECISIONS:
         assert (f"\n  --zero-bubble-{option.flag}" in text) is (option.tier == "core"), option.flag
     assert len(core) <= 9 and "\n  --zero-bubble-help-all" in text
     for command in (parse, parse_ours):
@@ -82,7 +82,7 @@ def test_help_shows_the_core_and_all_of_the_rest_on_request(capsys: pytest.Captu
             command(["--zero-bubble-help-all"])
         printed = capsys.readouterr().out
         assert ended.value.code == 0
-        assert all(f"\n  --zero-bubble-{option.flag}" in printed for option in OPTIONS)
+        assert all(f"\n  --zero-bubble-{option.flag}" in printed for option in DECISIONS)
 
 
 def test_mutually_exclusive_names_are_flags() -> None:

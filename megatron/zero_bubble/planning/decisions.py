@@ -11,10 +11,10 @@ from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DE
 from megatron.zero_bubble.core.schedules import SCHEDULES, sliced
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.core.search.placements import PLACEMENTS
-from megatron.zero_bubble.planning.job.option import (
+from megatron.zero_bubble.planning.decision import (
     NEGATABLE,
     SWITCH,
-    Option,
+    Decision,
     iterations,
     token_counts,
     unit_microbatches,
@@ -23,8 +23,8 @@ from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
 
 _OF_SLICES = ", ".join(sliced())
 
-OPTIONS = (
-    Option(
+DECISIONS = (
+    Decision(
         "schedule",
         "core",
         "NAME|FILE",
@@ -33,7 +33,7 @@ OPTIONS = (
         "that ends in .json or has a folder in its path, as --zero-bubble-schedule-file",
         "Megatron's own schedule",
     ),
-    Option(
+    Decision(
         "memory-limit",
         "core",
         "LIMIT",
@@ -42,14 +42,14 @@ OPTIONS = (
         f"needs --zero-bubble-costs for; auto for {ZB_AUTO}: what is free on the fullest rank when measured",
         f"{DEFAULT_LIMIT} for {ZB_AUTO}",
     ),
-    Option(
+    Decision(
         "exact",
         "core",
         SWITCH,
         "match stock Megatron bit for bit: round each weight gradient to the weight's dtype before it is accumulated; "
         "the same as --no-zero-bubble-fuse-wgrad",
     ),
-    Option(
+    Decision(
         "post-validation",
         "core",
         SWITCH,
@@ -57,7 +57,7 @@ OPTIONS = (
         "that ranks do not wait for each other between iterations: an iteration takes the schedule's span instead of "
         "its makespan",
     ),
-    Option(
+    Decision(
         "rollback",
         "core",
         ("exact", "inverse"),
@@ -66,7 +66,7 @@ OPTIONS = (
         "up to rounding (inverse)",
         "exact",
     ),
-    Option(
+    Decision(
         "offload",
         "core",
         "auto|all|N%|none",
@@ -75,7 +75,7 @@ OPTIONS = (
         "measured times of passes and copies; those whose backward follows too closely stay on the device",
         "none, or what the plan in --zero-bubble-schedule-file moves",
     ),
-    Option(
+    Decision(
         "vocabulary-parallel",
         "core",
         ("off", "1", "2"),
@@ -85,7 +85,7 @@ OPTIONS = (
         "off",
         field="vocabulary",
     ),
-    Option(
+    Decision(
         "overlap-experts",
         "advanced",
         SWITCH,
@@ -95,7 +95,7 @@ OPTIONS = (
         "or dualpipe-v; other schedules with 2 or more stages per rank, such as zb-v, only run the weight gradients of "
         "experts beneath the dispatch of their own backward",
     ),
-    Option(
+    Decision(
         "shard-weights",
         "core",
         SWITCH,
@@ -105,14 +105,14 @@ OPTIONS = (
         "per rank, for example --zero-bubble-schedule zero-pp; without effect on the results but for the order in "
         "which the gradients of units are added",
     ),
-    Option(
+    Decision(
         "record-costs",
         "core",
         "FILE",
         "write measured pass times and memory to FILE, as input for `zero-bubble plan --costs`",
         field="",
     ),
-    Option(
+    Decision(
         "schedule-file",
         "advanced",
         "FILE",
@@ -120,7 +120,7 @@ OPTIONS = (
         "layout, sharded units, vocabulary parallelism and what moves to host memory; a flag that contradicts it is "
         "refused; or a schedule in the form of torch.distributed.pipelining, if the file ends in .csv",
     ),
-    Option(
+    Decision(
         "num-slices",
         "advanced",
         "N",
@@ -128,7 +128,7 @@ OPTIONS = (
         f"{len(DEFAULT_SLICES)}, or 1 for {ZB_AUTO} without --zero-bubble-attention-share",
         int,
     ),
-    Option(
+    Decision(
         "slice-ends",
         "advanced",
         "TOKENS",
@@ -136,7 +136,7 @@ OPTIONS = (
         "equally long slices",
         token_counts,
     ),
-    Option(
+    Decision(
         "attention-share",
         "advanced",
         "SHARE",
@@ -145,7 +145,7 @@ OPTIONS = (
         "--zero-bubble-balance-microbatches, the share for --seq-length tokens, instead of an estimate",
         parse=float,
     ),
-    Option(
+    Decision(
         "recompute-logits",
         "advanced",
         SWITCH,
@@ -153,14 +153,14 @@ OPTIONS = (
         "gradient of the output layer, instead of keeping their softmax, 4 bytes per token and entry of the rank's "
         "part of the vocabulary",
     ),
-    Option(
+    Decision(
         "keep-faster",
         "advanced",
         SWITCH,
         f"{ZB_AUTO} begins with Megatron's own schedule of its placement, if there is one within the memory limit, and "
         "goes back to what it began with if its plan proves slower",
     ),
-    Option(
+    Decision(
         "placement",
         "advanced",
         tuple(PLACEMENTS),
@@ -169,7 +169,7 @@ OPTIONS = (
         "`zero-bubble plan --placement auto --num-chunks auto` shows which is best",
         "linear",
     ),
-    Option(
+    Decision(
         "num-chunks",
         "advanced",
         "N",
@@ -177,14 +177,14 @@ OPTIONS = (
         "what the job has as virtual stages, else 2, and 4 for a wave",
         int,
     ),
-    Option(
+    Decision(
         "fuse-wgrad",
         "advanced",
         NEGATABLE,
         "accumulate all weight gradients of a W pass in one call, in float32, without rounding each of them to the "
         "weight's dtype first; on by default",
     ),
-    Option(
+    Decision(
         "host-memory",
         "advanced",
         "LIMIT",
@@ -192,7 +192,7 @@ OPTIONS = (
         "the run",
         "no limit",
     ),
-    Option(
+    Decision(
         "unit-microbatches",
         "advanced",
         "U|auto",
@@ -203,7 +203,7 @@ OPTIONS = (
         "pipeline rank",
         unit_microbatches,
     ),
-    Option(
+    Decision(
         "costs",
         "advanced",
         "FILE",
@@ -212,7 +212,7 @@ OPTIONS = (
         "passes of equal length, and collectives that take no time",
         field="costs_file",
     ),
-    Option(
+    Decision(
         "whole-stages",
         "advanced",
         "K",
@@ -221,7 +221,7 @@ OPTIONS = (
         "2",
         int,
     ),
-    Option(
+    Decision(
         "balance-microbatches",
         "advanced",
         SWITCH,
@@ -230,7 +230,7 @@ OPTIONS = (
         "* --seq-length tokens; --global-batch-size counts documents; needs --calculate-per-token-loss",
         field="",
     ),
-    Option(
+    Decision(
         "post-receives",
         "expert",
         ("early", "late"),
@@ -240,7 +240,7 @@ OPTIONS = (
         "receives of schedules with several stages per rank may need CUDA_DEVICE_MAX_CONNECTIONS above 1",
         "early",
     ),
-    Option(
+    Decision(
         "nccl-ctas",
         "expert",
         "N",
@@ -251,7 +251,7 @@ OPTIONS = (
         str(DEFAULT_NCCL_CTAS),
         int,
     ),
-    Option(
+    Decision(
         "nccl-collective-ctas",
         "expert",
         "N",
@@ -261,7 +261,7 @@ OPTIONS = (
         str(DEFAULT_NCCL_COLLECTIVE_CTAS),
         int,
     ),
-    Option(
+    Decision(
         "shard-transport",
         "expert",
         ("collective", "on-demand"),
@@ -269,14 +269,14 @@ OPTIONS = (
         "point, so that no replica waits until the others reach the same unit; experimental",
         "collective",
     ),
-    Option(
+    Decision(
         "trace",
         "expert",
         "DIR",
         "write recorded iterations to DIR: planned and measured timelines as HTML, SVG, Perfetto trace and JSON",
         field="",
     ),
-    Option(
+    Decision(
         "trace-iterations",
         "expert",
         "LIST",
@@ -285,14 +285,14 @@ OPTIONS = (
         iterations,
         "",
     ),
-    Option(
+    Decision(
         "log-bubble",
         "expert",
         SWITCH,
         "log the measured and the planned bubble rate by span at every --log-interval",
         field="",
     ),
-    Option(
+    Decision(
         "device",
         "expert",
         ("cpu", "cuda", "auto"),

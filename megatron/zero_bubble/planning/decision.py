@@ -1,4 +1,4 @@
-"""The row of the table of options (``features.py``), and the parsers of their values."""
+"""The row of the table of options (``decisions.py``), and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 @dataclass(frozen=True)
-class Option:
+class Decision:
     """One decision.
 
     Attributes:
