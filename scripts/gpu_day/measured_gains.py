@@ -36,7 +36,8 @@ from megatron.zero_bubble.planning.job.arguments.parser import parse
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.question import Question, of_run
-from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
+from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT
+from megatron.zero_bubble.planning.source import ZB_AUTO
 
 STOCK, AUTO = "stock", "auto"
 NAMED = {name: ZeroBubbleConfig(schedule=name) for name in ("zb-h1", "zb-v")}

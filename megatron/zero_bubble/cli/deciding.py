@@ -39,10 +39,12 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.facts import Facts, all_differences, listed
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS
 from megatron.zero_bubble.planning.change import NUMBERS, ROUNDED
+from megatron.zero_bubble.planning.codecs import StrictParser
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
 from megatron.zero_bubble.planning.job.facts import facts_of, job_facts
-from megatron.zero_bubble.planning.job.flags import StrictParser, given, has_schedule, parse_ours
-from megatron.zero_bubble.planning.source import AUTO_LIMIT, ZB_AUTO
+from megatron.zero_bubble.planning.job.flags import given, has_schedule, parse_ours
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT
+from megatron.zero_bubble.planning.source import ZB_AUTO
 
 AUTO = "auto"
 _SCHEDULE = "--zero-bubble-schedule"

@@ -13,7 +13,8 @@ from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.question import of_run
-from megatron.zero_bubble.planning.source import AUTO_LIMIT, DEFAULT_LIMIT, ZB_AUTO, ScheduleSource
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT
+from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 
 
 def job_answer(

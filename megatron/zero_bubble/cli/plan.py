@@ -40,7 +40,8 @@ from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.plans import ADAPTING, about_1p, limit_verdict, slower_than_1f1b
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
+from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT
+from megatron.zero_bubble.planning.source import ZB_AUTO
 
 _OF_TORCH: dict[str, Callable[[Schedule], str]] = {
     "csv": schedule_to_csv,

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron.zero_bubble.planning.rule import shown
 
@@ -22,6 +22,24 @@ _NUMBER = re.compile("[0-9]+")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
+class PlanFlag(NamedTuple):
+    """The flag of ``zero-bubble plan`` for a decision.
+
+    Attributes:
+        name: after ``--``.
+        values, parse: as in ``Decision``.
+    """
+
+    name: str
+    values: str | tuple[str, ...]
+    parse: Callable[[str], Any] | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``add_argument``, but for the help."""
+        return _arguments(self.values, self.parse)
+
+
 @dataclass(frozen=True)
 class Decision:
     """One decision.
@@ -35,6 +53,9 @@ class Decision:
         parse: makes the value from the text.
         field: the field of ``ZeroBubbleConfig`` that it sets, "" for what only a job decides; by default the flag's
             name.
+        path: its place in ``Setup``, such as ``vocabulary.algorithm``; "" for what says how a run is observed.
+        plan: the flag of ``zero-bubble plan`` for it, if it has one.
+        in_run: whether a run can change it.
     """
 
     flag: str
@@ -44,6 +65,9 @@ class Decision:
     default: str = ""
     parse: Callable[[str], Any] | None = None
     field: str | None = None
+    path: str = ""
+    plan: PlanFlag | None = None
+    in_run: bool = False
 
     def __post_init__(self) -> None:
         if self.field is None:
@@ -67,12 +91,7 @@ class Decision:
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of ``add_argument``, but for the help."""
-        if self.values == SWITCH:
-            return {"action": "store_true", "default": None}
-        if self.values == NEGATABLE:
-            return {"action": argparse.BooleanOptionalAction}
-        shown = {"choices": self.values} if isinstance(self.values, tuple) else {"metavar": self.values}
-        return shown if self.parse is None else {**shown, "type": self.parse}
+        return _arguments(self.values, self.parse)
 
     def shown(self, value: object) -> str:
         """The flag as the user gave it, with its value."""
@@ -81,6 +100,27 @@ class Decision:
         is_text = type(value) in (str, int, float) or (isinstance(value, tuple) and all(type(v) is int for v in value))
         plain = is_text and (value or isinstance(value, float))
         return f"--zero-bubble-{self.flag}" + (f" {shown(value)}" if plain else "")
+
+
+def _arguments(values: str | tuple[str, ...], parse: Callable[[str], Any] | None) -> dict[str, Any]:
+    if values == SWITCH:
+        return {"action": "store_true", "default": None}
+    if values == NEGATABLE:
+        return {"action": argparse.BooleanOptionalAction}
+    shown: dict[str, Any] = {"choices": values} if isinstance(values, tuple) else {"metavar": values}
+    return shown if parse is None else {**shown, "type": parse}
+
+
+def number_or_auto(text: str) -> int | str:
+    """Parse a number, whose size is checked later, or ``auto``.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is a number, or auto; got {text[:40]!r}") from None
 
 
 def token_counts(text: str) -> tuple[int, ...]:

@@ -8,18 +8,20 @@ the core tier, ``--zero-bubble-help-all`` all of them; docs/flags.md is generate
 from __future__ import annotations
 
 from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS
-from megatron.zero_bubble.core.schedules import SCHEDULES, sliced
+from megatron.zero_bubble.core.schedules import SCHEDULES, ZB_AUTO, sliced
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.core.search.placements import PLACEMENTS
 from megatron.zero_bubble.planning.decision import (
     NEGATABLE,
     SWITCH,
     Decision,
+    PlanFlag,
     iterations,
+    number_or_auto,
     token_counts,
     unit_microbatches,
 )
-from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO
+from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT
 
 _OF_SLICES = ", ".join(sliced())
 
@@ -32,6 +34,8 @@ DECISIONS = (
         f"{', '.join(SCHEDULES)} or {ZB_AUTO}, which `zero-bubble list` describes; or a file "
         "that ends in .json or has a folder in its path, as --zero-bubble-schedule-file",
         "Megatron's own schedule",
+        path="order.name",
+        plan=PlanFlag("schedule", "NAME"),
     ),
     Decision(
         "memory-limit",
@@ -41,6 +45,9 @@ DECISIONS = (
         "(1F1B's peak, or that of the schedule that the run begins with, if it is larger) or 60GiB, which zero-pp "
         f"needs --zero-bubble-costs for; auto for {ZB_AUTO}: what is free on the fullest rank when measured",
         f"{DEFAULT_LIMIT} for {ZB_AUTO}",
+        path="order.limit",
+        plan=PlanFlag("memory-limit", "LIMIT"),
+        in_run=True,
     ),
     Decision(
         "exact",
@@ -48,6 +55,7 @@ DECISIONS = (
         SWITCH,
         "match stock Megatron bit for bit: round each weight gradient to the weight's dtype before it is accumulated; "
         "the same as --no-zero-bubble-fuse-wgrad",
+        path="exact",
     ),
     Decision(
         "post-validation",
@@ -56,6 +64,7 @@ DECISIONS = (
         "step the optimizer before the global gradient norm is known and validate the step in the next iteration, so "
         "that ranks do not wait for each other between iterations: an iteration takes the schedule's span instead of "
         "its makespan",
+        path="step",
     ),
     Decision(
         "rollback",
@@ -65,6 +74,7 @@ DECISIONS = (
         "parameter that the rank steps (exact), or invert the Adam update, which takes no memory and is correct only "
         "up to rounding (inverse)",
         "exact",
+        path="step.rollback",
     ),
     Decision(
         "offload",
@@ -74,6 +84,9 @@ DECISIONS = (
         "longest lifespan first, or auto for those that delay no pass, as planned after some iterations from the "
         "measured times of passes and copies; those whose backward follows too closely stay on the device",
         "none, or what the plan in --zero-bubble-schedule-file moves",
+        path="offload.share",
+        plan=PlanFlag("offload", "WHAT"),
+        in_run=True,
     ),
     Decision(
         "vocabulary-parallel",
@@ -84,6 +97,8 @@ DECISIONS = (
         "of matrices in the forward and one less in the backward",
         "off",
         field="vocabulary",
+        path="vocabulary.algorithm",
+        plan=PlanFlag("vocabulary", ("off", "1", "2", "auto")),
     ),
     Decision(
         "overlap-experts",
@@ -94,6 +109,8 @@ DECISIONS = (
         "--overlap-moe-expert-parallel-comm does in its own schedule; with --zero-bubble-schedule interleaved-1f1b "
         "or dualpipe-v; other schedules with 2 or more stages per rank, such as zb-v, only run the weight gradients of "
         "experts beneath the dispatch of their own backward",
+        path="pairs",
+        plan=PlanFlag("pairs", SWITCH),
     ),
     Decision(
         "shard-weights",
@@ -104,6 +121,8 @@ DECISIONS = (
         "gradients once per unit; the optimizer steps shards; needs --use-distributed-optimizer and 2 or more stages "
         "per rank, for example --zero-bubble-schedule zero-pp; without effect on the results but for the order in "
         "which the gradients of units are added",
+        path="shards",
+        plan=PlanFlag("shard-weights", SWITCH),
     ),
     Decision(
         "record-costs",
@@ -119,6 +138,8 @@ DECISIONS = (
         "plan to run, from a file written by `zero-bubble plan --format json`: all that it decides, such as its "
         "layout, sharded units, vocabulary parallelism and what moves to host memory; a flag that contradicts it is "
         "refused; or a schedule in the form of torch.distributed.pipelining, if the file ends in .csv",
+        path="order.file",
+        plan=PlanFlag("schedule-file", "FILE"),
     ),
     Decision(
         "num-slices",
@@ -127,6 +148,8 @@ DECISIONS = (
         f"slices into which {_OF_SLICES} or {ZB_AUTO} cut every sequence",
         f"{len(DEFAULT_SLICES)}, or 1 for {ZB_AUTO} without --zero-bubble-attention-share",
         int,
+        path="cuts.number",
+        plan=PlanFlag("num-slices", "N", number_or_auto),
     ),
     Decision(
         "slice-ends",
@@ -135,6 +158,8 @@ DECISIONS = (
         "ends of the slices in tokens, e.g. 1536,2560,3392,4096, the last one being the sequence length",
         "equally long slices",
         token_counts,
+        path="cuts.places",
+        plan=PlanFlag("slice-cuts", "CUTS"),
     ),
     Decision(
         "attention-share",
@@ -144,6 +169,7 @@ DECISIONS = (
         "instead of equally long ones; a run with equally long slices and --zero-bubble-record-costs measures it; with "
         "--zero-bubble-balance-microbatches, the share for --seq-length tokens, instead of an estimate",
         parse=float,
+        path="cuts.places",
     ),
     Decision(
         "recompute-logits",
@@ -152,6 +178,8 @@ DECISIONS = (
         "with --zero-bubble-vocabulary-parallel: compute the logits again, in blocks of tokens, for the weight "
         "gradient of the output layer, instead of keeping their softmax, 4 bytes per token and entry of the rank's "
         "part of the vocabulary",
+        path="vocabulary.recompute_logits",
+        plan=PlanFlag("recompute-logits", SWITCH),
     ),
     Decision(
         "keep-faster",
@@ -159,6 +187,7 @@ DECISIONS = (
         SWITCH,
         f"{ZB_AUTO} begins with Megatron's own schedule of its placement, if there is one within the memory limit, and "
         "goes back to what it began with if its plan proves slower",
+        path="order.keep_faster",
     ),
     Decision(
         "placement",
@@ -168,6 +197,8 @@ DECISIONS = (
         "in Megatron's virtual pipeline (loop), or an even number in a wave to the last rank and back (wave); "
         "`zero-bubble plan --placement auto --num-chunks auto` shows which is best",
         "linear",
+        path="order.placement",
+        plan=PlanFlag("placement", (*PLACEMENTS, "auto")),
     ),
     Decision(
         "num-chunks",
@@ -176,6 +207,8 @@ DECISIONS = (
         f"stages per rank of an interleaved schedule, or of {ZB_AUTO} on a loop or in a wave",
         "what the job has as virtual stages, else 2, and 4 for a wave",
         int,
+        path="order.stages",
+        plan=PlanFlag("num-chunks", "N|auto", number_or_auto),
     ),
     Decision(
         "fuse-wgrad",
@@ -183,6 +216,7 @@ DECISIONS = (
         NEGATABLE,
         "accumulate all weight gradients of a W pass in one call, in float32, without rounding each of them to the "
         "weight's dtype first; on by default",
+        path="exact",
     ),
     Decision(
         "host-memory",
@@ -191,6 +225,8 @@ DECISIONS = (
         "limit per rank of the host memory that --zero-bubble-offload takes, e.g. 60GiB; a rank that needs more ends "
         "the run",
         "no limit",
+        path="offload.host_memory",
+        plan=PlanFlag("host-memory", "SIZE"),
     ),
     Decision(
         "unit-microbatches",
@@ -202,6 +238,8 @@ DECISIONS = (
         "--zero-bubble-costs or --zero-bubble-memory-limit those of the shortest schedule, and else one microbatch per "
         "pipeline rank",
         unit_microbatches,
+        path="unit",
+        plan=PlanFlag("unit-microbatches", "U|auto", unit_microbatches),
     ),
     Decision(
         "costs",
@@ -211,6 +249,7 @@ DECISIONS = (
         "that run sharded weights too, the file has the times of its collectives",
         "passes of equal length, and collectives that take no time",
         field="costs_file",
+        path="order.costs",
     ),
     Decision(
         "whole-stages",
@@ -220,6 +259,8 @@ DECISIONS = (
         "memory and more gathers, and with 1 no gather runs during passes",
         "2",
         int,
+        path="shards.whole_stages",
+        plan=PlanFlag("whole-stages", "K|auto", number_or_auto),
     ),
     Decision(
         "balance-microbatches",
@@ -239,6 +280,7 @@ DECISIONS = (
         "multiprocessors from the previous pass while it waits (late); which is faster has not been measured; late "
         "receives of schedules with several stages per rank may need CUDA_DEVICE_MAX_CONNECTIONS above 1",
         "early",
+        path="messages.receives",
     ),
     Decision(
         "nccl-ctas",
@@ -250,6 +292,7 @@ DECISIONS = (
         "effect over gloo",
         str(DEFAULT_NCCL_CTAS),
         int,
+        path="messages.ctas",
     ),
     Decision(
         "nccl-collective-ctas",
@@ -260,6 +303,7 @@ DECISIONS = (
         "precedence; without effect over gloo",
         str(DEFAULT_NCCL_COLLECTIVE_CTAS),
         int,
+        path="messages.collective_ctas",
     ),
     Decision(
         "shard-transport",
@@ -268,6 +312,7 @@ DECISIONS = (
         "how the replicas of --zero-bubble-shard-weights exchange shards: by collectives, or on demand, point to "
         "point, so that no replica waits until the others reach the same unit; experimental",
         "collective",
+        path="shards.transport",
     ),
     Decision(
         "trace",
@@ -305,3 +350,12 @@ DECISIONS = (
 
 REMOVED = {"wgrad-stream": "it made no iteration shorter on an H200, and one took 8 GiB more"}
 """Flags of earlier versions, and why they are gone; a job that gives one is refused for one release."""
+LAYOUT = Decision(
+    "layout",
+    "advanced",
+    "LAYOUT",
+    "layers of every stage, by Megatron's --pipeline-model-parallel-layout",
+    path="layout",
+    plan=PlanFlag("layout", ("even", "auto")),
+)
+"""The decision for which a job has a flag of Megatron's own."""

@@ -18,8 +18,9 @@ from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import NO_LIMITS, HostLimits
 from megatron.zero_bubble.planning.plans import ADAPTING, peak_memory
+from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT
 from megatron.zero_bubble.planning.shards import Replicas
-from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource
+from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 from megatron.zero_bubble.planning.vocabulary import Variant
 
 _DIGITS = 1e4

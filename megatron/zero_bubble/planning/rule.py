@@ -111,9 +111,30 @@ def check(rules: Iterable[Rule], choices: Choices, options: Any = None, spell: S
     Raises:
         UserError: the rule, the values and the remedy.
     """
-    for rule in rules:
-        if sentence := rule.sentence(choices, options, spell):
-            raise UserError(sentence)
+    if (reason := broken(rules, choices, options)) is not None:
+        raise UserError(reason.sentence(spell))
+
+
+class Reason(NamedTuple):
+    """Why choices are refused.
+
+    Attributes:
+        rule: the one that does not hold.
+        choices, options: as in ``check``.
+    """
+
+    rule: Rule
+    choices: Choices
+    options: Any = None
+
+    def sentence(self, spell: Spell | None = None) -> str:
+        """The rule, the values and the remedy, in the words of a reader; by default, with fields and their values."""
+        return self.rule.sentence(self.choices, self.options, spell)
+
+
+def broken(rules: Iterable[Rule], choices: Choices, options: Any = None) -> Reason | None:
+    """The first rule that does not hold; for the arguments, see ``check``."""
+    return next((Reason(rule, choices, options) for rule in rules if rule.sentence(choices, options)), None)
 
 
 def is_chosen(value: object) -> bool:

@@ -30,15 +30,12 @@ from megatron.zero_bubble.core.search.sliced import sliced_auto
 from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, ONE_QUEUE, Feasibility
 from megatron.zero_bubble.planning.figures import Figures, measured
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, with_collectives
 from megatron.zero_bubble.planning.unit_sizes import smallest, unit_sizes
 
 ZB_AUTO = schedules.ZB_AUTO
-DEFAULT_LIMIT = "1p"
-"""Memory limit of ``zb-auto`` where none is given."""
-AUTO_LIMIT = "auto"
-"""Memory limit of ``zb-auto`` that the run measures: what is free on the fullest rank."""
 FIRST_SCHEDULE: dict[PlacementName, str] = {"linear": "zb-h1", "vee": "zb-v", "loop": "zb-interleaved"}
 """The schedule of whole sequences that ``zb-auto`` runs until its plan is ready, by placement; on others, it runs what
 a short search finds for equal passes."""

@@ -8,8 +8,9 @@ import pytest
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.planning.codecs import variable
 from megatron.zero_bubble.planning.decisions import DECISIONS
-from megatron.zero_bubble.planning.job.environment import flags_in, variable
+from megatron.zero_bubble.planning.job.environment import flags_in
 from megatron.zero_bubble.planning.job.flags import config_of, parse_ours
 from megatron.zero_bubble.planning.job.planned import adopt
 from megatron.zero_bubble.planning.job.rules import Job, check_flags

@@ -9,7 +9,8 @@ import pytest
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.plan.shard import check_chunks
-from megatron.zero_bubble.planning.job.flags import StrictParser, add_flags, config_of
+from megatron.zero_bubble.planning.codecs import StrictParser
+from megatron.zero_bubble.planning.job.flags import add_flags, config_of
 
 
 def test_one_stage_per_rank_is_refused() -> None:

@@ -25,9 +25,9 @@ from megatron.zero_bubble.core.ir.sizes import check_size
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.answer import Answer
+from megatron.zero_bubble.planning.codecs import StrictParser
 from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.job.changes import stage_flags
-from megatron.zero_bubble.planning.job.flags import StrictParser
 from megatron.zero_bubble.planning.question import Question
 
 _SCHEDULE = "--zero-bubble-schedule"

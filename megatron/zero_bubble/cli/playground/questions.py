@@ -31,7 +31,7 @@ from megatron.zero_bubble.core.render.svg import COLOURS, INKS, LANE_COLOUR, MEA
 from megatron.zero_bubble.core.schedules import SCHEDULES, sliced
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.planning.answer import Answer, answer
-from megatron.zero_bubble.planning.job.flags import StrictParser
+from megatron.zero_bubble.planning.codecs import StrictParser
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import offload_content, written
 from megatron.zero_bubble.planning.plans import limit_verdict, rank_memory

@@ -46,7 +46,8 @@ from megatron.zero_bubble.integration.adapter.room import measured_limit
 from megatron.zero_bubble.planning import figures
 from megatron.zero_bubble.planning.feasibility import ANY_RUN, Feasibility
 from megatron.zero_bubble.planning.job.post_validation import planned_gain
-from megatron.zero_bubble.planning.source import AUTO_LIMIT, DEFAULT_CHUNKS, DEFAULT_LIMIT, ScheduleSource
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT
+from megatron.zero_bubble.planning.source import DEFAULT_CHUNKS, ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
 
 _GO_ON, _REPLAN, _GO_BACK = 0, 1, 2

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.planning.job.flags import StrictParser
+from megatron.zero_bubble.planning.codecs import StrictParser
 from megatron.zero_bubble.planning.source import ZB_AUTO
 
 _POST_VALIDATION, _EXACT = "--enable-optimizer-post-validation", "--enable-exactly-numeric-match"

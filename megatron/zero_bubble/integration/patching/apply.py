@@ -56,7 +56,8 @@ from megatron.zero_bubble.integration.patching.replaced import Replaced, Replace
 from megatron.zero_bubble.integration.patching.seams import installed_seams
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
-from megatron.zero_bubble.planning.source import DEFAULT_LIMIT, ZB_AUTO, ScheduleSource, SourceOnRanks
+from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT
+from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource, SourceOnRanks
 
 
 class _Active(Replaced):

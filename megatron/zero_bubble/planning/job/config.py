@@ -27,14 +27,8 @@ from megatron.zero_bubble.planning.job.effects import EFFECTS
 from megatron.zero_bubble.planning.job.planned import decisions, is_file
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.rule import check
-from megatron.zero_bubble.planning.source import (
-    AUTO_LIMIT,
-    DEFAULT_LIMIT,
-    ZB_AUTO,
-    ScheduleSource,
-    SourceOnRanks,
-    UnitChoice,
-)
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT
+from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource, SourceOnRanks, UnitChoice
 
 _POSITIVE = ("nccl_ctas", "nccl_collective_ctas", "whole_stages", "unit_microbatches", "peer_timeout_s")
 

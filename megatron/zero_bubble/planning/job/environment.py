@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping
 
 from megatron.zero_bubble.core.errors import UserError, nearest
-from megatron.zero_bubble.planning.decision import NEGATABLE, SWITCH, Decision
+from megatron.zero_bubble.planning.codecs import variable, words_of_variable
 from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
 from megatron.zero_bubble.planning.job.flags import HELP_ALL, given, parse_ours
 from megatron.zero_bubble.planning.job.planned import adopt
@@ -48,7 +48,7 @@ def flags_in(environment: Mapping[str, str]) -> argparse.Namespace:
         if not name.startswith(PREFIX) or not value:
             continue
         if name in by_name:
-            arguments += _argument(by_name[name], name, value)
+            arguments += words_of_variable(by_name[name], value)
         elif name in removed:
             arguments.append(removed[name])
         else:
@@ -66,11 +66,6 @@ def flags_in(environment: Mapping[str, str]) -> argparse.Namespace:
     return options
 
 
-def variable(option: Decision) -> str:
-    """The name of the variable of a flag."""
-    return _variable(option.flag)
-
-
 def _variable(flag: str) -> str:
     return PREFIX + flag.replace("-", "_").upper()
 
@@ -82,15 +77,3 @@ def _unknown(name: str) -> str:
         f"unknown variable {name}{meant}; variables are named like the flags, without --, in capitals, with _ for -; "
         f"{HELP_ALL} of a job lists the flags"
     )
-
-
-def _argument(option: Decision, name: str, value: str) -> list[str]:
-    """The flag as it would be on a command line."""
-    flag = f"--zero-bubble-{option.flag}"
-    if option.values not in (SWITCH, NEGATABLE):
-        return [f"{flag}={value}"]
-    if value not in ("0", "1"):
-        raise UserError(f"{name} must be 1 (on) or 0 (off); got {value!r}; give one of them, or unset the variable")
-    if value == "1":
-        return [flag]
-    return [f"--no-zero-bubble-{option.flag}"] if option.values == NEGATABLE else []

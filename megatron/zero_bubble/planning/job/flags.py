@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.planning.codecs import StrictParser, speller
 from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.planning.rule import shown
 
 HELP_ALL = "--zero-bubble-help-all"
 _DEVICE = "auto"
@@ -71,10 +71,8 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     return choices | ({"moves": options.zero_bubble_schedule_file} if moves else {})
 
 
-def as_given(name: str, value: object) -> str:
-    """Write a decision, by its name in the tables of refusals, as the flag that makes it."""
-    option = next((option for option in DECISIONS if option.name == name), None)
-    return f"{name}={shown(value)}" if option is None else option.shown(value)
+as_given = speller("job")
+"""Writes a decision, by its name in the tables of refusals, as the flag that makes it."""
 
 
 def config_of(
@@ -114,13 +112,6 @@ def config_of(
 def vocabulary_algorithm(options: argparse.Namespace) -> Algorithm | None:
     """The algorithm of vocabulary parallelism; None if it is off."""
     return _ALGORITHMS.get(options.zero_bubble_vocabulary_parallel)
-
-
-class StrictParser(argparse.ArgumentParser):
-    """An argument parser that raises UserError instead of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
 
 
 def parse_ours(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

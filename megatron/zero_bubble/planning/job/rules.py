@@ -18,14 +18,16 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Schedule, Slices
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan.shard import check_chunks
-from megatron.zero_bubble.planning.exclusions import refuse_excluded
+from megatron.zero_bubble.planning.exclusions import EXCLUSIONS, refuse_excluded
 from megatron.zero_bubble.planning.job.balance import length_cost
 from megatron.zero_bubble.planning.job.effects import EFFECTS
 from megatron.zero_bubble.planning.job.flags import as_given, given
 from megatron.zero_bubble.planning.job.options import OPTIONS, check_options, check_shards
 from megatron.zero_bubble.planning.job.runnable import check_runnable
-from megatron.zero_bubble.planning.rule import check
+from megatron.zero_bubble.planning.rule import Reason, broken, check
+from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.source import ScheduleSource
+from megatron.zero_bubble.planning.values import values_of
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,16 @@ def check_flags(job: Job) -> None:
     choices = given(job.options)
     check(EFFECTS, choices | job.facts, spell=as_given)
     refuse_excluded(choices, spell=as_given)
+
+
+def refused(setup: Setup, job: Job | None = None) -> Reason | None:
+    """Why a setup is refused; None if nothing excludes it. ``Reason.sentence`` says it in the words of a reader.
+
+    Args:
+        job: its observations count too; None for a setup alone.
+    """
+    choices = values_of(setup) if job is None else given(job.options) | values_of(setup)
+    return broken((*EFFECTS, *EXCLUSIONS), choices | ({} if job is None else job.facts))
 
 
 def check_costs_file(options: argparse.Namespace) -> None:

@@ -1,0 +1,199 @@
+"""``Setup``: what a job runs, one field per decision.
+
+Flags, environment, plan file, advice and run hold this value; ``planning/codecs.py`` reads and writes it in the words
+of each, by the table in ``planning/decisions.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron.zero_bubble.core.formats.plan import CSV, PlanFile
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.plan import PostReceives
+from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS
+from megatron.zero_bubble.core.search.placements import PlacementName
+
+DEFAULT_LIMIT = "1p"
+"""Memory limit of ``zb-auto`` where none is given."""
+AUTO_LIMIT = "auto"
+"""Memory limit of ``zb-auto`` that the run measures: what is free on the fullest rank."""
+Auto = Literal["auto"]
+"""A value that the planner chooses; a job has none of them left open."""
+Rollback = Literal["exact", "inverse"]
+Transport = Literal["collective", "on-demand"]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A schedule by its name.
+
+    Attributes:
+        name: from ``zero-bubble list``, or ``auto`` for what a job decides when it starts.
+        stages: per rank, of an interleaved schedule; None for its default.
+        limit: activation-memory limit, by which units are chosen; None for no limit.
+        costs: the costs file by which units are chosen; None for passes of equal length.
+    """
+
+    name: str
+    stages: int | Auto | None = None
+    limit: str | None = None
+    costs: str | None = None
+
+
+@dataclass(frozen=True)
+class Searched:
+    """``zb-auto``: a search.
+
+    Attributes:
+        placement: where the stages are; None for the default, which is ``linear`` for a run and ``auto`` for ``plan``.
+        stages: per rank, of a placement that has a choice; None for its default.
+        limit: activation-memory limit per rank; None for ``DEFAULT_LIMIT``.
+        keep_faster: whether a run begins with Megatron's own schedule, and goes back to what it began with if its plan
+            proves slower.
+    """
+
+    placement: PlacementName | Auto | None = None
+    stages: int | Auto | None = None
+    limit: str | None = None
+    keep_faster: bool = False
+
+
+@dataclass(frozen=True)
+class Given:
+    """A schedule, and all else that a plan decides, from a file.
+
+    Attributes:
+        file: its path.
+        plan: its content, once it has been read.
+    """
+
+    file: str
+    plan: PlanFile | None = field(default=None, compare=False, repr=False)
+
+
+Order = Named | Searched | Given
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How sequences are cut into slices.
+
+    Attributes:
+        number: of slices; None for the default, or what ``places`` has.
+        places: equally long slices (``even``); slices that take equal time by the costs (``balanced``), or by the share
+            of a forward that attention takes (a float); or their ends, as numbers of tokens or as shares of the
+            sequence (a tuple). None leaves it to the planner.
+    """
+
+    number: int | Auto | None = None
+    places: Literal["even", "balanced"] | float | tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Embedding and output layer are divided over all pipeline ranks.
+
+    Attributes:
+        algorithm: the number of barriers per microbatch is two with 1, and one with 2.
+        recompute_logits: whether they are computed again for the weight gradient of the output layer.
+    """
+
+    algorithm: Algorithm | Auto
+    recompute_logits: bool = False
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What moves to host memory between forward and backward.
+
+    Attributes:
+        share: ``all``, a share such as ``50%``, ``auto`` for what delays no pass, or ``none``.
+        host_memory: limit of host memory per rank; None for no limit.
+    """
+
+    share: str
+    host_memory: str | None = None
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Weights and gradients are divided over the data-parallel replicas, and gathered and reduced once per unit.
+
+    Attributes:
+        whole_stages: the most stages of a rank whose weights are whole at a time; None for the default.
+        transport: how replicas exchange shards.
+    """
+
+    whole_stages: int | Auto | None = None
+    transport: Transport = "collective"
+
+
+@dataclass(frozen=True)
+class Synchronous:
+    """The optimizer steps when all ranks know the norm of the gradients."""
+
+
+@dataclass(frozen=True)
+class Validated:
+    """The optimizer steps before, and the step is validated in the next iteration.
+
+    Attributes:
+        rollback: how a rejected step is undone.
+    """
+
+    rollback: Rollback = "exact"
+
+
+@dataclass(frozen=True)
+class Messages:
+    """How messages and collectives of a pipeline are transferred.
+
+    Attributes:
+        receives: when the receive of a message is posted.
+        ctas: the most CTAs that NCCL occupies for a message.
+        collective_ctas: the same for a collective of all pipeline ranks.
+    """
+
+    receives: PostReceives = "early"
+    ctas: int = DEFAULT_NCCL_CTAS
+    collective_ctas: int = DEFAULT_NCCL_COLLECTIVE_CTAS
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a job runs. The default is the job without this package.
+
+    Attributes:
+        order: the schedule: by name, searched, or from a file; None for Megatron's own.
+        unit: microbatches of a unit of ``zero-pp``, after which sharded gradients are reduced; None for the best.
+        cuts: of sequences into slices; None for whole sequences, or the default of a schedule of slices.
+        vocabulary: how the embedding and the output layer are divided; None for not at all.
+        offload: what moves to host memory; None for what a plan file moves.
+        shards: how weights are sharded over replicas; None for whole weights.
+        layout: the layers of every stage, as ``--pipeline-model-parallel-layout``, or ``auto``; None for those of the
+            job's other flags.
+        pairs: whether the all-to-all of experts runs beneath computation.
+        step: when the optimizer steps.
+        exact: whether each weight gradient is rounded as stock Megatron does.
+        messages: how they are transferred.
+    """
+
+    order: Order | None = None
+    unit: int | None = None
+    cuts: Cuts | None = None
+    vocabulary: Divided | None = None
+    offload: Offload | None = None
+    shards: Shards | None = None
+    layout: str | None = None
+    pairs: bool = False
+    step: Synchronous | Validated = Synchronous()
+    exact: bool = False
+    messages: Messages = Messages()
+
+
+def is_file(schedule: str) -> bool:
+    """Whether a schedule is given as a plan file, and not by its name."""
+    return schedule.endswith((".json", CSV)) or os.sep in schedule or "/" in schedule

@@ -1,0 +1,185 @@
+"""A ``Setup`` as values by name: the names of ``ZeroBubbleConfig`` and of the tables of refusals.
+
+The names of ``plan`` are the same, but its cuts are those of a question: their places may be open, or shares of a
+sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.schedules import ZB_AUTO
+from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
+from megatron.zero_bubble.planning.decision import Decision
+from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT
+from megatron.zero_bubble.planning.rule import Spell
+from megatron.zero_bubble.planning.setup import (
+    Cuts,
+    Divided,
+    Given,
+    Messages,
+    Named,
+    Offload,
+    Order,
+    Searched,
+    Setup,
+    Shards,
+    Synchronous,
+    Validated,
+    is_file,
+)
+
+ROWS = tuple(row for row in (*DECISIONS, LAYOUT) if row.path)
+"""The decisions that make up a setup."""
+_SECTIONS: dict[str, type[Any]] = {"vocabulary": Divided, "offload": Offload, "shards": Shards, "messages": Messages}
+"""The classes of the fields whose decisions all have a place of their own."""
+_ALGORITHMS: dict[object, Algorithm | None] = {"off": None, "1": 1, "2": 2}
+_NEITHER = ("schedule", "schedule_file", "num_slices", "slice_ends", "attention_share", "exact", "fuse_wgrad")
+"""Decisions of which several make one field."""
+
+
+def setup_of(values: Mapping[str, Any], spelled: Spell, of_plan: bool = False) -> Setup:
+    """Make a setup of values by name.
+
+    Args:
+        spelled: writes a decision as the user gave it.
+        of_plan: whether its cuts are those of ``plan``.
+
+    Raises:
+        UserError: a decision that needs another one, which is missing.
+    """
+    known = {name: value for name, value in values.items() if value is not None and value is not False}
+    if (algorithm := known.get("vocabulary")) in _ALGORITHMS:
+        known["vocabulary"] = _ALGORITHMS[algorithm]
+    return Setup(
+        order=_order(known, spelled),
+        unit=known.get("unit_microbatches") or None,
+        cuts=(_cuts_of_plan if of_plan else _cuts)(known),
+        layout=None if known.get("layout") == "even" else known.get("layout"),
+        pairs=bool(known.get("overlap_experts")),
+        step=Validated(known.get("rollback", "exact")) if known.get("post_validation") else Synchronous(),
+        exact=bool(known.get("exact")) or values.get("fuse_wgrad") is False,
+        **{top: _section(top, known, spelled) for top in _SECTIONS},
+    )
+
+
+def values_of(setup: Setup) -> dict[str, Any]:
+    """The decisions that differ from the defaults; cuts as a job has them.
+
+    Raises:
+        UserError: cuts that only a plan can make.
+    """
+    found = _values(setup)
+    return found if setup.cuts is None else found | _values_of_cuts(setup.cuts)
+
+
+def values_of_plan(setup: Setup) -> dict[str, Any]:
+    """Those for which ``plan`` has a flag; cuts as it has them."""
+    found = {row.name: value for row in ROWS if row.plan and (value := _values(setup).get(row.name)) is not None}
+    if isinstance(setup.order, Given):
+        found = {"schedule_file": found.pop("schedule"), **found}
+    return found if setup.cuts is None else found | _values_of_cuts_of_plan(setup.cuts)
+
+
+def _values(setup: Setup) -> dict[str, Any]:
+    order = setup.order
+    found = {"schedule": getattr(order, "file", getattr(order, "name", ZB_AUTO))} if order else {}
+    for row in ROWS:
+        if row.name not in _NEITHER and (value := _at(setup, row.path)) is not None:
+            found[row.name] = value
+    return {**found, "exact": True} if setup.exact else found
+
+
+def _at(setup: Setup, path: str) -> Any:
+    """The value at a path; None if it is the default."""
+    top, _, leaf = path.partition(".")
+    section = getattr(setup, top)
+    if not leaf:
+        is_made = section is not None and section is not False and section != Synchronous()
+        return (True if dataclasses.is_dataclass(section) else section) if is_made else None
+    value = getattr(section, leaf, None)
+    return None if value in (None, False) or value == _default(type(section), leaf) else value
+
+
+def _section(top: str, values: Mapping[str, Any], spelled: Spell) -> Any:
+    """The field that these decisions make; None without them.
+
+    Raises:
+        UserError: some of them, but not the one that they refine.
+    """
+    rows = [row for row in ROWS if row.path.partition(".")[0] == top]
+    leaves = {row.path.partition(".")[2]: values[row.name] for row in rows if values.get(row.name) is not None}
+    first = next((row for row in rows if _is_needed(_SECTIONS[top], row)), None)
+    if first is not None and leaves and values.get(first.name) is None:
+        row = next(row for row in rows if values.get(row.name) is not None)
+        raise UserError(
+            f"{spelled(row.name, values[row.name])} works only with {spelled(first.name, True)}; give both, or leave "
+            "it out"
+        )
+    return _SECTIONS[top](**{leaf: value for leaf, value in leaves.items() if leaf}) if leaves or not first else None
+
+
+def _is_needed(section: type[Any], row: Decision) -> bool:
+    """Whether a section exists only with this decision."""
+    leaf = row.path.partition(".")[2]
+    return not leaf or _default(section, leaf) is dataclasses.MISSING
+
+
+def _default(section: type[Any], leaf: str) -> Any:
+    return next((field.default for field in dataclasses.fields(section) if field.name == leaf), dataclasses.MISSING)
+
+
+def _order(values: Mapping[str, Any], spelled: Spell) -> Order | None:
+    name = values.get("schedule_file") or values.get("schedule")
+    is_given = name is not None and ("schedule_file" in values or is_file(name))
+    kind: type[Any] = Given if is_given else Searched if name == ZB_AUTO else Named
+    leaves = {"file": name} if kind is Given else {"name": name} if kind is Named else {}
+    for row in ROWS:
+        top, _, leaf = row.path.partition(".")
+        if top != "order" or row.name in _NEITHER or row.name not in values:
+            continue
+        if name is None or all(field.name != leaf for field in dataclasses.fields(kind)):
+            given = spelled(row.name, values[row.name])
+            raise UserError(f"{given} has no effect with {name or 'no schedule'}; leave it out")
+        leaves[leaf] = values[row.name]
+    return None if name is None else kind(**leaves)
+
+
+def _cuts(values: Mapping[str, Any]) -> Cuts | None:
+    number, ends, share = (values.get(name) for name in ("num_slices", "slice_ends", "attention_share"))
+    if ends is not None:
+        return Cuts(None, ends)
+    if share is not None:
+        return Cuts(number or len(DEFAULT_SLICES), share)
+    return None if number is None else Cuts(number, "even")
+
+
+def _values_of_cuts(cuts: Cuts) -> dict[str, Any]:
+    if isinstance(cuts.places, tuple):
+        return {"slice_ends": cuts.places}
+    if cuts.places == "balanced" or not isinstance(cuts.number, int):
+        raise UserError(
+            f"a job needs numbers to cut sequences by; got {cuts.number} slices, {cuts.places or 'cut as is best'}; "
+            "plan them first, and give the ends of the slices"
+        )
+    return {"num_slices": cuts.number, **({"attention_share": cuts.places} if isinstance(cuts.places, float) else {})}
+
+
+def _cuts_of_plan(values: Mapping[str, Any]) -> Cuts | None:
+    number, places = values.get("num_slices"), values.get("slice_ends")
+    if places not in (None, "even", "balanced"):
+        places = tuple(map(float, places.split(",")))
+    return None if number is None and places is None else Cuts(number, places)
+
+
+def _values_of_cuts_of_plan(cuts: Cuts) -> dict[str, Any]:
+    found: dict[str, Any] = {} if cuts.number is None else {"num_slices": cuts.number}
+    if isinstance(cuts.places, tuple):
+        return {**found, "slice_ends": tuple(end / cuts.places[-1] for end in cuts.places)}
+    if cuts.places is None:
+        return found
+    return {**found, "slice_ends": cuts.places if isinstance(cuts.places, str) else "balanced"}

@@ -1,0 +1,187 @@
+"""A setup is the same value in the words of every reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from itertools import chain
+from typing import Any
+
+import pytest
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.schedules import SCHEDULES, ZB_AUTO
+from megatron.zero_bubble.planning.codecs import Medium, difference, parse, spell, speller
+from megatron.zero_bubble.planning.job.flags import parse_ours
+from megatron.zero_bubble.planning.job.rules import Job, refused
+from megatron.zero_bubble.planning.setup import Cuts, Divided, Given, Named, Offload, Searched, Setup, Validated
+from megatron.zero_bubble.planning.values import ROWS
+
+CASES = settings(max_examples=300, deadline=None, database=None)
+Flags = list[str]
+
+
+def flag(name: str, values: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Flags]:
+    """The flag with a value, or nothing."""
+    with_value = st.just([name]) if values is None else values.map(lambda value: [name, str(value)])
+    return st.one_of(st.just([]), with_value)
+
+
+def refined(first: st.SearchStrategy[Flags], *more: st.SearchStrategy[Flags]) -> st.SearchStrategy[Flags]:
+    """A flag, with others that need it, or nothing."""
+    return st.one_of(st.just([]), words(first, *more))
+
+
+def words(*parts: st.SearchStrategy[Flags]) -> st.SearchStrategy[Flags]:
+    return st.tuples(*parts).map(lambda found: list(chain.from_iterable(found)))
+
+
+def always(name: str, values: st.SearchStrategy[Any] | None = None) -> st.SearchStrategy[Flags]:
+    return st.just([name]) if values is None else values.map(lambda value: [name, str(value)])
+
+
+COUNTS, LIMITS = st.integers(1, 9), st.sampled_from(("1p", "0.75p", "60GiB"))
+SHARES, SIZES = st.sampled_from(("auto", "all", "37.5%", "none")), st.sampled_from(("60GiB", "1.5TiB"))
+PLACEMENTS = st.sampled_from(("linear", "vee", "loop", "wave"))
+FRACTIONS = st.integers(1, 99).map(lambda percent: percent / 100)
+ENDS = st.sets(st.integers(1, 9999), min_size=2).map(lambda ends: ",".join(map(str, sorted(ends))))
+
+
+def orders(of: Callable[[str], str], name: str) -> st.SearchStrategy[Flags]:
+    by_name = words(always(of("schedule"), st.sampled_from(list(SCHEDULES))), flag(of("num-chunks"), COUNTS))
+    searched = words(
+        always(of("schedule"), st.just(ZB_AUTO)),
+        flag(of("placement"), PLACEMENTS),
+        flag(of("num-chunks"), COUNTS),
+        flag(of("memory-limit"), LIMITS),
+    )
+    return st.one_of(st.just([]), by_name, searched, always(of(name), st.sampled_from(("plan.json", "a b/x.json"))))
+
+
+def zb(name: str) -> str:
+    return f"--zero-bubble-{name}"
+
+
+OF_JOBS = words(
+    orders(zb, "schedule-file"),
+    flag(zb("unit-microbatches"), st.one_of(COUNTS, st.just("auto"))),
+    st.one_of(
+        refined(flag(zb("num-slices"), COUNTS), flag(zb("attention-share"), FRACTIONS)), flag(zb("slice-ends"), ENDS)
+    ),
+    refined(
+        always(zb("vocabulary-parallel"), st.sampled_from(("1", "2"))), flag(zb("recompute-logits"))
+    ),
+    refined(always(zb("offload"), SHARES), flag(zb("host-memory"), SIZES)),
+    refined(
+        always(zb("shard-weights")),
+        flag(zb("whole-stages"), COUNTS),
+        flag(zb("shard-transport"), st.sampled_from(("collective", "on-demand"))),
+    ),
+    flag("--pipeline-model-parallel-layout", st.just("Et*2|t*2L")),
+    flag(zb("overlap-experts")),
+    refined(always(zb("post-validation")), flag(zb("rollback"), st.sampled_from(("exact", "inverse")))),
+    st.one_of(flag(zb("exact")), flag("--no-zero-bubble-fuse-wgrad"), flag(zb("fuse-wgrad"))),
+    flag(zb("post-receives"), st.sampled_from(("early", "late"))),
+    flag(zb("nccl-ctas"), COUNTS),
+    flag(zb("nccl-collective-ctas"), COUNTS),
+    flag("--seq-length", COUNTS),
+)  # fmt: skip
+OF_PLANS = words(
+    orders(lambda name: f"--{name}", "schedule-file"),
+    flag("--unit-microbatches", st.one_of(COUNTS, st.just("auto"))),
+    flag("--num-slices", st.one_of(COUNTS, st.just("auto"))),
+    flag("--slice-cuts", st.sampled_from(("even", "balanced", "0.25,0.625,1"))),
+    refined(always("--vocabulary", st.sampled_from(("1", "2", "auto"))), flag("--recompute-logits")),
+    refined(always("--offload", SHARES), flag("--host-memory", SIZES)),
+    refined(always("--shard-weights"), flag("--whole-stages", st.one_of(COUNTS, st.just("auto")))),
+    flag("--layout", st.sampled_from(("even", "auto"))),
+    flag("--pairs"),
+    flag("--num-ranks", COUNTS),
+)
+
+
+@seed(0)
+@CASES
+@given(OF_JOBS)
+def test_flags_of_a_job_are_one_setup_in_every_medium(arguments: Flags) -> None:
+    setup = parse(arguments)
+    assert parse(spell(setup)) == setup
+    assert parse(spell(setup, "json"), "json") == setup
+    variables = spell(setup, "env")
+    without = [word for word in spell(setup) if word != "--pipeline-model-parallel-layout" and word != setup.layout]
+    assert parse(variables, "env") == parse(without), "a layout is no variable"
+
+
+@seed(0)
+@CASES
+@given(OF_PLANS)
+def test_flags_of_plan_and_the_query_of_the_page_are_one_setup(arguments: Flags) -> None:
+    setup = parse(arguments, "plan")
+    assert parse(spell(setup, "plan"), "plan") == setup
+    assert parse(spell(setup, "query"), "query") == setup
+
+
+@seed(0)
+@CASES
+@given(OF_JOBS, OF_JOBS)
+def test_a_difference_turns_one_job_into_another(one: Flags, other: Flags) -> None:
+    old, new = parse(one), parse(other)
+    add, leave_out = difference(old, new)
+    assert not {*add} & {*leave_out}
+    left, skips = [], False
+    for word in spell(old):
+        if word.startswith("--"):
+            skips = word in leave_out
+        left += [] if skips else [word]
+    assert parse([*left, *add]) == new
+    assert difference(old, old) == ((), ())
+
+
+def test_every_decision_has_a_place() -> None:
+    for row in ROWS:
+        top, _, leaf = row.path.partition(".")
+        assert top in {field.name for field in fields(Setup)}, row.name
+        kinds = {"order": (Named, Searched, Given), "cuts": (Cuts,), "step": (Validated,)}
+        found = kinds.get(top) or tuple(
+            kind for kind in (Divided, Offload, type(Setup().messages)) if top in kind.__name__.lower()
+        )
+        if leaf and found:
+            assert any(leaf in {field.name for field in fields(kind)} for kind in found if is_dataclass(kind)), row.name
+
+
+@pytest.mark.parametrize(
+    ("medium", "words", "said"),
+    [
+        ("job", ["--zero-bubble-recompute-logits"], "--zero-bubble-recompute-logits works only with --zero-bubble-voc"),
+        ("plan", ["--recompute-logits"], "--recompute-logits works only with --vocabulary; give both"),
+        ("env", {"ZERO_BUBBLE_EXACT": "yes"}, r"ZERO_BUBBLE_EXACT must be 1 \(on\) or 0"),
+        ("json", {"num_chunk": 2}, "a setup decides schedule, .*; got num_chunk"),
+        ("job", ["--zero-bubble-num-chunks", "2"], "--zero-bubble-num-chunks 2 has no effect with no schedule"),
+        ("job", ["--zero-bubble-schedule", "zb-h1", "--zero-bubble-placement", "vee"], "vee has no effect with zb-h1"),
+        ("job", ["--zero-bubble-nccl-ctas", "two"], "invalid int value"),
+    ],
+)
+def test_what_no_setup_can_be_is_refused_in_the_words_of_its_reader(medium: Medium, words: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        parse(words, medium)
+
+
+def test_cuts_of_a_plan_need_numbers_in_a_job() -> None:
+    with pytest.raises(UserError, match="a job needs numbers to cut sequences by; got 4 slices, balanced"):
+        spell(Setup(Named("seq-zb-h1"), cuts=Cuts(4, "balanced")))
+    at_tokens = Setup(Named("seq-zb-h1"), cuts=Cuts(None, (3, 4)))
+    assert spell(at_tokens, "plan") == ("--schedule", "seq-zb-h1", "--slice-cuts", "0.75,1.0")
+
+
+def test_a_refusal_is_a_value_in_the_words_of_its_reader() -> None:
+    assert refused(Setup(Named("zb-h1"), exact=True)) is None
+    reason = refused(Setup(Searched(), cuts=Cuts(2, "even"), vocabulary=Divided(1)))
+    assert reason is not None and reason.rule.subject.words == "sequence slices"
+    assert "got num_slices=2 and vocabulary=1; " in reason.sentence()
+    assert "got --zero-bubble-num-slices 2 and --zero-bubble-vocabulary-parallel 1; " in reason.sentence(speller("job"))
+    assert "got --num-slices 2 and --vocabulary 1; " in reason.sentence(speller("plan"))
+    assert "ZERO_BUBBLE_NUM_SLICES=2 and ZERO_BUBBLE_VOCABULARY_PARALLEL=1" in reason.sentence(speller("env"))
+    balanced = Job(parse_ours(["--zero-bubble-balance-microbatches"])[0])
+    assert refused(Setup(Searched())) is None and refused(Setup(Searched()), balanced) is not None
