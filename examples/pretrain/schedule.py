@@ -57,7 +57,7 @@ def apply_schedule(args: argparse.Namespace, observers: Sequence[IterationObserv
 def _wgrad_words(args: argparse.Namespace) -> str:
     from megatron.zero_bubble.engine import kernels, platforms
 
-    if args.zero_bubble.exact:
+    if args.zero_bubble.setup.exact:
         return "computed as in megatron-core"
     return f"fused, {kernels.select(platforms.select(args.zero_bubble_device).name).words}"
 

@@ -43,6 +43,7 @@ from megatron.zero_bubble.core.ir import Plan
 from megatron.zero_bubble.core.ir.vocabulary import FLOWS
 from megatron.zero_bubble.core.plan.offload import offload, select_longest
 from megatron.zero_bubble.core.search import fit
+from megatron.zero_bubble.planning.setup import Divided, Named, Setup
 from megatron.zero_bubble.planning.source import ScheduleSource, even_costs
 
 STOCK = "stock 1f1b"
@@ -215,7 +216,8 @@ def _schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
         return build("seq-zb-h1", **size, num_slices=SLICED[name])
     if name in DIVIDED:
         divided, algorithm = DIVIDED[name]
-        return ScheduleSource.by_name(divided, num_ranks, vocabulary=algorithm).make(num_microbatches)
+        setup = Setup(Named(divided), vocabulary=Divided(algorithm))
+        return ScheduleSource.of(setup, num_ranks).make(num_microbatches)
     if name not in (*_STOCK, SPLIT):
         return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     plain = build("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)

@@ -25,7 +25,7 @@ from gpu_day.gains import CTAS
 from megatron.zero_bubble.cli.deciding import COSTS, decided
 from megatron.zero_bubble.core.costs import PassCosts
 from megatron.zero_bubble.core.formats.costs import CostsFile, costs_to_json
-from megatron.zero_bubble.core.ir import WHOLE, Placement
+from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.engine.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.engine.measure.recorder import Recorder
 from megatron.zero_bubble.integration.patching import revert
@@ -171,10 +171,9 @@ def _plan(options: argparse.Namespace, costs: PassCosts, folder: Path) -> dict[t
 
 def _answer(config: ZeroBubbleConfig, figures: Figures) -> Answer:
     """The plan of a run with this configuration and these costs."""
-    if config.schedule != ZB_AUTO:
-        return answer(Question(figures, config.schedule, objective="makespan"))
-    own = config.cuts() or WHOLE, config.vocabulary, config.num_chunks
-    return answer(of_run(figures, str(config.memory_limit), config.placement, "makespan", *own))
+    if config.setup.name != ZB_AUTO:
+        return answer(Question(figures, config.setup.name, objective="makespan"))
+    return answer(of_run(figures, config.setup))
 
 
 def _auto(options: argparse.Namespace, count: int, costs: str, folder: Path) -> ZeroBubbleConfig | None:

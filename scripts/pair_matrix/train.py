@@ -15,6 +15,7 @@ import torch
 
 from megatron.zero_bubble.core.ir import Compute, Kind, Op, Schedule
 from megatron.zero_bubble.engine.runtime.observer import IterationObserver
+from megatron.zero_bubble.planning.setup import Named, Searched, Setup
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
 from tests.helpers.parity import Outcome, Tokens, _named, _train_once, rebuild_process_groups
@@ -181,15 +182,15 @@ class _Planner:
     limit = None
 
     def __init__(self, request: Request) -> None:
-        ranks, cuts = request.num_ranks, request.slices
-        if len(cuts) == 1:
-            name = "zb-h2" if request.placement == "linear" else "v-half"
-            source = ScheduleSource.by_name(name, ranks, vocabulary=request.vocabulary)
-        elif request.placement == "linear":
-            source = ScheduleSource.by_name("seq-1f1b", ranks, slices=cuts)
+        setup, order = request.setup, request.setup.order
+        is_line = isinstance(order, Searched) and order.of_run == "linear"
+        if setup.cuts is None or setup.cuts.number == 1:
+            setup = Setup(Named("zb-h2" if is_line else "v-half"), vocabulary=setup.vocabulary)
+        elif is_line:
+            setup = Setup(Named("seq-1f1b"), cuts=setup.cuts)
         else:  # no schedule by name has slices on a V
-            source = ScheduleSource.automatic("vee", ranks, cuts)
-        self._plan = source.make(request.num_microbatches)
+            setup = Setup(Searched("vee"), cuts=setup.cuts)
+        self._plan = ScheduleSource.of(setup, request.num_ranks).make(request.num_microbatches)
 
     def finished(self) -> bool:
         return True

@@ -20,7 +20,7 @@ from megatron.zero_bubble.core.plan import lower_training
 from megatron.zero_bubble.core.plan.nccl import Ctas, collective_ctas
 from megatron.zero_bubble.planning.job.arguments.checks import check
 from megatron.zero_bubble.planning.job.arguments.parser import parse
-from megatron.zero_bubble.planning.source import ScheduleSource
+from tests.helpers.sources import named
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 JOB = (
@@ -297,7 +297,7 @@ def test_transfers_of_nccl_must_leave_half_of_the_gpu(
     own = [*FOUR, "--gpu", "h100", "--costs", str(costs)]
     job = [*JOB, *PIPELINE, *"--zero-bubble-schedule zb-h1 --zero-bubble-vocabulary-parallel 2".split()]
     run(capsys, own, job)
-    plan = lower_training(ScheduleSource.by_name("zb-h1", 4, vocabulary=2).make(16))
+    plan = lower_training(named("zb-h1", 4, vocabulary=2).make(16))
     with pytest.raises(UserError) as caught:
         collective_ctas(Ctas(16), plan, 132)
     text = refusal(capsys, own, [*job, "--zero-bubble-nccl-ctas", "16"])

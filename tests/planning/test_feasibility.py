@@ -21,8 +21,9 @@ from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.feasibility import ONE_QUEUE, Feasibility
 from megatron.zero_bubble.planning.figures import measured
 from megatron.zero_bubble.planning.question import of_run
-from megatron.zero_bubble.planning.source import ScheduleSource
+from megatron.zero_bubble.planning.setup import Searched, Setup, Synchronous, Validated
 from megatron.zero_bubble.planning.worker import Request
+from tests.helpers.sources import begun, divided
 
 GIB = 2.0**30
 PLACEMENTS: list[tuple[Any, int | None]] = [("linear", None), ("vee", None), ("loop", 2), ("loop", 3), ("wave", 4)]
@@ -49,8 +50,10 @@ def random_request(seed: int) -> Request:
         costs, memory = replace(costs, vocabulary=times), replace(memory, logits=(GIB / 8,) * ranks)
     own = queues(rng.choice((1, 1, 2, 8, 32))), rng.choice(("early", "late")), rng.random() < 0.3
     runs = Feasibility(*own, moved=rng.choice((0.0, 0.0, 0.5, 1.0)) if algorithm is None else 0.0)
-    wanted: Any = rng.choice(("1p", "2p")), placement, rng.choice(("span", "makespan"))
-    return Request(costs_to_json(costs, memory), ranks, count, *wanted, WHOLE, algorithm, chunks, runs)
+    order = Searched(placement, chunks, rng.choice(("1p", "2p")))
+    step = rng.choice((Validated(), Synchronous()))
+    setup = Setup(order, vocabulary=divided(algorithm), step=step)
+    return Request(costs_to_json(costs, memory), ranks, count, setup, runs)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +64,14 @@ def test_every_answer_to_a_run_can_run(seed: int) -> None:
     request = random_request(seed)
     assert Request.from_json(request.to_json()) == request
     costs = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
-    wanted = request.memory_limit, request.placement, request.objective, request.slices, request.vocabulary
-    asked = replace(of_run(costs, *wanted, request.num_chunks, request.runs), effort=0.01)
+    asked = replace(of_run(costs, request.setup, request.runs), effort=0.01)
     assert request.runs.refusal(answer(asked).schedule) is None
 
 
 def test_an_order_that_needs_several_queues_is_planned_within_less_memory() -> None:
     """With late receives, what is shortest on a V needs two queues or more."""
     costs, memory = PassCosts((1.0,) * 8, (1.0,) * 8, (1.0,) * 8), PassMemory((GIB,) * 8, (GIB / 2,) * 8)
-    plain = Request(costs_to_json(costs, memory), 4, 8, "1p", "vee", "makespan")
+    plain = Request(costs_to_json(costs, memory), 4, 8, Setup(Searched("vee")))
     late = replace(plain, runs=Feasibility(queues(1), "late"))
     refused, proved = worker.plan(plain), worker.plan(late)
     assert "needs several hardware queues per GPU" in str(late.runs.refusal(refused.schedule))
@@ -84,8 +86,8 @@ def test_first_schedules_run_with_one_queue(placement: Any, chunks: int | None, 
     """For every size of a batch that grows, early and late, Megatron's own included."""
     for ranks in (2, 3) if len(slices) > 1 else (2, 3, 4):
         for post_receives, fused, stock in (("early", False, False), ("late", False, True), ("late", True, False)):
-            more = {"fused": fused, "stock": stock, "post_receives": post_receives}
-            source = ScheduleSource.automatic(placement, ranks, slices, num_chunks=chunks, **more)  # type: ignore[arg-type]
+            more = {"fused": fused, "keep_faster": stock, "receives": post_receives}
+            source = begun(placement, ranks, slices, stages=chunks, **more)  # type: ignore[arg-type]
             for count in (1, ranks, ranks + 1, 2 * ranks, 3 * ranks):
                 first = source.make(count)
                 assert Feasibility(ONE_QUEUE, post_receives).refusal(first) is None, first.name  # type: ignore[arg-type]
@@ -106,8 +108,9 @@ def test_shorter_schedules_lose_to_those_that_run() -> None:
         request = random_request(5 * seed + 2)  # on a loop
         costs = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
         runs = Feasibility(queues(1), "late")
-        wanted = "1p", request.placement, request.objective, WHOLE, None, request.num_chunks
-        asked = replace(of_run(costs, *wanted, runs), effort=0.01)
+        order = replace(request.setup.order, limit="1p")  # type: ignore[type-var]
+        setup = replace(request.setup, order=order, vocabulary=None)
+        asked = replace(of_run(costs, setup, runs), effort=0.01)
         (first,) = asked.instead
         least = simulate(first, *costs.on(first.placement)).makespan_ms
         best = answer(replace(asked, objective="makespan"))

@@ -27,13 +27,16 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.planning.cuts import slices_of
 from megatron.zero_bubble.planning.job.runnable import check_runnable
-from megatron.zero_bubble.planning.source import ScheduleSource, UnitChoice, even_costs
+from megatron.zero_bubble.planning.setup import Named, Setup, Shards
+from megatron.zero_bubble.planning.source import ScheduleSource, even_costs
+from tests.helpers.sources import begun, named
 
 
 @pytest.mark.parametrize("name", ["zb-v", "interleaved-1f1b", "dualpipe-v"])
 def test_schedules_that_hide_the_all_to_all_of_experts(name: str) -> None:
-    source = ScheduleSource.by_name(name, 2, overlaps=True)
+    source = named(name, 2, pairs=True)
     for count in (1, 8):
         schedule = source.make(count)
         assert source.overlaps and schedule.overlaps
@@ -43,7 +46,7 @@ def test_schedules_that_hide_the_all_to_all_of_experts(name: str) -> None:
 
 
 def test_source_by_name() -> None:
-    source = ScheduleSource.by_name("interleaved-1f1b", 2, 3)
+    source = named("interleaved-1f1b", 2, 3)
     assert (source.name, source.placement) == ("interleaved-1f1b", Placement.interleaved(2, 3))
     for count in (2, 4):
         assert source.make(count) == build("interleaved-1f1b", num_ranks=2, num_microbatches=count, num_chunks=3)
@@ -51,7 +54,7 @@ def test_source_by_name() -> None:
 
 def test_name_with_another_number_of_stages_is_rejected() -> None:
     with pytest.raises(ValueError, match="'zb-v' has 2 stages per rank; got 3; leave the number out"):
-        ScheduleSource.by_name("zb-v", 2, 3)
+        named("zb-v", 2, 3)
 
 
 def test_schedule_file_is_read_once(tmp_path: Path) -> None:
@@ -76,13 +79,13 @@ def test_search_starts_from_a_named_schedule(placement: str, first: str) -> None
 def test_search_for_slices_on_a_line_starts_from_a_named_schedule() -> None:
     for cuts in ({"num_slices": 2}, {"slice_ends": (5, 8)}):
         found = ZeroBubbleConfig("zb-auto", **cuts).sources()(4).make(8)  # type: ignore[arg-type]
-        slices = ZeroBubbleConfig("seq-zb-h1", **cuts).cuts()  # type: ignore[arg-type]
+        slices = slices_of(ZeroBubbleConfig("seq-zb-h1", **cuts).setup.cuts)  # type: ignore[arg-type]
         assert found == build("seq-zb-h1", num_ranks=4, num_microbatches=8, num_slices=slices)
 
 
 @pytest.mark.parametrize(("p", "m", "n"), [(2, 3, 4), (4, 8, 4), (8, 1, 16)])
 def test_first_schedule_of_slices_on_a_vee_has_about_the_memory_of_seq_zb_h1(p: int, m: int, n: int) -> None:
-    source = ScheduleSource.automatic("vee", p, Slices.even(n))
+    source = begun("vee", p, Slices.even(n))
     schedule = source.make(m)
     assert (schedule.placement, schedule.num_slices) == (source.placement, n) == (Placement.vee(p), n)
     validate(schedule)
@@ -95,7 +98,7 @@ def test_first_schedule_of_slices_on_a_vee_has_about_the_memory_of_seq_zb_h1(p: 
         lengths.append(timeline.makespan_ms)
     assert peaks[0] <= peaks[1] + 1 / n + 1e-9
     assert lengths[0] < lengths[1]
-    assert ScheduleSource.automatic("vee", p, Slices.even(n)).make(m) == schedule, "the same on all ranks"
+    assert begun("vee", p, Slices.even(n)).make(m) == schedule, "the same on all ranks"
 
 
 @pytest.mark.parametrize("placement", ["linear", "vee"])
@@ -104,7 +107,7 @@ def test_first_schedule_can_split_the_last_backwards_only(
     placement: Literal["linear", "vee"], slices: Slices | None
 ) -> None:
     """Its peak is that of schedules without W passes, and what the last microbatch leaves to its own."""
-    schedule = ScheduleSource.automatic(placement, 4, slices, fused=True).make(6)
+    schedule = begun(placement, 4, slices, fused=True).make(6)
     validate(schedule)
     check_runnable(schedule, 4, 6)
     kinds = {(p.kind, p.microbatch) for p in schedule.passes()}
@@ -119,7 +122,7 @@ def test_first_schedule_can_split_the_last_backwards_only(
 
 @pytest.mark.parametrize(("placement", "stock"), [("linear", "1f1b"), ("loop", "interleaved-1f1b")])
 def test_first_schedule_can_be_megatrons_own(placement: Literal["linear", "loop"], stock: str) -> None:
-    schedule = ScheduleSource.automatic(placement, 4, stock=True).make(8)
+    schedule = begun(placement, 4, keep_faster=True).make(8)
     validate(schedule)
     check_runnable(schedule, 4, 8)
     own = build(stock, num_ranks=4, num_microbatches=8)
@@ -138,16 +141,15 @@ def test_first_schedule_is_within_the_limit(
 ) -> None:
     cuts = None if slices is None else Slices.even(slices)
     free, small, bytes_ = (
-        ScheduleSource.automatic(placement, 4, cuts, stock=stock, limit=limit).make(8)
-        for limit in ("2p", "0.4p", "3GiB")
+        begun(placement, 4, cuts, keep_faster=stock, limit=limit).make(8) for limit in ("2p", "0.4p", "3GiB")
     )
-    usual = ScheduleSource.automatic(placement, 4, cuts, stock=stock).make(8)
+    usual = begun(placement, 4, cuts, keep_faster=stock).make(8)
     assert free == bytes_ == usual
     validate(small)
     memory = PassMemory.uniform(small.placement)
     assert max(peaks_in_order(small, memory)) <= 0.4 * 4 < max(peaks_in_order(usual, memory))
-    assert ScheduleSource.automatic(placement, 4, cuts, stock=stock, limit="0.01p").make(8) == usual
-    fused = ScheduleSource.automatic(placement, 4, cuts, fused=True, stock=stock, limit="0.4p").make(8)
+    assert begun(placement, 4, cuts, keep_faster=stock, limit="0.01p").make(8) == usual
+    fused = begun(placement, 4, cuts, fused=True, keep_faster=stock, limit="0.4p").make(8)
     validate(fused)
     assert {work.microbatch for work in fused.passes() if work.kind in (Kind.B, Kind.W)} == {7}
 
@@ -199,13 +201,14 @@ def test_search_with_a_divided_vocabulary_starts_from_a_named_schedule(placement
 
 @pytest.mark.parametrize("unit", [None, 2])
 def test_units_get_the_passes_of_the_vocabulary(unit: int | None) -> None:
-    source = ScheduleSource.by_name("zero-pp", 2, 2, vocabulary=1, unit_microbatches=unit)
+    source = named("zero-pp", 2, 2, vocabulary=1, unit=unit)
     assert source.vocabulary == algorithm_of(source.make(4)) == 1
 
 
 def limited(limit: str | None = None, costs: CostsFile | None = None, whole: int | None = 2) -> list[int]:
     """The sizes of the units of zero-pp on 4 ranks with 4 stages each, 16 microbatches."""
-    source = ScheduleSource.by_name("zero-pp", 4, 4, choice=UnitChoice(limit, costs, whole))
+    shards = None if whole is None else Shards(whole)
+    source = ScheduleSource.of(Setup(Named("zero-pp", 4, limit), shards=shards), 4, costs)
     (row, *_) = source.make(16).order
     kinds = (p.kind for p in row if p.stage == 0 and p.kind in (Kind.F, Kind.B))
     return [len([*group]) for kind, group in groupby(kinds) if kind is Kind.F]
@@ -238,7 +241,7 @@ def test_limit_of_units_counts_each_stage_as_measured() -> None:
     content = {name: [4.0] * 8 for name in ("forward_ms", "backward_ms", "wgrad_ms")}
     costs = CostsFile.parse(json.dumps({**content, "activation": kept, "wgrad": kept}))
     for limit in (12, 15, 30):
-        choice = UnitChoice(f"{limit}GiB", costs, 2)
-        schedule = ScheduleSource.by_name("zero-pp", 2, num_chunks=4, choice=choice).make(16)
+        setup = Setup(Named("zero-pp", 4, f"{limit}GiB"), shards=Shards(2))
+        schedule = ScheduleSource.of(setup, 2, costs).make(16)
         memory = costs.on(schedule.placement)[1]
         assert memory is not None and max(peaks_in_order(schedule, memory)) <= limit * 2**30

@@ -25,13 +25,14 @@ from megatron.zero_bubble.core.ir import WHOLE, Slices
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.planning import worker
 from megatron.zero_bubble.planning.job.runnable import check_runnable
-from megatron.zero_bubble.planning.source import ScheduleSource
+from megatron.zero_bubble.planning.setup import Divided, Searched, Setup, Synchronous, Validated
 from megatron.zero_bubble.planning.worker import Request
 from tests.helpers.plans import schedule_from_json
+from tests.helpers.sources import begun, cuts
 
 COSTS = PassCosts((3.0, 2.0, 2.0, 4.5), (3.5, 2.1, 2.0, 5.0), (1.0, 1.2, 1.1, 2.0), 0.3, {(0, 1): 0.7})
 MEMORY = PassMemory((2.0**30, 2.0**29, 2.0**29, 2.0**30), (2.0**28,) * 4)
-REQUEST = Request(costs_to_json(COSTS, MEMORY), 2, 6, "1p", "linear", "makespan")
+REQUEST = Request(costs_to_json(COSTS, MEMORY), 2, 6, Setup(Searched("linear", limit="1p")))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,8 @@ def test_worker_plan_equals_the_commands(
     flags += f" --slice-cuts {','.join(map(str, slices.ends))}" if len(slices) > 1 else ""
     assert main(["plan", "--schedule", "zb-auto", *flags.split(), "--format", "json", "--costs", str(file)]) == 0
     expected = capsys.readouterr().out
-    request = replace(REQUEST, memory_limit=limit, placement=placement, objective=objective, slices=slices)
+    step = Validated() if objective == "span" else Synchronous()
+    request = replace(REQUEST, setup=Setup(Searched(placement, limit=limit), cuts=cuts(slices), step=step))
     assert Request.from_json(request.to_json()) == request
     found = worker.plan(request)
     assert found.schedule == schedule_from_json(expected)
@@ -80,12 +82,16 @@ def test_worker_process_returns_the_plan() -> None:
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"memory_limit": "0.1p"}, "the memory limit admits no schedule: "),
+        ({"setup": {"schedule": "zb-auto", "memory_limit": "0.1p"}}, "the memory limit admits no schedule: "),
         (
             {"costs": "{}"},
             "it must have the key forward_ms, one number or a list with one number per stage; it is missing\n",
         ),
-        ({"placement": "circle"}, 'placement must be one of linear, vee, loop, wave; got "circle"\n'),
+        (
+            {"setup": {"schedule": "zb-auto", "placement": "circle"}},
+            "argument --zero-bubble-placement: invalid choice: 'circle' (choose from ",
+        ),
+        ({"setup": "zb-auto"}, 'setup must be the decisions of a run; got "zb-auto"\n'),
         ({"num_ranks": 0}, "num_ranks must be a whole number above 0; got 0\n"),
     ],
 )
@@ -118,11 +124,13 @@ def test_divided_vocabulary_is_planned_for(algorithm: Algorithm, limit: str) -> 
     """The plan is never longer than the first schedule of the run, and by default takes no more memory."""
     costs = replace(PassCosts.uniform(Placement.linear(2), 3, 3, 2), vocabulary=VocabularyCosts.uniform(2, 2, 1))
     memory = PassMemory((2.0**30,) * 2, (2.0**28,) * 2, logits=(2.0**27,) * 2)
-    request = Request(costs_to_json(costs, memory), 2, 6, limit, "linear", "makespan", vocabulary=algorithm)
+    request = Request(
+        costs_to_json(costs, memory), 2, 6, Setup(Searched("linear", limit=limit), vocabulary=Divided(algorithm))
+    )
     assert Request.from_json(request.to_json()) == request
     timeline = worker.plan(request)
     assert algorithm_of(timeline.schedule) == algorithm
-    first = ScheduleSource.automatic("linear", 2, vocabulary=algorithm).make(6)
+    first = begun("linear", 2, vocabulary=algorithm).make(6)
     known = simulate(first, costs, memory)
     assert timeline.makespan_ms <= known.makespan_ms
     assert max(most_kept(timeline, memory)) <= (max(most_kept(known, memory)) if limit == "1p" else 6 * 2.0**30)

@@ -140,10 +140,10 @@ def _meant(text: str) -> str:
 
 def with_vocabulary(figures: Figures, args: argparse.Namespace) -> Figures:
     """Return ``figures`` with the times of the passes of a divided vocabulary, where the job of ``args`` divides it."""
-    algorithm = args.zero_bubble.vocabulary if has_schedule(args) else None
-    if algorithm is None or figures.layers is None or are_divided(figures):
+    divided = args.zero_bubble.setup.vocabulary if has_schedule(args) else None
+    if divided is None or figures.layers is None or are_divided(figures):
         return figures
-    return variants(figures, cast("Choice", str(algorithm)), args.zero_bubble.recompute_logits)[0].costs
+    return variants(figures, cast("Choice", str(divided.algorithm)), divided.recompute_logits)[0].costs
 
 
 def _with_weights(

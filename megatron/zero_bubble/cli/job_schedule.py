@@ -6,14 +6,13 @@ import argparse
 from dataclasses import replace
 
 from megatron.zero_bubble.cli.stock import stock_schedule
-from megatron.zero_bubble.core.analysis.timeline import Metric
-from megatron.zero_bubble.core.ir import WHOLE, Schedule
+from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.question import of_run
-from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, Searched, Setup
 from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 
 
@@ -32,10 +31,11 @@ def job_answer(
     if args.zero_bubble_schedule != ZB_AUTO:
         return None
     config: ZeroBubbleConfig = args.zero_bubble
-    objective: Metric = "span" if config.post_validation else "makespan"
-    wanted = config.placement, objective, config.cuts() or WHOLE, config.vocabulary, config.num_chunks
-    limit = DEFAULT_LIMIT if config.memory_limit in (None, AUTO_LIMIT) else config.memory_limit
-    return answer(of_run(replace(costs, num_microbatches=num_microbatches), limit, *wanted, runs))
+    setup: Setup = config.setup
+    assert isinstance(setup.order, Searched), "zb-auto searches"
+    if setup.order.limit == AUTO_LIMIT:
+        setup = setup.unmeasured
+    return answer(of_run(replace(costs, num_microbatches=num_microbatches), setup, runs))
 
 
 def job_schedule(args: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Schedule:

@@ -58,7 +58,7 @@ def spell(setup: Setup, as_: Medium = "job") -> Any:
         UserError: cuts that only a plan can make.
     """
     of_plan = as_ in ("plan", "query")
-    values = {_row(name): value for name, value in (values_of_plan if of_plan else values_of)(setup).items()}
+    values = {_row(name): value for name, value in (values_of_plan if of_plan else _of_job)(setup).items()}
     if as_ == "json":
         return {row.name: list(value) if isinstance(value, tuple) else value for row, value in values.items()}
     if as_ == "env":  # a layout is a flag of Megatron's own
@@ -98,7 +98,7 @@ def difference(old: Setup, new: Setup) -> Difference:
     """The flags that a job with one setup adds and leaves out to run another. Those with another value are added only,
     because the last one counts.
     """
-    before, after = values_of(old), values_of(new)
+    before, after = _of_job(old), _of_job(new)
     added = {_row(name): value for name, value in after.items() if before.get(name) != value}
     words = tuple(word for row, value in added.items() for word in _words(_flag(row), value))
     return Difference(words, tuple(_flag(_row(name)) for name in before if name not in after))
@@ -145,6 +145,11 @@ def words_of_variable(row: Decision, value: str) -> list[str]:
     if value == "1":
         return [_flag(row)]
     return [f"--no-zero-bubble-{row.flag}"] if row.values == NEGATABLE else []
+
+
+def _of_job(setup: Setup) -> dict[str, Any]:
+    """The values that a job is given, where a file has the flag of a schedule."""
+    return {"schedule" if name == "schedule_file" else name: value for name, value in values_of(setup).items()}
 
 
 def _flag(row: Decision, as_: Medium = "job") -> str:

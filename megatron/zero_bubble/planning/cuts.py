@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.zero_bubble.core.costs import PassCosts
 from megatron.zero_bubble.core.costs.cuts import balanced, default_cuts
+from megatron.zero_bubble.core.costs.units import checked_share
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement, Slices
+from megatron.zero_bubble.planning import setup
 from megatron.zero_bubble.planning.figures import Figures
 
 LEAST_TOKENS = 1024
@@ -78,3 +81,22 @@ class Cuts:
 
 def _order(slices: Slices) -> tuple[int, bool, tuple[float, ...]]:
     return len(slices), not slices.are_even, slices.shares
+
+
+def slices_of(cuts: setup.Cuts | None) -> Slices | None:
+    """The slices of a run; None for the schedule's default.
+
+    Raises:
+        UserError: fewer than one slice, ends that do not increase, or a share that is not between 0 and 1.
+    """
+    if cuts is None:
+        return None
+    if isinstance(cuts.places, tuple):
+        return Slices.of_tokens(tuple(map(int, cuts.places)))
+    assert isinstance(cuts.number, int) and cuts.places != "balanced", "a run has numbers to cut by"
+    if not isinstance(cuts.places, float):
+        return Slices.even(cuts.number)
+    share = checked_share("attention_share", cuts.places)
+    # A product of matrices takes equally long in F, B and W, and attention twice as long in B as in F.
+    costs = PassCosts.uniform(Placement.linear(1), 1.0, 1.0 + share, 1.0 - share, attention=share)
+    return balanced(costs, cuts.number)

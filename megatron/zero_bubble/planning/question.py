@@ -8,17 +8,17 @@ from operator import gt
 
 from megatron.zero_bubble.core.analysis.score import within
 from megatron.zero_bubble.core.analysis.timeline import Metric
-from megatron.zero_bubble.core.ir import WHOLE, Placement, Schedule, Slices
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import recipe
-from megatron.zero_bubble.core.search.placements import PlacementName, Placements
-from megatron.zero_bubble.planning.cuts import Cuts
+from megatron.zero_bubble.core.search.placements import Placements
+from megatron.zero_bubble.planning.cuts import Cuts, slices_of
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import NO_LIMITS, HostLimits
 from megatron.zero_bubble.planning.plans import ADAPTING, peak_memory
-from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT
+from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT, Searched, Setup
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 from megatron.zero_bubble.planning.vocabulary import Variant
@@ -124,51 +124,43 @@ class Question:
         return self.schedule not in (None, ZB_AUTO) and recipe(str(self.schedule)).has_units
 
 
-def of_run(
-    costs: Figures,
-    memory_limit: str,
-    placement: PlacementName,
-    objective: Metric,
-    slices: Slices = WHOLE,
-    vocabulary: Algorithm | None = None,
-    num_chunks: int | None = None,
-    runs: Feasibility | None = None,
-) -> Question:
+def of_run(costs: Figures, setup: Setup, runs: Feasibility | None = None) -> Question:
     """What a run of ``zb-auto`` asks.
 
     The default limit is at least the peak of the schedule that the run begins with. With vocabulary parallelism, the
     answer is not worse than that schedule; so it is where the run could not run what a search finds.
 
     Args:
-        costs: with ``vocabulary``, with the times of its passes.
-        num_chunks: stages per rank of a placement that has a choice; None for its default.
+        costs: with vocabulary parallelism, with the times of its passes.
         runs: what the run has for its plans; None to ask for any plan.
     """
-    first = _first(costs, placement, slices, vocabulary, num_chunks, runs)
-    limit = costs.limit(_raised(memory_limit, costs, first))
-    cuts = (slices,) if len(slices) > 1 else None
-    known = {"runs": runs, "instead": (first,)}
-    own = Question(costs, ZB_AUTO, limit, objective, placement=(first.placement,), slices=cuts, **known)  # type: ignore[arg-type]
-    if vocabulary is None:
-        return own
-    named = replace(first, name=f"{ZB_AUTO} (vocabulary {vocabulary})")
-    return replace(own, variants=(Variant(vocabulary, costs),), starts=(named,), instead=())
+    assert isinstance(setup.order, Searched), "only a search asks during a run"
+    first = _first(costs, setup, runs)
+    limit = costs.limit(_raised(setup.order.limit or DEFAULT_LIMIT, costs, first))
+    slices = slices_of(setup.cuts)
+    asked = Question(
+        costs,
+        ZB_AUTO,
+        limit,
+        setup.objective,
+        placement=(first.placement,),
+        slices=(slices,) if slices is not None and len(slices) > 1 else None,
+        runs=runs,
+        instead=(first,),
+    )
+    if (algorithm := algorithm_of(first)) is None:
+        return asked
+    named = replace(first, name=f"{ZB_AUTO} (vocabulary {algorithm})")
+    return replace(asked, variants=(Variant(algorithm, costs),), starts=(named,), instead=())
 
 
-def _first(
-    costs: Figures,
-    placement: PlacementName,
-    slices: Slices,
-    vocabulary: Algorithm | None,
-    num_chunks: int | None,
-    runs: Feasibility | None,
-) -> Schedule:
+def _first(costs: Figures, setup: Setup, runs: Feasibility | None) -> Schedule:
     """The schedule that a run begins with."""
     memory = costs.on(Placement.linear(costs.num_ranks))[1]
     grows = any(map(gt, memory.wgrad, memory.activation))
-    of_job = placement, costs.num_ranks, slices, vocabulary, grows, num_chunks
-    how = (runs or Feasibility()).post_receives
-    return ScheduleSource.automatic(*of_job, post_receives=how).make(costs.num_microbatches)
+    messages = replace(setup.messages, receives=(runs or Feasibility()).post_receives)
+    begun = replace(setup.unmeasured, messages=messages)
+    return ScheduleSource.of(begun, costs.num_ranks, fused=grows).make(costs.num_microbatches)
 
 
 def _raised(memory_limit: str, costs: Figures, first: Schedule) -> str:

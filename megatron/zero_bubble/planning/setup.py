@@ -7,13 +7,15 @@ of each, by the table in ``planning/decisions.py``.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.formats.plan import CSV, PlanFile
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.plan import PostReceives
 from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS
+from megatron.zero_bubble.core.schedules import ZB_AUTO
 from megatron.zero_bubble.core.search.placements import PlacementName
 
 DEFAULT_LIMIT = "1p"
@@ -59,6 +61,12 @@ class Searched:
     stages: int | Auto | None = None
     limit: str | None = None
     keep_faster: bool = False
+
+    @property
+    def of_run(self) -> PlacementName:
+        """The placement of a run."""
+        assert self.placement != "auto", "a run has a placement"
+        return self.placement or "linear"
 
 
 @dataclass(frozen=True)
@@ -110,11 +118,12 @@ class Offload:
     """What moves to host memory between forward and backward.
 
     Attributes:
-        share: ``all``, a share such as ``50%``, ``auto`` for what delays no pass, or ``none``.
+        share: ``all``, a share such as ``50%``, ``auto`` for what delays no pass, or ``none``; None for what a plan
+            file moves.
         host_memory: limit of host memory per rank; None for no limit.
     """
 
-    share: str
+    share: str | None = None
     host_memory: str | None = None
 
 
@@ -192,6 +201,40 @@ class Setup:
     step: Synchronous | Validated = Synchronous()
     exact: bool = False
     messages: Messages = Messages()
+
+    @property
+    def plan(self) -> PlanFile | None:
+        """The content of the file that it runs; None for another order."""
+        return self.order.plan if isinstance(self.order, Given) else None
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule, or its file; ``none`` for Megatron's own."""
+        if isinstance(self.order, Searched):
+            return ZB_AUTO
+        return "none" if self.order is None else self.order.file if isinstance(self.order, Given) else self.order.name
+
+    @property
+    def objective(self) -> Metric:
+        """The length that an iteration takes."""
+        return "span" if self.validates else "makespan"
+
+    @property
+    def validates(self) -> bool:
+        """Whether steps are validated in the next iteration."""
+        return isinstance(self.step, Validated)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether replicas exchange shards on demand."""
+        return self.shards is not None and self.shards.transport == "on-demand"
+
+    @property
+    def unmeasured(self) -> Setup:
+        """The same without what a search knows only when it has measured: a limit, and what to go back to."""
+        if not isinstance(self.order, Searched):
+            return self
+        return replace(self, order=replace(self.order, limit=None, keep_faster=False))
 
 
 def is_file(schedule: str) -> bool:

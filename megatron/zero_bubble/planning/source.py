@@ -19,7 +19,6 @@ from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import WHOLE, Kind, Pass, Placement, Schedule, Slices
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
-from megatron.zero_bubble.core.plan import PostReceives
 from megatron.zero_bubble.core.plan.offload import Move
 from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.core.schedules import build, recipe
@@ -28,9 +27,10 @@ from megatron.zero_bubble.core.search.auto import zb_auto
 from megatron.zero_bubble.core.search.placements import PlacementName, placements
 from megatron.zero_bubble.core.search.sliced import sliced_auto
 from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
+from megatron.zero_bubble.planning.cuts import slices_of
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, ONE_QUEUE, Feasibility
 from megatron.zero_bubble.planning.figures import Figures, measured
-from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT, Given, Named, Searched, Setup
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, with_collectives
 from megatron.zero_bubble.planning.unit_sizes import smallest, unit_sizes
@@ -84,43 +84,25 @@ class ScheduleSource:
     overlaps: bool = False
 
     @classmethod
-    def by_name(
-        cls,
-        name: str,
-        num_ranks: int,
-        num_chunks: int | None = None,
-        slices: Slices | None = None,
-        vocabulary: Algorithm | None = None,
-        unit_microbatches: int | None = None,
-        choice: UnitChoice = UnitChoice(),
-        overlaps: bool = False,
-    ) -> ScheduleSource:
-        """The schedules named ``name``; ``num_chunks`` is the number of stages per rank of interleaved schedules,
-        ``slices`` are the cuts of sequences, ``vocabulary`` is the algorithm of vocabulary parallelism, if any, and
-        ``unit_microbatches`` is the size of the units of a schedule of units; None for the best by ``choice``, which
-        by default is the smallest that takes no longer than one unit of all microbatches. With ``overlaps``, the
-        all-to-all of experts is hidden: in pairs, or else beneath the weight gradients of fused backwards.
+    def of(cls, setup: Setup, num_ranks: int, costs: CostsFile | None = None, fused: bool = False) -> ScheduleSource:
+        """The schedules of a setup; those of a file ignore ``num_ranks`` and have their own.
+
+        Args:
+            costs: the content of the costs file by which the units of a named schedule are chosen, if it has one.
+            fused: for a search, see ``_begun_with``.
 
         Raises:
-            UserError: an unknown name, or a number of chunks or slices that the schedule does not support. ``make``
-                raises it for a memory limit below the peak of all sizes of units.
+            UserError: an unknown name, or a number of stages or slices that the schedule or placement does not support.
+                ``make`` raises it for a memory limit below the peak of all sizes of units.
         """
-        known = recipe(name)
-        placement = known.placement(num_ranks, known.num_chunks(num_chunks))
-
-        def build_units(num_microbatches: int, unit: int | None = unit_microbatches) -> Schedule:
-            size = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-            more = {"num_chunks": num_chunks, "num_slices": slices, "unit_microbatches": unit}
-            schedule = build(name, **size, **more, pairs=overlaps and known.has_pairs)  # type: ignore[arg-type]
-            return replace(fuse_alone(schedule), overlap_experts=True) if overlaps and not schedule.pairs else schedule
-
-        make: Callable[[int], Schedule] = build_units
-        if known.has_units and unit_microbatches is None:
-            make = functools.cache(functools.partial(_with_units, build_units, num_ranks, choice))
-        if vocabulary is None:
-            return cls(name, placement, make, overlaps=overlaps)
-        divided = functools.cache(lambda count: _with_vocabulary(make(count), vocabulary))
-        return cls(name, placement, divided, vocabulary)
+        order = setup.order
+        if isinstance(order, Given):
+            assert order.plan is not None, "the file has been read"
+            return cls.of_plan(order.file, order.plan)
+        if isinstance(order, Searched):
+            return _begun_with(setup, order, num_ranks, fused)
+        assert order is not None, "Megatron's own schedule has no source"
+        return _named(setup, order, num_ranks, costs)
 
     @classmethod
     def of_plan(cls, path: str, plan: PlanFile) -> ScheduleSource:
@@ -128,57 +110,85 @@ class ScheduleSource:
         schedule = plan.schedule
         return cls(path, schedule.placement, lambda _: schedule, plan.vocabulary, plan.moves, schedule.overlaps)
 
-    @classmethod
-    def automatic(
-        cls,
-        placement: PlacementName,
-        num_ranks: int,
-        slices: Slices | None = None,
-        vocabulary: Algorithm | None = None,
-        fused: bool = False,
-        num_chunks: int | None = None,
-        stock: bool = False,
-        limit: str = DEFAULT_LIMIT,
-        post_receives: PostReceives = "early",
-    ) -> ScheduleSource:
-        """The placement of ``zb-auto``, and the schedules that run while it measures, before the planned ones.
 
-        With ``fused``, these split only the backward of the last microbatch, from which W can be measured: for jobs in
-        which W needs much memory, such as those with full recomputation. With ``stock``, they are Megatron's own, of
-        which only that backward is split, wherever it has one: to compare the plan with it. Without vocabulary
-        parallelism, a schedule above a ``limit`` in units of 1F1B's peak is replaced by what a short search finds
-        within it, if anything, for equal passes; a limit in bytes says nothing before memory has been measured.
+def _named(setup: Setup, order: Named, num_ranks: int, costs: CostsFile | None) -> ScheduleSource:
+    """The schedules of a name. Units are the best by the costs and the limit, which without either are the smallest
+    that take no longer than one unit of all microbatches. Pairs hide the all-to-all of experts, or else the weight
+    gradients of fused backwards do.
+    """
+    known = recipe(order.name)
+    chunks = None if order.stages == "auto" else order.stages
+    placement = known.placement(num_ranks, known.num_chunks(chunks))
 
-        Whatever the GPUs of the run, its first schedule is proved for one hardware queue: one that needs more is
-        replaced by what a short search finds within less memory. With vocabulary parallelism it is as it is.
+    def build_units(num_microbatches: int, unit: int | None = setup.unit) -> Schedule:
+        schedule = build(
+            known.name,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            num_chunks=chunks,
+            num_slices=slices_of(setup.cuts),
+            unit_microbatches=unit if known.has_units else None,
+            pairs=setup.pairs and known.has_pairs,
+        )
+        is_alone = setup.pairs and not schedule.pairs
+        return replace(fuse_alone(schedule), overlap_experts=True) if is_alone else schedule
 
-        Raises:
-            UserError: a number of stages per rank that the placement cannot have.
-        """
-        (on,) = placements(placement, num_ranks, num_chunks or DEFAULT_CHUNKS.get(placement))
-        is_whole = slices is None or len(slices) == 1
-        chunks = on.num_stages // num_ranks if placement in DEFAULT_CHUNKS else None
-        if stock and is_whole and vocabulary is None and placement in STOCK_SCHEDULE:
-            own = cls.by_name(STOCK_SCHEDULE[placement], num_ranks, chunks)
-            first = cls(ZB_AUTO, on, functools.cache(lambda count: split_last(own.make(count))))
-        elif is_whole and placement in FIRST_SCHEDULE:
-            first = cls.by_name(FIRST_SCHEDULE[placement], num_ranks, chunks, vocabulary=vocabulary)
-        elif not is_whole and placement == "linear":
-            first = cls.by_name("seq-zb-h1", num_ranks, slices=slices)
-        else:
-            search = functools.partial(_searched, on, slices or WHOLE)
-            if vocabulary is None:
-                first = cls(ZB_AUTO, on, functools.cache(search))
-            else:
-                first = cls(ZB_AUTO, on, functools.cache(lambda count: _with_vocabulary(search(count), vocabulary)))
-        make = first.make
-        if vocabulary is None:
-            make = functools.partial(_within, limit, slices or WHOLE, first.make)
-            runs = Feasibility(ONE_QUEUE, post_receives)
-            make = functools.cache(functools.partial(_that_runs, runs, slices or WHOLE, fused, make))
-        elif fused:
-            make = functools.cache(lambda count: fused_but_last(first.make(count)))
-        return cls(ZB_AUTO, on, make, vocabulary)
+    make: Callable[[int], Schedule] = build_units
+    if known.has_units and setup.unit is None:
+        whole = None if setup.shards is None else setup.shards.whole_stages or DEFAULT_OPEN_CHUNKS
+        choice = UnitChoice(order.limit, costs, None if whole == "auto" else whole)
+        make = functools.cache(functools.partial(_with_units, build_units, num_ranks, choice))
+    if setup.vocabulary is None:
+        return ScheduleSource(known.name, placement, make, overlaps=setup.pairs)
+    algorithm = _algorithm(setup)
+    divided = functools.cache(lambda count: _with_vocabulary(make(count), algorithm))
+    return ScheduleSource(known.name, placement, divided, algorithm)
+
+
+def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> ScheduleSource:
+    """The placement of ``zb-auto``, and the schedules that run while it measures, before the planned ones.
+
+    With ``fused``, these split only the backward of the last microbatch, from which W can be measured: for jobs in
+    which W needs much memory, such as those with full recomputation. With ``keep_faster``, they are Megatron's own, of
+    which only that backward is split, wherever it has one: to compare the plan with it. Without vocabulary
+    parallelism, a schedule above a limit in units of 1F1B's peak is replaced by what a short search finds within it,
+    if anything, for equal passes; a limit in bytes says nothing before memory has been measured.
+
+    Whatever the GPUs of the run, its first schedule is proved for one hardware queue: one that needs more is replaced
+    by what a short search finds within less memory. With vocabulary parallelism it is as it is.
+    """
+    placement = order.of_run
+    assert order.stages != "auto", "a run has a number of stages"
+    (on,) = placements(placement, num_ranks, order.stages or DEFAULT_CHUNKS.get(placement))
+    slices = slices_of(setup.cuts) or WHOLE
+    is_whole, is_divided = len(slices) == 1, setup.vocabulary is not None
+    chunks = on.num_stages // num_ranks if placement in DEFAULT_CHUNKS else None
+    make: Callable[[int], Schedule]
+    if order.keep_faster and is_whole and not is_divided and placement in STOCK_SCHEDULE:
+        own = ScheduleSource.of(Setup(Named(STOCK_SCHEDULE[placement], chunks)), num_ranks)
+        make = functools.cache(lambda count: split_last(own.make(count)))
+    elif is_whole and placement in FIRST_SCHEDULE:
+        named = Setup(Named(FIRST_SCHEDULE[placement], chunks), vocabulary=setup.vocabulary)
+        make = ScheduleSource.of(named, num_ranks).make
+    elif not is_whole and placement == "linear":
+        make = ScheduleSource.of(Setup(Named("seq-zb-h1"), cuts=setup.cuts), num_ranks).make
+    else:
+        make = functools.cache(functools.partial(_searched, on, slices))
+        if is_divided:
+            searched = make
+            make = functools.cache(lambda count: _with_vocabulary(searched(count), _algorithm(setup)))
+    if is_divided:
+        whole = make
+        make = functools.cache(lambda count: fused_but_last(whole(count))) if fused else make
+        return ScheduleSource(ZB_AUTO, on, make, _algorithm(setup))
+    make = functools.partial(_within, order.limit or DEFAULT_LIMIT, slices, make)
+    runs = Feasibility(ONE_QUEUE, setup.messages.receives)
+    return ScheduleSource(ZB_AUTO, on, functools.cache(functools.partial(_that_runs, runs, slices, fused, make)))
+
+
+def _algorithm(setup: Setup) -> Algorithm:
+    assert setup.vocabulary is not None and setup.vocabulary.algorithm != "auto", "a run has an algorithm"
+    return setup.vocabulary.algorithm
 
 
 def fused_but_last(schedule: Schedule) -> Schedule:

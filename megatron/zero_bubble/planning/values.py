@@ -37,6 +37,8 @@ ROWS = tuple(row for row in (*DECISIONS, LAYOUT) if row.path)
 """The decisions that make up a setup."""
 _SECTIONS: dict[str, type[Any]] = {"vocabulary": Divided, "offload": Offload, "shards": Shards, "messages": Messages}
 """The classes of the fields whose decisions all have a place of their own."""
+_ALWAYS = ("messages",)
+"""Those of them that are never None."""
 _ALGORITHMS: dict[object, Algorithm | None] = {"off": None, "1": 1, "2": 2}
 _NEITHER = ("schedule", "schedule_file", "num_slices", "slice_ends", "attention_share", "exact", "fuse_wgrad")
 """Decisions of which several make one field."""
@@ -80,14 +82,13 @@ def values_of(setup: Setup) -> dict[str, Any]:
 def values_of_plan(setup: Setup) -> dict[str, Any]:
     """Those for which ``plan`` has a flag; cuts as it has them."""
     found = {row.name: value for row in ROWS if row.plan and (value := _values(setup).get(row.name)) is not None}
-    if isinstance(setup.order, Given):
-        found = {"schedule_file": found.pop("schedule"), **found}
     return found if setup.cuts is None else found | _values_of_cuts_of_plan(setup.cuts)
 
 
 def _values(setup: Setup) -> dict[str, Any]:
-    order = setup.order
-    found = {"schedule": getattr(order, "file", getattr(order, "name", ZB_AUTO))} if order else {}
+    found = (
+        {} if setup.order is None else {"schedule_file" if isinstance(setup.order, Given) else "schedule": setup.name}
+    )
     for row in ROWS:
         if row.name not in _NEITHER and (value := _at(setup, row.path)) is not None:
             found[row.name] = value
@@ -120,7 +121,9 @@ def _section(top: str, values: Mapping[str, Any], spelled: Spell) -> Any:
             f"{spelled(row.name, values[row.name])} works only with {spelled(first.name, True)}; give both, or leave "
             "it out"
         )
-    return _SECTIONS[top](**{leaf: value for leaf, value in leaves.items() if leaf}) if leaves or not first else None
+    return (
+        _SECTIONS[top](**{leaf: value for leaf, value in leaves.items() if leaf}) if leaves or top in _ALWAYS else None
+    )
 
 
 def _is_needed(section: type[Any], row: Decision) -> bool:

@@ -14,64 +14,51 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.formats.files import is_positive, is_text, json_object, read_key
-from megatron.zero_bubble.core.formats.plan import KEY_VOCABULARY, algorithm_from, plan_to_json
-from megatron.zero_bubble.core.formats.slices import slices_content, slices_from
-from megatron.zero_bubble.core.ir import WHOLE, Slices
+from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.plan.nccl import Ctas
-from megatron.zero_bubble.core.search.placements import PLACEMENTS, PlacementName
 from megatron.zero_bubble.planning.answer import Answer, answer
+from megatron.zero_bubble.planning.codecs import parse, spell
 from megatron.zero_bubble.planning.feasibility import ANY_RUN, Feasibility
 from megatron.zero_bubble.planning.figures import beyond_floats, measured
 from megatron.zero_bubble.planning.question import of_run
+from megatron.zero_bubble.planning.setup import Setup
 
 _LOWEST_PRIORITY = 19
 MEMORY_LIMIT = "memory_limit"
-_CHUNKS, _RUNS = "num_chunks", "runs"
+_SETUP, _RUNS = "setup", "runs"
 
 _KEYS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "costs": ("the text of a costs file", is_text),
     "num_ranks": ("a whole number above 0", is_positive),
     "num_microbatches": ("a whole number above 0", is_positive),
-    "memory_limit": ("a limit such as 1p or 60GiB", is_text),
-    "placement": (f"one of {', '.join(PLACEMENTS)}", PLACEMENTS.__contains__),
-    "objective": ("span or makespan", ("span", "makespan").__contains__),
 }
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a plan; the fields correspond to the flags of ``zero-bubble plan --schedule zb-auto``.
+    """A request for a plan.
 
     Attributes:
         costs: the text of a costs file.
-        slices: the cuts of every sequence.
-        vocabulary: the algorithm of vocabulary parallelism; None without it.
-        num_chunks: stages per rank of a placement that has a choice; None for its default.
+        setup: what the run does, with ``zb-auto``.
         runs: what the run has for its plans.
     """
 
     costs: str
     num_ranks: int
     num_microbatches: int
-    memory_limit: str
-    placement: PlacementName
-    objective: Metric
-    slices: Slices = WHOLE
-    vocabulary: Algorithm | None = None
-    num_chunks: int | None = None
+    setup: Setup
     runs: Feasibility = ANY_RUN
 
     def to_json(self) -> str:
         """Write the request as JSON; ``from_json`` reads it back unchanged."""
-        content = {key: getattr(self, key) for key in _KEYS} | slices_content(self.slices)
-        others = {KEY_VOCABULARY: self.vocabulary, _CHUNKS: self.num_chunks, _RUNS: asdict(self.runs)}
-        return json.dumps(content | {key: value for key, value in others.items() if value is not None})
+        content = {key: getattr(self, key) for key in _KEYS}
+        return json.dumps(content | {_SETUP: spell(self.setup, "json"), _RUNS: asdict(self.runs)})
 
     @classmethod
     def from_json(cls, text: str) -> Request:
@@ -82,10 +69,9 @@ class Request:
         """
         content = json_object(text)
         values = {key: read_key(content, key, form, fits) for key, (form, fits) in _KEYS.items()}
-        chunks = read_key(content, _CHUNKS, *_KEYS["num_ranks"]) if _CHUNKS in content else None
+        setup = read_key(content, _SETUP, "the decisions of a run", lambda value: isinstance(value, dict))
         runs = _feasibility(content[_RUNS]) if _RUNS in content else Feasibility()
-        others: dict[str, Any] = {"vocabulary": algorithm_from(content), _CHUNKS: chunks, _RUNS: runs}
-        return cls(**values, slices=slices_from(content) or WHOLE, **others)
+        return cls(**values, setup=parse(setup, "json"), runs=runs)
 
 
 def _feasibility(content: Mapping[str, Any]) -> Feasibility:
@@ -107,8 +93,7 @@ def answered(request: Request) -> Answer:
         UserError: for invalid costs, a memory limit that admits no schedule, or no schedule that can run.
     """
     figures = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
-    wanted = request.memory_limit, request.placement, request.objective, request.slices, request.vocabulary
-    return answer(of_run(figures, *wanted, request.num_chunks, request.runs))
+    return answer(of_run(figures, request.setup, request.runs))
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.plan import communicate, lower, lower_forward_only, lower_training, prove_for_queues
 from megatron.zero_bubble.core.plan.collect import collect
 from megatron.zero_bubble.core.plan.turns import in_turn
-from megatron.zero_bubble.planning.source import ScheduleSource
+from tests.helpers.sources import named
 
 NAMES = (
     *("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-1f1b", "zb-interleaved", "breadth-first"),
@@ -36,7 +36,7 @@ def plans(name: str, ranks: Iterable[int], lowerings: Iterable[str], step: int =
     algorithms: tuple[Algorithm, ...] = (1, 2)
     for p, algorithm in product(ranks, algorithms):
         for m in range(1, 3 * p + 1, step):
-            schedule = ScheduleSource.by_name(name, p, vocabulary=algorithm).make(m)
+            schedule = named(name, p, vocabulary=algorithm).make(m)
             for what in lowerings:
                 yield f"{p=} {m=} {algorithm=} {what}", LOWERINGS[what](schedule)
 
@@ -77,7 +77,7 @@ def streams(row: Iterable[Op]) -> dict[object, list[Op]]:
 @pytest.mark.parametrize(("name", "p", "m"), [("interleaved-1f1b", 2, 5), ("zb-v", 4, 9), ("zb-interleaved", 3, 7)])
 def test_transfers_change_places_only_where_a_plan_blocks_the_queue(name: str, p: int, m: int) -> None:
     """The passes and the order of every stream stay."""
-    schedule = ScheduleSource.by_name(name, p, vocabulary=2).make(m)
+    schedule = named(name, p, vocabulary=2).make(m)
     before = lower(schedule, (collect, communicate))
     after = in_turn(before)
     assert refused(before) and not refused(after)
@@ -92,7 +92,7 @@ def test_other_plans_stay_as_they_are() -> None:
     """Also one that a single queue blocks, because collectives are missing."""
     plan = lower(build("zb-h1", num_ranks=4, num_microbatches=6))
     assert in_turn(plan) is plan
-    schedule = ScheduleSource.by_name("zb-h1", 2, vocabulary=2).make(4)
+    schedule = named("zb-h1", 2, vocabulary=2).make(4)
     plan = lower(schedule, (collect, communicate))
     row = tuple(op for op in plan.ops[0] if not isinstance(op, Collective))
     broken = replace(plan, ops=(row, *plan.ops[1:]))

@@ -24,9 +24,9 @@ from megatron.zero_bubble.engine.runtime.executor import Executor
 from megatron.zero_bubble.engine.runtime.groups import Directions
 from megatron.zero_bubble.engine.runtime.handlers import handlers
 from megatron.zero_bubble.engine.runtime.transport import Transport
-from megatron.zero_bubble.planning.source import ScheduleSource
 from tests.helpers import nccl
 from tests.helpers.nccl import COMPUTE, Event, GPUs
+from tests.helpers.sources import named
 
 NAMES = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-1f1b")
 ALGORITHMS: tuple[Algorithm, ...] = (1, 2)
@@ -116,7 +116,7 @@ def plans(name: str, ranks: Iterable[int], counts: Callable[[int], Iterable[int]
     """Yield the plans of a schedule with either algorithm, for training and evaluation, with what they are."""
     for p, algorithm in product(ranks, ALGORITHMS):
         for m in counts(p):
-            schedule = ScheduleSource.by_name(name, p, vocabulary=algorithm).make(m)
+            schedule = named(name, p, vocabulary=algorithm).make(m)
             for lowering in (lower_training, lower_forward_only):
                 yield f"{name} {p=} {m=} {algorithm=} {lowering.__name__}", lowering(schedule)
 
@@ -150,7 +150,7 @@ def test_plans_block_one_queue_where_the_proof_says_so(name: str) -> None:
     """Without the lowering pass that lets transfers take turns."""
     blocked = 0
     for p, m, algorithm in product((2, 3, 4), (1, 5, 9), ALGORITHMS):
-        plan = lower(ScheduleSource.by_name(name, p, vocabulary=algorithm).make(m), (collect, communicate))
+        plan = lower(named(name, p, vocabulary=algorithm).make(m), (collect, communicate))
         assert ends(plan, num_queues=1) is accepted(plan, 1), f"{p=} {m=} {algorithm=}"
         blocked += not accepted(plan, 1)
     assert blocked

@@ -14,8 +14,9 @@ from megatron.zero_bubble.core.plan import lower_forward_only, lower_training
 from megatron.zero_bubble.core.plan.communicate import PostReceives
 from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.integration.adapter.staging import Staging, steps_of
-from megatron.zero_bubble.planning.source import ScheduleSource, fused_but_last
+from megatron.zero_bubble.planning.source import fused_but_last
 from tests.helpers.nccl_loading import Kernels, Turn, all_end, always_new, by_kind, by_stage
+from tests.helpers.sources import named
 
 WITH_VOCABULARY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 RECEIVES: tuple[PostReceives, ...] = ("early", "late")
@@ -61,7 +62,7 @@ def vocabulary_runs(name: str, sizes: Iterable[tuple[int, int]]) -> Iterator[Run
     """The same with vocabulary parallelism."""
     for p, m in sizes:
         for algorithm in (1, 2):
-            schedule = ScheduleSource.by_name(name, p, vocabulary=algorithm).make(m)
+            schedule = named(name, p, vocabulary=algorithm).make(m)
             for post in RECEIVES:
                 yield Run("training", lower_training(schedule, post))
                 yield Run("evaluation", lower_forward_only(schedule, post))

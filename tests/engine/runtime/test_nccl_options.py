@@ -24,9 +24,9 @@ from megatron.zero_bubble.engine.runtime import groups
 from megatron.zero_bubble.engine.runtime.collectives import collective_kinds
 from megatron.zero_bubble.engine.runtime.groups import Directions
 from megatron.zero_bubble.engine.runtime.nccl import check_streams, options_beside_passes, without_p2p_warning
-from megatron.zero_bubble.planning.source import ScheduleSource
 from tests.helpers.nccl import GPUs
 from tests.helpers.ranks import RankPool
+from tests.helpers.sources import named
 
 UNSET = -(2**31)
 
@@ -119,7 +119,7 @@ def check_streams_of_gloo(_rank: int) -> None:
 
 
 def vocabulary_plan(name: str = "zb-h1", algorithm: Algorithm = 1) -> Plan:
-    return lower_training(ScheduleSource.by_name(name, 4, vocabulary=algorithm).make(4))
+    return lower_training(named(name, 4, vocabulary=algorithm).make(4))
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,14 @@ from megatron.zero_bubble.core.ir import Kind, Slices
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.engine.runtime.observer import IterationStart, observed
 from megatron.zero_bubble.integration.adapter.planner import Planner
+from megatron.zero_bubble.planning.cuts import slices_of
+from megatron.zero_bubble.planning.setup import Searched, Setup
 from megatron.zero_bubble.planning.worker import Request
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
 from tests.helpers.slices import LONG
+from tests.helpers.sources import cuts
 from tests.integration.adapter.test_placements import TWO
 from tests.integration.adapter.test_slices_training import values
 
@@ -180,10 +183,10 @@ def slices_measured_and_planned(rank: int, slices: Slices) -> list[Slices]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured, "gather_trace", trace)
-        patch.setattr(auto, "Planner", lambda request: found.append(request.slices))
+        patch.setattr(auto, "Planner", lambda request: found.append(slices_of(request.setup.cuts)))
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
         memory: Any = SimpleNamespace(gather=lambda group: PassMemory((GIB, GIB), (GIB, GIB)))
-        options = auto.AutoOptions(warm_up=0, measured=1, slices=slices)
+        options = auto.AutoOptions(Setup(Searched(), cuts=cuts(slices)), warm_up=0, measured=1)
         schedule = auto.AutoSchedule(options, memory, lambda line: None)
         assert torch.distributed.group.WORLD is not None
         with observed(measured.Measured(passes, [schedule]), IterationStart(torch.distributed.group.WORLD, 3)):
@@ -251,7 +254,7 @@ def sizes_planned_for(
         patch.setattr(measured, "gather_trace", trace)
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
         memory: Any = SimpleNamespace(gather=lambda group: PassMemory((GIB, GIB), (GIB, GIB)))
-        own: dict[str, Any] = {"warm_up": 0, "measured": 1, **(options or {})}
+        own: dict[str, Any] = {"setup": Setup(Searched()), "warm_up": 0, "measured": 1, **(options or {})}
         schedule = auto.AutoSchedule(auto.AutoOptions(**own), memory, lambda line: None)
         observer = measured.Measured(passes, [schedule])
         for now in sizes:
@@ -304,7 +307,7 @@ def schedules_run(rank: int, plan_takes: float, keep_faster: bool, limit: str = 
         patch.setattr(measured, "gather_trace", trace)
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
         memory: Any = SimpleNamespace(gather=lambda group: PassMemory((GIB, GIB), (GIB, GIB)))
-        options = auto.AutoOptions(limit, warm_up=0, measured=1, keep_faster=keep_faster)
+        options = auto.AutoOptions(Setup(Searched(limit=limit, keep_faster=keep_faster)), warm_up=0, measured=1)
         schedule = auto.AutoSchedule(options, memory, said.append)
         observer = measured.Measured(passes, [schedule])
         for _ in range(6):

@@ -12,6 +12,7 @@ from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.engine.runtime.observer import IterationStart, observed
+from megatron.zero_bubble.planning.setup import Searched, Setup
 from megatron.zero_bubble.planning.worker import Request
 from tests.helpers.ranks import RankPool
 
@@ -54,7 +55,7 @@ def schedules_run_with_queues(rank: int, environment: dict[str, str]) -> tuple[l
         patch.setattr(measured, "gather_trace", trace)
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
         memory: Any = SimpleNamespace(gather=lambda group: PassMemory((GIB,) * 4, (GIB,) * 4))
-        options = auto.AutoOptions("1p", "loop", warm_up=0, measured=1)
+        options = auto.AutoOptions(Setup(Searched("loop")), warm_up=0, measured=1)
         schedule = auto.AutoSchedule(options, memory, said.append)
         observer = measured.Measured(passes, [schedule])
         for _ in range(4):

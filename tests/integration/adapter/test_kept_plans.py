@@ -14,10 +14,10 @@ from megatron.zero_bubble.__main__ import main, parser
 from megatron.zero_bubble.core.analysis.memory import peaks_in_order
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.formats.costs import costs_to_json
-from megatron.zero_bubble.core.ir import Slices
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.planning import worker
 from megatron.zero_bubble.planning.feasibility import Feasibility
+from megatron.zero_bubble.planning.setup import Cuts, Divided, Searched, Setup, Synchronous, Validated
 from megatron.zero_bubble.planning.worker import Request
 
 GIB = float(2**30)
@@ -36,10 +36,12 @@ def test_the_printed_command_gives_the_same_order(seed: int, tmp_path: Path, cap
     costs, memory, objective = PassCosts(*times, 0.2), PassMemory(*sizes), rng.choice(("span", "makespan"))
     queues = HardwareQueues(1, "", "there is one queue", "32")
     runs = Feasibility(queues, rng.choice(("early", "late")))  # type: ignore[arg-type]
-    request = Request(costs_to_json(costs, memory), 2, rng.choice((4, 5)), "1p", placement, objective, runs=runs)  # type: ignore[arg-type]
+    step = Validated() if objective == "span" else Synchronous()
+    setup = Setup(Searched(placement, limit="1p"), step=step)
+    request = Request(costs_to_json(costs, memory), 2, rng.choice((4, 5)), setup, runs)
     found = worker.answered(request)
     unused: Any = None
-    auto = AutoSchedule(AutoOptions("1p", placement, objective == "span", runs=runs), unused, unused)
+    auto = AutoSchedule(AutoOptions(setup, runs), unused, unused)
     auto._costs, auto._memory_of, auto._used = costs, memory, found.within
     size = 2, request.num_microbatches
     (first,) = found.question.instead
@@ -59,18 +61,18 @@ def test_the_printed_command_gives_the_same_order(seed: int, tmp_path: Path, cap
 
 
 @pytest.mark.parametrize(
-    ("options", "flags"),
+    ("setup", "flags"),
     [
-        ({"placement": "wave", "num_chunks": 4, "memory_limit": "2GiB"}, {"placement": "wave", "memory_limit": "2GiB"}),
-        ({"vocabulary": 2, "post_validation": True}, {"vocabulary": "2", "objective": "span"}),
-        ({"slices": Slices.even(2)}, {"slice_cuts": "0.5,1.0", "objective": "makespan"}),
+        (Setup(Searched("wave", 4, "2GiB")), {"placement": "wave", "memory_limit": "2GiB"}),
+        (Setup(Searched(), vocabulary=Divided(2), step=Validated()), {"vocabulary": "2", "objective": "span"}),
+        (Setup(Searched(), cuts=Cuts(2, "even")), {"slice_cuts": "0.5,1.0", "objective": "makespan"}),
     ],
 )
-def test_how_to_keep_a_plan_is_a_command_that_plan_accepts(options: dict[str, Any], flags: dict[str, str]) -> None:
+def test_how_to_keep_a_plan_is_a_command_that_plan_accepts(setup: Setup, flags: dict[str, str]) -> None:
     from megatron.zero_bubble.integration.adapter.auto import AutoOptions, AutoSchedule
 
     unused: Any = None
-    said = AutoSchedule(AutoOptions(**options), unused, unused)._how_to_keep((2, 4))
+    said = AutoSchedule(AutoOptions(setup), unused, unused)._how_to_keep((2, 4))
     words = shlex.split(said.split("`")[1].partition(" >")[0])
     parsed = vars(parser().parse_args(words[1:]))
     assert {name: str(parsed[name]) for name in flags} == flags

@@ -91,7 +91,7 @@ def test_parse_ours_separates_our_flags_from_others() -> None:
     options, others = parse_ours(["--lr", "1", "--zero-bubble-schedule", "zb-h1", "--zero-bubble-exact", "--bf16"])
     assert others == ["--lr", "1", "--bf16"]
     config = config_of(options, peer_timeout_s=5)
-    assert (config.schedule, config.fuse_wgrad, config.peer_timeout_s) == ("zb-h1", False, 5)
+    assert (config.setup.name, config.setup.exact, config.peer_timeout_s) == ("zb-h1", True, 5)
 
 
 @pytest.mark.parametrize(

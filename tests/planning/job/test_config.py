@@ -47,16 +47,16 @@ def test_moves_of_a_schedule_file_are_checked_as_offloading(tmp_path: Path) -> N
     select = config.selection(config.sources()(2))
     assert select is not None and select(schedule) == (move,)
     with pytest.raises(ValueError, match="offload must be that of the schedule file, its moves; got none with"):
-        ZeroBubbleConfig(schedule_file=moving, offload="none")
+        _ = ZeroBubbleConfig(schedule_file=moving, offload="none").setup
     with pytest.raises(ValueError, match="units and offloading exclude each other.*got shard_w.* and moves=.*g.json"):
-        ZeroBubbleConfig(schedule_file=moving, shard_weights=True)
+        _ = ZeroBubbleConfig(schedule_file=moving, shard_weights=True).setup
     with pytest.raises(ValueError, match="recompute_logits works only with vocabulary parallelism"):
-        ZeroBubbleConfig(schedule_file=plain, recompute_logits=True)
+        _ = ZeroBubbleConfig(schedule_file=plain, recompute_logits=True).setup
     with pytest.raises(ValueError, match="host_memory=1GiB works only with offloading"):
-        ZeroBubbleConfig(schedule_file=plain, host_memory="1GiB")
+        _ = ZeroBubbleConfig(schedule_file=plain, host_memory="1GiB").setup
 
 
 def test_exact_has_one_name_and_an_older_opposite() -> None:
     exact = ZeroBubbleConfig("zb-h1", exact=True)
-    assert exact == ZeroBubbleConfig("zb-h1", fuse_wgrad=False) and not exact.fuse_wgrad
-    assert not ZeroBubbleConfig("zb-h1").exact and replace(exact, schedule="zb-v").exact
+    assert exact.setup == ZeroBubbleConfig("zb-h1", fuse_wgrad=False).setup and exact.setup.exact
+    assert not ZeroBubbleConfig("zb-h1").setup.exact and replace(exact, schedule="zb-v").setup.exact

@@ -15,11 +15,12 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import LAYOUT, NEEDED_LAYOUT, job_layers
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.formats.sharding import sharding_content
-from megatron.zero_bubble.core.ir import Slices
 from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.planning.job.arguments.checks import check_layout
 from megatron.zero_bubble.planning.job.arguments.parser import parse
-from megatron.zero_bubble.planning.source import ScheduleSource, even_costs
+from megatron.zero_bubble.planning.setup import Cuts, Divided
+from megatron.zero_bubble.planning.source import even_costs
+from tests.helpers.sources import named
 
 JOB = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3
     --train-iters 3 --global-batch-size 8 --pipeline-model-parallel-size 2"""
@@ -27,14 +28,14 @@ PLANNED = Sharding(4, 1)
 
 
 def written(folder: Path, name: str, more: dict[str, Any] | None = None, **size: Any) -> str:
-    source = ScheduleSource.by_name(name, 2, **size)
+    source = named(name, 2, **size)
     file = folder / "plan.json"
     file.write_text(plan_to_json(simulate(source.make(4), even_costs(source.placement)), more=more))
     return str(file)
 
 
 def sharded(folder: Path) -> str:
-    return written(folder, "zero-pp", sharding_content(PLANNED), num_chunks=2, unit_microbatches=4)
+    return written(folder, "zero-pp", sharding_content(PLANNED), stages=2, unit=4)
 
 
 def checked(flags: str) -> Any:
@@ -48,8 +49,8 @@ def test_planned_sharding_is_what_runs(tmp_path: Path) -> None:
     file = sharded(tmp_path)
     for given in ({"schedule": file}, {"schedule_file": file}, {"schedule": file, "whole_stages": 1}):
         config = ZeroBubbleConfig(**given)  # type: ignore[arg-type]
-        assert config.shard_weights and config.sharding(2) == PLANNED
-        assert (config.schedule, config.schedule_file) == (None, file)
+        assert config.setup.shards is not None and config.sharding(2) == PLANNED
+        assert config.setup.name == file
         assert replace(config, measure_memory=True).sharding(2) == PLANNED
     more = "--use-distributed-optimizer"
     for flags in (
@@ -59,7 +60,7 @@ def test_planned_sharding_is_what_runs(tmp_path: Path) -> None:
         f"--zero-bubble-schedule {file} --zero-bubble-whole-stages 1 --zero-bubble-shard-transport on-demand",
     ):
         args = checked(f"{flags} {more}")
-        assert args.zero_bubble.shard_weights and args.zero_bubble.sharding(2) == PLANNED
+        assert args.zero_bubble.setup.shards is not None and args.zero_bubble.sharding(2) == PLANNED
         assert args.zero_bubble_shard_weights, "the checks of the job read the flags"
         of_megatron = checked_megatron_job(f"{JOB} {flags} {more}".split(), 4, 4).args
         assert of_megatron.zero_bubble_shard_weights and of_megatron.zero_bubble.sharding(2) == PLANNED
@@ -98,9 +99,9 @@ def test_flags_that_contradict_the_file_are_refused(flags: str, sentence: str, t
 def test_flags_that_repeat_the_file_are_accepted(tmp_path: Path) -> None:
     divided = written(tmp_path, "zb-h1", {"recompute_logits": True}, vocabulary=2)
     args = checked(f"--zero-bubble-schedule {divided} --zero-bubble-vocabulary-parallel 2")
-    assert (args.zero_bubble.vocabulary, args.zero_bubble.recompute_logits) == (2, True)
+    assert args.zero_bubble.setup.vocabulary == Divided(2, True)
     assert args.zero_bubble_vocabulary_parallel == "2" and args.zero_bubble_recompute_logits
-    cut = written(tmp_path, "seq-zb-h1", slices=Slices.of_tokens((20, 32)))
+    cut = written(tmp_path, "seq-zb-h1", cuts=Cuts(None, (20, 32)))
     for flags in ("--zero-bubble-num-slices 2", "--zero-bubble-slice-ends 20,32", "--zero-bubble-placement linear"):
         assert len(checked(f"--zero-bubble-schedule {cut} {flags}").source.make(4).slices) == 2
     with pytest.raises(UserError, match="slice-ends must be .* file, 20,32; got 16,32 with"):
@@ -155,7 +156,7 @@ def test_planned_moves_and_choice(tmp_path: Path) -> None:
         select = config.selection(config.sources()(2))
         assert select is not None and [str(move.forward) for move in select(config.sources()(2).make(4))] == ["0F1"]
     with pytest.raises(UserError, match="offload must be that of the schedule file, 50%; got auto with"):
-        ZeroBubbleConfig(file, offload="auto")
+        _ = ZeroBubbleConfig(file, offload="auto").setup
 
 
 def test_planned_vee_is_a_vee(tmp_path: Path) -> None:

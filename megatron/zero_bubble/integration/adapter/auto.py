@@ -28,11 +28,9 @@ from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.units import format_bytes, parse_memory_limit
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile, costs_to_json
-from megatron.zero_bubble.core.ir import WHOLE, Schedule, Slices
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.plan import PostReceives
 from megatron.zero_bubble.core.schedules import SCHEDULES
-from megatron.zero_bubble.core.search.placements import PlacementName
 from megatron.zero_bubble.engine.measure.gather import median_costs
 from megatron.zero_bubble.engine.measure.memory import MemoryMeter
 from megatron.zero_bubble.engine.platforms import select
@@ -44,9 +42,11 @@ from megatron.zero_bubble.integration.adapter.prepared import queues_of
 from megatron.zero_bubble.integration.adapter.recent import Recent
 from megatron.zero_bubble.integration.adapter.room import measured_limit
 from megatron.zero_bubble.planning import figures
+from megatron.zero_bubble.planning.codecs import spell
+from megatron.zero_bubble.planning.cuts import slices_of
 from megatron.zero_bubble.planning.feasibility import ANY_RUN, Feasibility
 from megatron.zero_bubble.planning.job.post_validation import planned_gain
-from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT, Cuts, Named, Searched, Setup
 from megatron.zero_bubble.planning.source import DEFAULT_CHUNKS, ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
 
@@ -63,35 +63,26 @@ class AutoOptions:
     """Options of ``zb-auto``.
 
     Attributes:
-        memory_limit: activation-memory limit as in ``zero-bubble plan --memory-limit``; ``1p`` is the peak of 1F1B,
-            and ``auto`` what is free on the fullest rank after the first measurement.
-        placement: stage placement; it does not change during the run.
-        num_chunks: stages per rank, if the placement has a choice and they are given.
-        post_validation: whether optimizer steps are validated in the next iteration, so that the plan minimizes the
-            span instead of the makespan.
-        slices: the cuts of sequences; they do not change during the run.
-        vocabulary: the algorithm of vocabulary parallelism, if any; it does not change during the run.
+        setup: what the run does; only the order of passes changes during the run.
         runs: what the run adds to its plans; that of its GPUs is known when an iteration begins.
         warm_up: iterations before the first measurement.
         measured: iterations per measurement.
         check_every: iterations between measurements that check the pass times for drift.
         drift: relative change of the predicted iteration time above which a new plan is made.
-        keep_faster: whether to begin with Megatron's own schedule of the placement, if there is one within the memory
-            limit, and to go back to what the run began with if the plan proves slower.
     """
 
-    memory_limit: str = "1p"
-    placement: PlacementName = "linear"
-    post_validation: bool = False
-    slices: Slices = WHOLE
-    vocabulary: Algorithm | None = None
-    num_chunks: int | None = None
+    setup: Setup
+    runs: Feasibility = ANY_RUN
     warm_up: int = 2
     measured: int = 4
     check_every: int = 100
     drift: float = 0.1
-    keep_faster: bool = False
-    runs: Feasibility = ANY_RUN
+
+    @property
+    def order(self) -> Searched:
+        """What is searched."""
+        assert isinstance(self.setup.order, Searched), "zb-auto searches"
+        return self.setup.order
 
 
 class AutoSchedule(Replanner):
@@ -118,7 +109,7 @@ class AutoSchedule(Replanner):
         self._planning_for = (0, 0)
         self._waiting = False
         self._memory_of: PassMemory | None = None
-        self._limit = options.memory_limit
+        self._limit = options.order.limit or DEFAULT_LIMIT
         self._runs = options.runs
         self._used: float | None = None  # the limit in bytes that the last plan was searched with
 
@@ -129,10 +120,7 @@ class AutoSchedule(Replanner):
             return planned
         key = *size, self._recomputes
         if (first := self._first.get(key)) is None:
-            options = self._options
-            of_job = options.placement, num_ranks, options.slices, options.vocabulary
-            more = self._recomputes, options.num_chunks, options.keep_faster, self._limit
-            source = ScheduleSource.automatic(*of_job, *more, self._runs.post_receives)
+            source = ScheduleSource.of(self._setup, num_ranks, fused=self._recomputes)
             first = self._first[key] = source.make(num_microbatches)
         return first
 
@@ -195,18 +183,13 @@ class AutoSchedule(Replanner):
 
     def _request(self, size: tuple[int, int]) -> Request:
         assert self._costs is not None and self._memory_of is not None, "both are measured before the first plan"
-        options = self._options
-        return Request(
-            costs_to_json(self._costs, self._memory_of),
-            *size,
-            self._limit,
-            options.placement,
-            "span" if options.post_validation else "makespan",
-            options.slices,
-            options.vocabulary,
-            options.num_chunks,
-            self._runs,
-        )
+        return Request(costs_to_json(self._costs, self._memory_of), *size, self._setup, self._runs)
+
+    @property
+    def _setup(self) -> Setup:
+        """With the limit as it is known now, and what the GPUs need."""
+        setup, order = self._options.setup, replace(self._options.order, limit=self._limit)
+        return replace(setup, order=order, messages=replace(setup.messages, receives=self._runs.post_receives))
 
     def evaluate(self, timelines: list[Timeline], start: IterationStart) -> None:
         """After a measurement, log predicted and measured times; rank 0 decides whether to start the planner."""
@@ -259,7 +242,7 @@ class AutoSchedule(Replanner):
             return False
         gain = measured / before - 1
         times = f"{measured:.1f} ms, and {first.name} {before:.1f} ms ({gain:+.1%})"
-        is_slower = self._options.keep_faster and gain > _TOLERANCE
+        is_slower = self._options.order.keep_faster and gain > _TOLERANCE
         if is_slower and not self._fits(first, size):
             times += f", which is above the limit of {self._limit}"
         elif is_slower:
@@ -302,23 +285,21 @@ class AutoSchedule(Replanner):
             limit: the memory limit that it was searched with.
             first: the schedule that the run began with, if it is the plan.
         """
-        options = self._options
+        order, setup = self._options.order, self._options.setup
         if first is not None and first.name not in SCHEDULES:
             return "nothing is needed, because it is the schedule that every such run begins with"
         if first is not None:
-            stages = "" if options.num_chunks is None else f" --zero-bubble-num-chunks {options.num_chunks}"
-            return f"run --zero-bubble-schedule {first.name}{stages}, with which the run began"
+            run = spell(Setup(Named(first.name, order.stages)))
+            return f"run {' '.join(run)}, with which the run began"
+        stages = order.stages or DEFAULT_CHUNKS.get(order.of_run)
+        searched = Searched(order.of_run, stages, limit or self._limit)
+        slices = slices_of(setup.cuts)
+        cuts = None if slices is None or len(slices) == 1 else Cuts(None, slices.ends)
+        asked = spell(Setup(searched, cuts=cuts, vocabulary=setup.vocabulary), "plan")
         command = (
-            f"zero-bubble plan --costs FILE --schedule zb-auto --num-ranks {size[0]} --num-microbatches {size[1]} "
-            f"--placement {options.placement} --memory-limit {limit or self._limit} "
-            f"--objective {'span' if options.post_validation else 'makespan'}"
+            f"zero-bubble plan --costs FILE --num-ranks {size[0]} --num-microbatches {size[1]} {' '.join(asked)} "
+            f"--objective {setup.objective}"
         )
-        if (chunks := options.num_chunks or DEFAULT_CHUNKS.get(options.placement)) is not None:
-            command += f" --num-chunks {chunks}"
-        if options.vocabulary is not None:
-            command += f" --vocabulary {options.vocabulary}"
-        if len(options.slices) > 1:
-            command += f" --slice-cuts {','.join(map(str, options.slices.ends))}"
         return (
             f"record costs with --zero-bubble-record-costs FILE, plan with `{command} --format json > plan.json`, and "
             "run the plan with --zero-bubble-schedule plan.json"
@@ -355,7 +336,7 @@ class AutoSchedule(Replanner):
         if schedule is None:
             self._without_plan.add(self._planning_for)
             return
-        if self._options.post_validation and self._costs is not None:
+        if self._options.setup.objective == "span" and self._costs is not None:
             self._log(planned_gain(simulate(schedule, self._costs)))
         self._planned[size_of(schedule)] = schedule
         if not deciders.of_replica:

@@ -17,6 +17,7 @@ from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.schedules import sliced
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.integration.megatron_lm.batches import check_batch_size, last_iteration
+from megatron.zero_bubble.planning.cuts import slices_of
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.flags import has_schedule
 from megatron.zero_bubble.planning.job.host_memory import check_host_memory
@@ -122,10 +123,10 @@ def _check_options(args: Any, options: argparse.Namespace, source: ScheduleSourc
 
 def _num_slices(config: ZeroBubbleConfig) -> int:
     """The slices of a sequence, before the job's numbers of microbatches are known."""
-    if config.plan is not None:
-        return config.plan.schedule.num_slices
-    by_default = len(DEFAULT_SLICES) if config.schedule in sliced() else 1
-    return by_default if (cuts := config.cuts()) is None else len(cuts)
+    if config.setup.plan is not None:
+        return config.setup.plan.schedule.num_slices
+    by_default = len(DEFAULT_SLICES) if config.setup.name in sliced() else 1
+    return by_default if (cuts := slices_of(config.setup.cuts)) is None else len(cuts)
 
 
 def _check_layers(args: Any, is_sliced: bool) -> None:

@@ -187,9 +187,9 @@ def _put_in_force(
     divides_vocabulary = source.vocabulary is not None
     builder = Builder(placement, divides_vocabulary)
     models = [(seam, builder.building) for seam in seams.models]
-    if config.post_validation:
+    if config.setup.validates:
         _placed.replace(JobSteps(pipeline, args, say).replacements(seams.loop))
-    exchanges = config.shard_transport == "on-demand"  # whose chunks are whole between iterations
+    exchanges = config.setup.exchanges  # then chunks are whole between iterations
     readers = reads_weights(args) if pipeline.units is not None and not exchanges else []
     if pipeline.units is not None and not (readers or exchanges):
         _placed.replace(JobShards(pipeline.units, args).replacements(seams.readers))
@@ -218,7 +218,7 @@ def _put_in_force(
         say(sentence)
     if readers:
         say(f"sharded units save less memory, because weights stay whole between iterations: {', '.join(readers)}")
-    if config.post_validation:
+    if config.setup.validates:
         say(forecast(source, in_training(args, has_ramps())[-1]))
         if waits := barriers(args, placement.stage_to_rank[0] == placement.stage_to_rank[-1]):
             say(f"post-validation gains less, because ranks wait for each other in every iteration: {', '.join(waits)}")

@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import PatchError
-from megatron.zero_bubble.core.ir import WHOLE, Compute, Kind, Pass, Placement, Schedule
+from megatron.zero_bubble.core.ir import Compute, Kind, Pass, Placement, Schedule
 from megatron.zero_bubble.core.plan.offload import MoveSelection
 from megatron.zero_bubble.engine.measure.memory import MemoryMeter
 from megatron.zero_bubble.engine.measure.recorder import Recorder
@@ -56,8 +56,8 @@ from megatron.zero_bubble.integration.patching.replaced import Replaced, Replace
 from megatron.zero_bubble.integration.patching.seams import installed_seams
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
-from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT
-from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource, SourceOnRanks
+from megatron.zero_bubble.planning.setup import Searched, Validated
+from megatron.zero_bubble.planning.source import ScheduleSource, SourceOnRanks
 
 
 class _Active(Replaced):
@@ -107,10 +107,10 @@ def apply(
     seams = installed_seams()
     config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
     of_options = (
-        (used.POST_VALIDATION, config.post_validation),
-        (used.VOCABULARY, config.vocabulary is not None),
-        (seams.sharded_units, config.shard_weights),
-        (used.ON_DEMAND, config.shard_transport == "on-demand"),
+        (used.POST_VALIDATION, config.setup.validates),
+        (used.VOCABULARY, config.setup.vocabulary is not None),
+        (seams.sharded_units, config.setup.shards is not None),
+        (used.ON_DEMAND, config.setup.exchanges),
         (used.LAYER_PLANS, config.overlaps),
     )
     used.look_up((*seams.used, *(name for names, is_used in of_options if is_used for name in names)))
@@ -124,7 +124,7 @@ def apply(
         (seams.gradients, lambda original: answering(original, pipeline.store)),
         (seams.reduced, lambda original: reducing(original, pipeline.store.before_writing)),
     ]
-    if config.post_validation:
+    if config.setup.validates:
         replacements.append((seams.zeroed_gradients, lambda original: _zeroing_later(original, pipeline)))
     placement_on = functools.cache(lambda num_ranks: sources(num_ranks).placement)
     if sources(_ANY).vocabulary is not None:
@@ -150,7 +150,7 @@ def apply(
         pipeline.close()
 
     _replace([*replacements, *engine.replacements], close)
-    watch = watch_first_step(config.schedule or str(config.schedule_file), pipeline, _on_first_rank(say))
+    watch = watch_first_step(config.setup.name, pipeline, _on_first_rank(say))
     _active.pipeline, _active.sources = pipeline, sources
     _name_changed_bodies(config, say)
     return pipeline
@@ -266,7 +266,7 @@ def in_place_of(config: ZeroBubbleConfig) -> str:
     for line in report():
         place = line.partition(":")[0].removeprefix("megatron.")
         replaced.setdefault(place if place.endswith("__") else place.rpartition(".")[2], place)
-    name, places = config.schedule or config.schedule_file, ", ".join(replaced.values())
+    name, places = config.setup.name, ", ".join(replaced.values())
     return f"schedule {name} in megatron-core {megatron.core.__version__}, in place of {places}"
 
 
@@ -278,7 +278,7 @@ def _replace(replacements: list[Replacement], close: Callable[[], None] = lambda
 
 def _name_changed_bodies(config: ZeroBubbleConfig, say: Callable[[str], None]) -> None:
     if _is_first_rank():
-        watched = (*bodies.SCHEDULE, *(bodies.OPTIMIZER if config.post_validation else ()))
+        watched = (*bodies.SCHEDULE, *(bodies.OPTIMIZER if config.setup.validates else ()))
         for line in bodies.changed_bodies(megatron.core.__version__, watched):
             say(line)
 
@@ -312,7 +312,8 @@ def _pipeline(
     memory, said = MemoryMeter(), say if _is_first_rank() else None
     timeout = None if config.peer_timeout_s is None else timedelta(seconds=config.peer_timeout_s)
     make: Callable[[int, int], Schedule] = functools.cache(lambda ranks, count: sources(ranks).make(count))
-    parts: list[Part] = [DropoutNotice(said)] if config.schedule == ZB_AUTO else []
+    setup = config.setup
+    parts: list[Part] = [DropoutNotice(said)] if isinstance(setup.order, Searched) else []
     planners: list[Replanner] = []
     if (select_moves := config.selection(sources(_ANY))) is not None:
         limit = None if config.host_memory is None else parse_bytes(config.host_memory)
@@ -321,26 +322,25 @@ def _pipeline(
             moves = planned = AutoMoves(memory, limit, say)
             planners.append(planned)
         parts.append(Offloading(moves, limit, said))
-    if config.schedule == ZB_AUTO:
-        of_job = config.memory_limit or DEFAULT_LIMIT, config.placement, config.post_validation
-        own = config.cuts() or WHOLE, config.vocabulary, config.num_chunks
-        auto = AutoSchedule(AutoOptions(*of_job, *own, keep_faster=config.keep_faster, runs=config.runs), memory, say)
+    if isinstance(setup.order, Searched):
+        auto = AutoSchedule(AutoOptions(setup, config.runs), memory, say)
         make = auto.make
         planners.append(auto)
-    if config.shard_weights:
-        transport = OnDemand(timeout) if config.shard_transport == "on-demand" else Collectives()
+    if setup.shards is not None:
+        transport = OnDemand(timeout) if config.setup.exchanges else Collectives()
         parts.append(ShardedUnits(config.sharding, transport, timeout))
     if planners:
         passes = Recorder(select("auto"))
         observers = (Measured(passes, planners), *observers, passes)
-    rollback = ROLLBACKS[config.rollback] if config.post_validation else None
-    options = Options(timeout, config.post_receives, config.ctas, config.recompute_logits, rollback, config.choices)
+    rollback = ROLLBACKS[setup.step.rollback] if isinstance(setup.step, Validated) else None
+    recomputes = setup.vocabulary is not None and setup.vocabulary.recompute_logits
+    options = Options(timeout, setup.messages.receives, config.ctas, recomputes, rollback, config.choices)
     measures = memory if config.measure_memory or planners else None
     return Pipeline(make, [*parts, *more], observers, measures, options, _accumulator(config), said)
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
-    return GradAccumulator() if config.exact else FusedAccumulator()
+    return GradAccumulator() if config.setup.exact else FusedAccumulator()
 
 
 def _zeroing_later(original: Callable[..., None], pipeline: Pipeline) -> Callable[..., None]:

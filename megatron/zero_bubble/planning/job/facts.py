@@ -85,7 +85,7 @@ def remarks(config: ZeroBubbleConfig, facts: Callable[[], Facts]) -> Iterator[st
     """Yield a sentence for each file of a configuration that is of another job than the one with these facts, which are
     asked for only if a file has any.
     """
-    files = [] if config.plan is None else [("plan", config.schedule_file, config.plan.facts)]
+    files = [] if config.setup.plan is None else [("plan", config.setup.name, config.setup.plan.facts)]
     if config.costs_file is not None:
         files.append(("costs", config.costs_file, read_costs_file(config.costs_file).facts))
     for what, file, theirs in files:

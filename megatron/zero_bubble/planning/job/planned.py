@@ -5,15 +5,15 @@ an option that contradicts it is refused.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.formats.plan import CSV, PlanFile, read_plan_file
+from megatron.zero_bubble.core.formats.plan import PlanFile, read_plan_file
 from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.rule import shown
+from megatron.zero_bubble.planning.setup import is_file
 
 _UNDIVIDED = "off"
 
@@ -63,11 +63,6 @@ _DECISIONS = (
     _Decision("num_chunks", _chunks_of, in_plan=True),
     _Decision("offload", lambda plan, _: plan.offload or ("its moves" if plan.moves else None), in_plan=True),
 )
-
-
-def is_file(schedule: str) -> bool:
-    """Whether a schedule is given as a plan file, and not by its name."""
-    return schedule.endswith((".json", CSV)) or os.sep in schedule or "/" in schedule
 
 
 def decisions(plan: PlanFile, file: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def check_counts(
     Raises:
         UserError: why one cannot run.
     """
-    select, sharding = config.selection(source), config.sharding(num_ranks) if config.shard_weights else None
+    select, sharding = config.selection(source), config.sharding(num_ranks) if config.setup.shards is not None else None
     for count in counts:
         schedule = source.make(count)
         check_runnable(schedule, num_ranks, count)

@@ -66,15 +66,15 @@ def place_stages(
         raise UserError(
             f"the schedule has {chunks} stage{'s' * (chunks > 1)} per rank, the job {num_chunks}; drop "
             "--num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank"
-            + (", or give --zero-bubble-placement loop" if config.schedule == ZB_AUTO else "")
+            + (", or give --zero-bubble-placement loop" if config.setup.name == ZB_AUTO else "")
         )
     if chunks > 1 and not getattr(job, "overlap_p2p_comm", True):  # else Megatron ignores it
         raise UserError(
             "--no-overlap-p2p-communication does not work with a zero-bubble schedule, whose messages always overlap "
             "with passes; drop the flag or the schedule"
         )
-    if config.plan is not None:
-        take_layout(job, config.plan, source.name)
+    if config.setup.plan is not None:
+        take_layout(job, config.setup.plan, source.name)
     return config, source
 
 

@@ -11,6 +11,7 @@ from megatron.zero_bubble.planning.job import installed
 from megatron.zero_bubble.planning.job.arguments import data_checks, model_checks
 from megatron.zero_bubble.planning.job.arguments.checks import check
 from megatron.zero_bubble.planning.job.arguments.parser import parse
+from megatron.zero_bubble.planning.setup import Searched, Setup
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 BASE = (
@@ -200,9 +201,8 @@ def test_effective_flags_are_accepted(flags: str) -> None:
 
 def test_omitted_flags_get_defaults() -> None:
     config = checked("--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-auto", 2).zero_bubble
-    assert (config.placement, config.memory_limit, config.rollback) == ("linear", "1p", "exact")
-    assert (config.post_validation, config.fuse_wgrad) == (False, True)
-    assert (config.post_receives, config.ctas) == ("early", (2, 8))
+    assert config.setup == Setup(Searched())
+    assert config.setup.messages.receives == "early" and config.ctas == (2, 8)
 
 
 def test_flags_of_a_configuration_file_are_checked(tmp_path: Path) -> None:
