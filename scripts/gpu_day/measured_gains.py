@@ -131,7 +131,7 @@ def _iterations_ms(jobs: dict[Placement, gpt.Gpt], file: Path, options: argparse
         config = ZeroBubbleConfig(schedule_file=str(file), nccl_ctas=int(CTAS))
         placement = config.sources()(dist.get_world_size()).placement
         if placement not in jobs:
-            jobs[placement] = gpt.Gpt(options, ["--zero-bubble-schedule-file", str(file)])
+            jobs[placement] = gpt.Gpt(options, ["--zero-bubble-schedule", str(file)])
         job = jobs[placement]
         gpt.under(config)
     try:

@@ -31,7 +31,7 @@ RUN_RULES: tuple[tuple[dict[str, tuple[str, ...]], str], ...] = (
     ),
     (
         {"step": ("ahead-inverse",), "optimizer": ("sgd",)},
-        "--zero-bubble-rollback inverse supports only torch's AdamW without amsgrad, maximize and capturable",
+        "--zero-bubble-post-validation inverse supports only torch's AdamW without amsgrad, maximize and capturable",
     ),
 )
 """What only the ranks of a job refuse, because its flags do not show it: values, and how the sentence begins."""

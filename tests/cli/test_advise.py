@@ -158,7 +158,7 @@ def test_sequences_are_cut_by_measured_costs(capsys: Capture, tmp_path: Path) ->
     )
     best = found["advice"][found["best"] - 1]
     assert best["name"] == "seq-zb-h1, slices" and best["gain"] > 0.4
-    ends = best["flags"][best["flags"].index("--zero-bubble-slice-ends") + 1].split(",")
+    ends = best["flags"][best["flags"].index("--zero-bubble-slices") + 1].split(",")
     assert int(ends[0]) == 256 and int(ends[-1]) == 2048
 
 

@@ -72,7 +72,7 @@ def test_a_large_vocabulary_is_divided_unless_bits_must_stay() -> None:
 
 def test_one_microbatch_is_cut_into_slices() -> None:
     flags, _ = decided([*JOB, "--global-batch-size", "1", "--seq-length", "16384", *POSITIONS, *AUTO], WORLD)
-    assert "--zero-bubble-slice-ends" in flags and "zb-auto" in flags
+    assert "--zero-bubble-slices" in flags and "zb-auto" in flags
 
 
 def test_layers_are_laid_out_by_cost() -> None:

@@ -53,7 +53,7 @@ def test_the_last_line_makes_the_shortest_plan(
         command = f"zero-bubble plan {shlex.join(words)} --schedule {last.split()[-1]}"
     else:
         command, _, rest = last.removeprefix("To run it: ").partition(" --format json > ")
-        assert rest == "plan.json, and add to the job: --zero-bubble-schedule-file plan.json"
+        assert rest == "plan.json, and add to the job: --zero-bubble-schedule plan.json"
     assert main([*shlex.split(command)[1:], "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)[f"{objective}_ms"] == pytest.approx(best)
 

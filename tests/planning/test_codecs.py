@@ -68,7 +68,9 @@ OF_JOBS = words(
     orders(zb, "schedule-file"),
     flag(zb("unit-microbatches"), st.one_of(COUNTS, st.just("auto"))),
     st.one_of(
-        refined(flag(zb("num-slices"), COUNTS), flag(zb("attention-share"), FRACTIONS)), flag(zb("slice-ends"), ENDS)
+        refined(flag(zb("num-slices"), COUNTS), flag(zb("attention-share"), FRACTIONS)),
+        flag(zb("slice-ends"), ENDS),
+        flag(zb("slices"), st.one_of(COUNTS, ENDS)),
     ),
     refined(
         always(zb("vocabulary-parallel"), st.sampled_from(("1", "2"))), flag(zb("recompute-logits"))
@@ -82,6 +84,7 @@ OF_JOBS = words(
     flag("--pipeline-model-parallel-layout", st.just("Et*2|t*2L")),
     flag(zb("overlap-experts")),
     refined(always(zb("post-validation")), flag(zb("rollback"), st.sampled_from(("exact", "inverse")))),
+    flag(zb("post-validation"), st.sampled_from(("exact", "inverse"))),
     st.one_of(flag(zb("exact")), flag("--no-zero-bubble-fuse-wgrad"), flag(zb("fuse-wgrad"))),
     flag(zb("post-receives"), st.sampled_from(("early", "late"))),
     flag(zb("nccl-ctas"), COUNTS),
@@ -129,7 +132,6 @@ def test_flags_of_plan_and_the_query_of_the_page_are_one_setup(arguments: Flags)
 def test_a_difference_turns_one_job_into_another(one: Flags, other: Flags) -> None:
     old, new = parse(one), parse(other)
     add, leave_out = difference(old, new)
-    assert not {*add} & {*leave_out}
     left, skips = [], False
     for word in spell(old):
         if word.startswith("--"):
@@ -160,7 +162,7 @@ def test_every_decision_has_a_place() -> None:
         ("json", {"num_chunk": 2}, "a setup decides schedule, .*; got num_chunk"),
         ("job", ["--zero-bubble-num-chunks", "2"], "--zero-bubble-num-chunks 2 has no effect with no schedule"),
         ("job", ["--zero-bubble-schedule", "zb-h1", "--zero-bubble-placement", "vee"], "vee has no effect with zb-h1"),
-        ("job", ["--zero-bubble-nccl-ctas", "two"], "invalid int value"),
+        ("job", ["--zero-bubble-nccl-ctas", "two"], "it is one number of CTAs, or two"),
     ],
 )
 def test_what_no_setup_can_be_is_refused_in_the_words_of_its_reader(medium: Medium, words: Any, said: str) -> None:
@@ -180,8 +182,8 @@ def test_a_refusal_is_a_value_in_the_words_of_its_reader() -> None:
     reason = refused(Setup(Searched(), cuts=Cuts(2, "even"), vocabulary=Divided(1)))
     assert reason is not None and reason.rule.subject.words == "sequence slices"
     assert "got num_slices=2 and vocabulary=1; " in reason.sentence()
-    assert "got --zero-bubble-num-slices 2 and --zero-bubble-vocabulary-parallel 1; " in reason.sentence(speller("job"))
+    assert "got --zero-bubble-slices 2 and --zero-bubble-vocabulary-parallel 1; " in reason.sentence(speller("job"))
     assert "got --num-slices 2 and --vocabulary 1; " in reason.sentence(speller("plan"))
-    assert "ZERO_BUBBLE_NUM_SLICES=2 and ZERO_BUBBLE_VOCABULARY_PARALLEL=1" in reason.sentence(speller("env"))
+    assert "ZERO_BUBBLE_SLICES=2 and ZERO_BUBBLE_VOCABULARY_PARALLEL=1" in reason.sentence(speller("env"))
     balanced = Job(parse_ours(["--zero-bubble-balance-microbatches"])[0])
     assert refused(Setup(Searched())) is None and refused(Setup(Searched()), balanced) is not None

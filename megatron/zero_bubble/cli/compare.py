@@ -33,6 +33,7 @@ from megatron.zero_bubble.core.search.placements import label_of, name_of, place
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, comparable, most_chunks
 from megatron.zero_bubble.planning.choosers import search_limits, with_costs
+from megatron.zero_bubble.planning.codecs import speller
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.offer import Offer
@@ -101,11 +102,11 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
 
 def compare(options: argparse.Namespace) -> str:
     """Make the table as ``--format`` requests: schedules within the limit first, shortest first."""
-    refuse_excluded(common_choices(options))
+    refuse_excluded(common_choices(options), speller("plan"))
     moves = offloads(options)
     costs = figures(options)
     if of_costs := choices_of_files(costs):  # then no row is without them
-        refuse_excluded(choices_of(options) | of_costs)
+        refuse_excluded(choices_of(options) | of_costs, speller("plan"))
     costs, replicas, rate = listed_shards(options, costs)
     by_cost = options.layout == BY_COST
     costs = costs.evenly() if by_cost else costs

@@ -42,7 +42,7 @@ from megatron.zero_bubble.planning.change import NUMBERS, ROUNDED
 from megatron.zero_bubble.planning.codecs import StrictParser
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
 from megatron.zero_bubble.planning.job.facts import facts_of, job_facts
-from megatron.zero_bubble.planning.job.flags import given, has_schedule, parse_ours
+from megatron.zero_bubble.planning.job.flags import given, has_schedule, parse_ours, retired
 from megatron.zero_bubble.planning.setup import AUTO_LIMIT
 from megatron.zero_bubble.planning.source import ZB_AUTO
 
@@ -86,16 +86,16 @@ def decided(argv: Sequence[str], environment: Mapping[str, str] = os.environ) ->
         environment: with ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE`` and ``RANK``, as torchrun sets them.
 
     Returns:
-        the flags to run with, and log lines; both unchanged and empty without ``auto``.
+        the flags to run with, unchanged without ``auto``; and log lines, also for flags that others have replaced.
 
     Raises:
         UserError: a flag that contradicts it, or a job that could not run.
     """
     if not {f"{_SCHEDULE}={AUTO}", AUTO} & set(argv):  # other flags of the job are not even parsed
-        return list(argv), []
+        return list(argv), retired(argv)
     options, others = parse_ours(argv)
     if options.zero_bubble_schedule != AUTO:
-        return list(argv), []
+        return list(argv), retired(argv)
     for name in _DECIDED:
         if (value := getattr(options, f"zero_bubble_{name}")) is not None:
             flag = f"--zero-bubble-{name.replace('_', '-')}"
@@ -117,7 +117,7 @@ def decided(argv: Sequence[str], environment: Mapping[str, str] = os.environ) ->
         remarks += write_decision(saved / DECISION, found)
     is_recorded = costs is not None and saved is not None and costs.file == saved / COSTS and costs.names_its_job
     flags, lines = _adopted(left, found, why, None if is_recorded else saved, environment)
-    return flags, [*(f"{AUTO}: {remark}" for remark in remarks), *lines]
+    return flags, [*retired(argv), *(f"{AUTO}: {remark}" for remark in remarks), *lines]
 
 
 def decided_for_our_loop(argv: Sequence[str]) -> list[str]:

@@ -32,6 +32,7 @@ from megatron.zero_bubble.core.search.placements import PLACEMENTS, placements
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.candidates import MOST_CHUNKS
 from megatron.zero_bubble.planning.choosers import search_limits
+from megatron.zero_bubble.planning.codecs import speller
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.figures import Figures
@@ -188,7 +189,7 @@ def question_of(options: argparse.Namespace, of_job: Figures | None = None) -> Q
     Raises:
         UserError: for incompatible flags, or invalid figures.
     """
-    refuse_excluded(choices_of(options))
+    refuse_excluded(choices_of(options), speller("plan"))
     _check(options)
     cuts = cuts_of(options)
     if cuts is not None and options.schedule_file is not None:
@@ -198,7 +199,7 @@ def question_of(options: argparse.Namespace, of_job: Figures | None = None) -> Q
     file = None if planned is None else planned.schedule
     costs = _figures_of(options, planned) if of_job is None else of_job
     by_cost, sharding = options.layout == BY_COST, shards(options)
-    refuse_excluded(choices_of(options) | choices_of_files(costs, file))
+    refuse_excluded(choices_of(options) | choices_of_files(costs, file), speller("plan"))
     costs = with_shards(options, costs) if sharding else costs
     if by_cost:
         costs = costs.evenly()

@@ -43,7 +43,7 @@ def run_text(flags: Sequence[str] | None, get_file: str, more: Sequence[str] = (
         more: other flags that the job needs.
     """
     if flags is None:
-        run = " ".join((*more, f"--zero-bubble-schedule-file {FILE}"))
+        run = " ".join((*more, f"--zero-bubble-schedule {FILE}"))
         return f"To run it: {get_file}, and add to the job: {run}"
     words = " ".join((*more, *flags))
     return f"To run it, add to the job: {words}" if words else "It is Megatron's own schedule: add nothing."

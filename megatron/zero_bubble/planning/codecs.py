@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, overload
 from urllib.parse import parse_qsl, urlencode
 
 from megatron.zero_bubble.core.errors import UserError, as_flag
-from megatron.zero_bubble.planning.decision import NEGATABLE, SWITCH, Decision
+from megatron.zero_bubble.planning.decision import NEGATABLE, Decision
 from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT
 from megatron.zero_bubble.planning.rule import Spell, shown
 from megatron.zero_bubble.planning.setup import Setup
@@ -32,7 +32,7 @@ class Difference(NamedTuple):
 
     Attributes:
         add: the flags to add, with their values.
-        leave_out: the names of the flags to leave out.
+        leave_out: the names of the flags to leave out, before the others are added.
     """
 
     add: tuple[str, ...]
@@ -87,21 +87,21 @@ def parse(given: Sequence[str] | str | Mapping[str, Any], as_: Medium = "job") -
     parser = StrictParser(add_help=False, allow_abbrev=False)
     for row in ROWS:
         if as_ == "job":
-            parser.add_argument(_flag(row), dest=row.name, **row.arguments)
+            parser.add_argument(_own_flag(row), dest=row.dest, **row.arguments)
         elif row.plan is not None:
-            parser.add_argument(_flag(row, as_), dest=row.name, **row.plan.arguments)
+            parser.add_argument(_flag(row, as_), dest=row.dest, **row.plan.arguments)
     options, _ = parser.parse_known_args(list(given))
-    return setup_of(vars(options), speller(as_), of_plan=as_ == "plan")
+    values = {row.name: getattr(options, row.dest, None) for row in ROWS}
+    return setup_of(values, speller(as_), of_plan=as_ == "plan")
 
 
 def difference(old: Setup, new: Setup) -> Difference:
-    """The flags that a job with one setup adds and leaves out to run another. Those with another value are added only,
-    because the last one counts.
-    """
+    """The flags that a job with one setup adds and leaves out to run another; both, for those with another value."""
     before, after = _of_job(old), _of_job(new)
     added = {_row(name): value for name, value in after.items() if before.get(name) != value}
     words = tuple(word for row, value in added.items() for word in _words(_flag(row), value))
-    return Difference(words, tuple(_flag(_row(name)) for name in before if name not in after))
+    left = tuple(_flag(_row(name)) for name, value in before.items() if after.get(name) != value)
+    return Difference(words, left)
 
 
 def speller(as_: Medium | None = None) -> Spell:
@@ -118,10 +118,15 @@ def speller(as_: Medium | None = None) -> Spell:
         if row is None or as_ in (None, "json"):
             return name if value is True else f"{name}={shown(value)}"
         if as_ == "env":
-            return f"{variable(row)}={1 if value is True else shown(value)}"
-        return row.shown(value)
+            return f"{variable(_row(row.within) if row.within else row)}={1 if value is True else shown(value)}"
+        return row.shown(value, _flag(row))
 
     return spelled
+
+
+def flag_of(name: str) -> str:
+    """The flag of a job that makes a decision, by its name."""
+    return _flag(_row(name))
 
 
 def variable(row: Decision) -> str:
@@ -137,24 +142,35 @@ def words_of_variable(row: Decision, value: str) -> list[str]:
     """
     if not value:
         return []
-    if row.values not in (SWITCH, NEGATABLE):
-        return [f"{_flag(row)}={value}"]
+    if not row.may_be_bare or (isinstance(row.values, tuple) and value in row.values):
+        return [f"{_own_flag(row)}={value}"]
     if value not in ("0", "1"):
         name = variable(row)
         raise UserError(f"{name} must be 1 (on) or 0 (off); got {value!r}; give one of them, or unset the variable")
     if value == "1":
-        return [_flag(row)]
+        return [_own_flag(row)]
     return [f"--no-zero-bubble-{row.flag}"] if row.values == NEGATABLE else []
 
 
 def _of_job(setup: Setup) -> dict[str, Any]:
-    """The values that a job is given, where a file has the flag of a schedule."""
-    return {"schedule" if name == "schedule_file" else name: value for name, value in values_of(setup).items()}
+    """The values that the flags of a job have, of which some make several decisions."""
+    values = values_of(setup)
+    for row in DECISIONS:
+        if row.within and row.name in values:
+            value = values.pop(row.name)
+            if row.path == "messages.collective_ctas":
+                value = setup.messages.ctas, value
+            values[row.within] = value
+    return values
 
 
 def _flag(row: Decision, as_: Medium = "job") -> str:
     if as_ in ("plan", "query"):
         return f"--{row.flag if row.plan is None else row.plan.name}"
+    return _own_flag(_row(row.within) if row.within else row)
+
+
+def _own_flag(row: Decision) -> str:
     return _LAYOUT_FLAG if row is LAYOUT else f"--zero-bubble-{row.flag}"
 
 

@@ -8,14 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.planning.rule import shown
 
-Tier = Literal["core", "advanced", "expert"]
+Tier = Literal["core", "advanced", "expert", "retired"]
 TIERS: dict[Tier, str] = {
     "core": "Which schedule, how much memory, exact or fast.",
     "advanced": "Refinements, which a plan or the program decides where they are left out.",
     "expert": "Measurements, and settings whose effect depends on the cluster.",
 }
+"""What each tier is for. Retired flags have none: another one has taken their place."""
 SWITCH, NEGATABLE = "switch", "negatable switch"
 _MOST_RECORDED = 1000
 _NUMBER = re.compile("[0-9]+")
@@ -56,6 +58,9 @@ class Decision:
         path: its place in ``Setup``, such as ``vocabulary.algorithm``; "" for what says how a run is observed.
         plan: the flag of ``zero-bubble plan`` for it, if it has one.
         in_run: whether a run can change it.
+        within: the name of the decision whose flag makes this one too, in place of its own flag, which is retired.
+        planned: what a plan file has in its place, given the value that the user gave; None if it leaves it open.
+        split: maps the value of a flag that makes several decisions to their values, by name.
     """
 
     flag: str
@@ -68,6 +73,9 @@ class Decision:
     path: str = ""
     plan: PlanFlag | None = None
     in_run: bool = False
+    within: str = ""
+    planned: Callable[[PlanFile, Any], Any] | None = None
+    split: Callable[[str | None], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         if self.field is None:
@@ -84,22 +92,61 @@ class Decision:
         return "zero_bubble_" + self.flag.replace("-", "_")
 
     @property
+    def is_in_plan(self) -> bool:
+        """Whether a run takes it from the plan itself, so that its flag need not be set."""
+        return self.path.partition(".")[0] in ("order", "cuts", "offload")
+
+    @property
     def text(self) -> str:
         """The help line."""
+        if self.tier == "retired":
+            return f"retired, and refused from the next minor release on: {self.help}"
         return f"{self.help}; default: {self.default}" if self.default else self.help
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of ``add_argument``, but for the help."""
-        return _arguments(self.values, self.parse)
+        if self.split is None:
+            return _arguments(self.values, self.parse)
+        shown = {"metavar": self.values} if isinstance(self.values, str) else {"choices": self.values, "nargs": "?"}
+        return {**shown, "action": _Split, "split": self.split}
 
-    def shown(self, value: object) -> str:
-        """The flag as the user gave it, with its value."""
+    @property
+    def may_be_bare(self) -> bool:
+        """Whether the flag may be without a value."""
+        return self.values in (SWITCH, NEGATABLE) or (self.split is not None and isinstance(self.values, tuple))
+
+    def shown(self, value: object, flag: str) -> str:
+        """The flag as a user gives it, with the value.
+
+        Args:
+            flag: its name, or that of the flag which makes this decision too.
+        """
         if value is False:
             return f"--no-zero-bubble-{self.flag}"
         is_text = type(value) in (str, int, float) or (isinstance(value, tuple) and all(type(v) is int for v in value))
         plain = is_text and (value or isinstance(value, float))
-        return f"--zero-bubble-{self.flag}" + (f" {shown(value)}" if plain else "")
+        return flag + (f" {shown(value)}" if plain else "")
+
+
+class _Split(argparse.Action):
+    """Sets the decisions that the value of a flag makes, by their attributes of the parsed flags.
+
+    Args:
+        split: as in ``Decision``.
+    """
+
+    def __init__(self, *, split: Callable[[str | None], dict[str, Any]], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._split = split
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, flag: str | None = None) -> None:
+        try:
+            decided = self._split(value)
+        except argparse.ArgumentTypeError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        for name, each in decided.items():
+            setattr(namespace, f"zero_bubble_{name}", each)
 
 
 def _arguments(values: str | tuple[str, ...], parse: Callable[[str], Any] | None) -> dict[str, Any]:
@@ -133,6 +180,28 @@ def token_counts(text: str) -> tuple[int, ...]:
     if not all(map(_NUMBER.fullmatch, parts)):
         raise argparse.ArgumentTypeError(f"ends of slices are numbers of tokens, such as 1536,2560,4096; got {text!r}")
     return tuple(map(int, parts))
+
+
+def slices(text: str | None) -> dict[str, Any]:
+    """Split a number of slices, or the ends of all.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    ends = token_counts(text or "")
+    return {"num_slices": ends[0]} if len(ends) == 1 else {"slice_ends": ends}
+
+
+def ctas(text: str | None) -> dict[str, Any]:
+    """Split the CTAs of messages, and of collectives, if they have their own.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    numbers = (text or "").split(",")
+    if len(numbers) > 2 or not all(map(_NUMBER.fullmatch, numbers)):
+        raise argparse.ArgumentTypeError(f"it is one number of CTAs, or two as in 2,8; got {text!r}")
+    return dict(zip(("nccl_ctas", "nccl_collective_ctas"), map(int, numbers), strict=False))
 
 
 AUTO_UNIT = 0

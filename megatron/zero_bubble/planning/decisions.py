@@ -7,23 +7,32 @@ the core tier, ``--zero-bubble-help-all`` all of them; docs/flags.md is generate
 
 from __future__ import annotations
 
+from typing import Any
+
+from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.core.schedules import SCHEDULES, ZB_AUTO, sliced
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
-from megatron.zero_bubble.core.search.placements import PLACEMENTS
+from megatron.zero_bubble.core.search.placements import PLACEMENTS, name_of
 from megatron.zero_bubble.planning.decision import (
-    NEGATABLE,
     SWITCH,
     Decision,
     PlanFlag,
+    ctas,
     iterations,
     number_or_auto,
-    token_counts,
+    slices,
     unit_microbatches,
 )
+from megatron.zero_bubble.planning.retired import RETIRED
 from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT
 
 _OF_SLICES = ", ".join(sliced())
+
+
+def _planned_placement(plan: PlanFile, _: Any) -> str:
+    return name_of(plan.schedule.placement) or "another one"
+
 
 DECISIONS = (
     Decision(
@@ -32,7 +41,10 @@ DECISIONS = (
         "NAME|FILE",
         f"pipeline schedule to run: auto to decide when the run starts, as `zero-bubble advise` does; or "
         f"{', '.join(SCHEDULES)} or {ZB_AUTO}, which `zero-bubble list` describes; or a file "
-        "that ends in .json or has a folder in its path, as --zero-bubble-schedule-file",
+        "that ends in .json or has a folder in its path, written by `zero-bubble plan --format json`: all that it "
+        "decides is run, such as its layout, sharded units, vocabulary parallelism and what moves to host memory; a "
+        "flag that contradicts it is refused; or a schedule in the form of torch.distributed.pipelining, if it ends "
+        "in .csv",
         "Megatron's own schedule",
         path="order.name",
         plan=PlanFlag("schedule", "NAME"),
@@ -53,28 +65,21 @@ DECISIONS = (
         "exact",
         "core",
         SWITCH,
-        "match stock Megatron bit for bit: round each weight gradient to the weight's dtype before it is accumulated; "
-        "the same as --no-zero-bubble-fuse-wgrad",
+        "match stock Megatron bit for bit: round each weight gradient to the weight's dtype before it is accumulated, "
+        "instead of accumulating all of a W pass in one call, in float32",
         path="exact",
     ),
     Decision(
         "post-validation",
         "core",
-        SWITCH,
+        ("exact", "inverse"),
         "step the optimizer before the global gradient norm is known and validate the step in the next iteration, so "
         "that ranks do not wait for each other between iterations: an iteration takes the schedule's span instead of "
-        "its makespan",
+        "its makespan; a rejected step is undone by restoring a copy, which with Adam takes 12 bytes per parameter "
+        "that the rank steps (exact, also without a value), or by inverting the Adam update, which takes no memory "
+        "and is correct only up to rounding (inverse)",
         path="step",
-    ),
-    Decision(
-        "rollback",
-        "core",
-        ("exact", "inverse"),
-        "how --zero-bubble-post-validation undoes a rejected step: restore a copy, which with Adam takes 12 bytes per "
-        "parameter that the rank steps (exact), or invert the Adam update, which takes no memory and is correct only "
-        "up to rounding (inverse)",
-        "exact",
-        path="step.rollback",
+        split=lambda how: {"post_validation": True, **({} if how is None else {"rollback": how})},
     ),
     Decision(
         "offload",
@@ -83,10 +88,11 @@ DECISIONS = (
         "keep activations in host memory between forward and backward: all of them, N%% of each rank's microbatches, "
         "longest lifespan first, or auto for those that delay no pass, as planned after some iterations from the "
         "measured times of passes and copies; those whose backward follows too closely stay on the device",
-        "none, or what the plan in --zero-bubble-schedule-file moves",
+        "none, or what the plan in --zero-bubble-schedule moves",
         path="offload.share",
         plan=PlanFlag("offload", "WHAT"),
         in_run=True,
+        planned=lambda plan, _: plan.offload or ("its moves" if plan.moves else None),
     ),
     Decision(
         "vocabulary-parallel",
@@ -99,6 +105,7 @@ DECISIONS = (
         field="vocabulary",
         path="vocabulary.algorithm",
         plan=PlanFlag("vocabulary", ("off", "1", "2", "auto")),
+        planned=lambda plan, _: plan.vocabulary or "off",
     ),
     Decision(
         "overlap-experts",
@@ -115,14 +122,18 @@ DECISIONS = (
     Decision(
         "shard-weights",
         "core",
-        SWITCH,
+        ("collective", "on-demand"),
         "keep of each stage only a shard per data-parallel replica: gather its weights when its passes need them, once "
         "per unit of microbatches, so that at most --zero-bubble-whole-stages of a rank are whole, and reduce its "
         "gradients once per unit; the optimizer steps shards; needs --use-distributed-optimizer and 2 or more stages "
         "per rank, for example --zero-bubble-schedule zero-pp; without effect on the results but for the order in "
-        "which the gradients of units are added",
+        "which the gradients of units are added; replicas exchange shards by collectives (collective, also without a "
+        "value), or point to point, so that no replica waits until the others reach the same unit (on-demand, "
+        "experimental)",
         path="shards",
+        split=lambda how: {"shard_weights": True, **({} if how is None else {"shard_transport": how})},
         plan=PlanFlag("shard-weights", SWITCH),
+        planned=lambda plan, _: True if plan.sharding else None,
     ),
     Decision(
         "record-costs",
@@ -132,34 +143,14 @@ DECISIONS = (
         field="",
     ),
     Decision(
-        "schedule-file",
+        "slices",
         "advanced",
-        "FILE",
-        "plan to run, from a file written by `zero-bubble plan --format json`: all that it decides, such as its "
-        "layout, sharded units, vocabulary parallelism and what moves to host memory; a flag that contradicts it is "
-        "refused; or a schedule in the form of torch.distributed.pipelining, if the file ends in .csv",
-        path="order.file",
-        plan=PlanFlag("schedule-file", "FILE"),
-    ),
-    Decision(
-        "num-slices",
-        "advanced",
-        "N",
-        f"slices into which {_OF_SLICES} or {ZB_AUTO} cut every sequence",
+        "N|TOKENS",
+        f"slices into which {_OF_SLICES} or {ZB_AUTO} cut every sequence: their number, or the ends of all in tokens, "
+        "e.g. 1536,2560,3392,4096, the last one being the sequence length",
         f"{len(DEFAULT_SLICES)}, or 1 for {ZB_AUTO} without --zero-bubble-attention-share",
-        int,
-        path="cuts.number",
-        plan=PlanFlag("num-slices", "N", number_or_auto),
-    ),
-    Decision(
-        "slice-ends",
-        "advanced",
-        "TOKENS",
-        "ends of the slices in tokens, e.g. 1536,2560,3392,4096, the last one being the sequence length",
-        "equally long slices",
-        token_counts,
-        path="cuts.places",
-        plan=PlanFlag("slice-cuts", "CUTS"),
+        path="cuts",
+        split=slices,
     ),
     Decision(
         "attention-share",
@@ -180,6 +171,7 @@ DECISIONS = (
         "part of the vocabulary",
         path="vocabulary.recompute_logits",
         plan=PlanFlag("recompute-logits", SWITCH),
+        planned=lambda plan, _: plan.recompute_logits or None,
     ),
     Decision(
         "keep-faster",
@@ -199,6 +191,7 @@ DECISIONS = (
         "linear",
         path="order.placement",
         plan=PlanFlag("placement", (*PLACEMENTS, "auto")),
+        planned=_planned_placement,
     ),
     Decision(
         "num-chunks",
@@ -209,14 +202,7 @@ DECISIONS = (
         int,
         path="order.stages",
         plan=PlanFlag("num-chunks", "N|auto", number_or_auto),
-    ),
-    Decision(
-        "fuse-wgrad",
-        "advanced",
-        NEGATABLE,
-        "accumulate all weight gradients of a W pass in one call, in float32, without rounding each of them to the "
-        "weight's dtype first; on by default",
-        path="exact",
+        planned=lambda plan, _: plan.schedule.num_stages // plan.schedule.num_ranks,
     ),
     Decision(
         "host-memory",
@@ -240,6 +226,7 @@ DECISIONS = (
         unit_microbatches,
         path="unit",
         plan=PlanFlag("unit-microbatches", "U|auto", unit_microbatches),
+        planned=lambda plan, _: plan.sharding and plan.sharding.unit_microbatches,
     ),
     Decision(
         "costs",
@@ -261,6 +248,7 @@ DECISIONS = (
         int,
         path="shards.whole_stages",
         plan=PlanFlag("whole-stages", "K|auto", number_or_auto),
+        planned=lambda plan, _: plan.sharding and plan.sharding.open_chunks,
     ),
     Decision(
         "balance-microbatches",
@@ -285,34 +273,15 @@ DECISIONS = (
     Decision(
         "nccl-ctas",
         "expert",
-        "N",
+        "N[,M]",
         "largest number of CTAs, and so of multiprocessors, that NCCL occupies for a message between two pipeline "
-        "ranks, also while it waits: fewer leave more of the GPU to the passes, more make the transfer faster; the "
-        "best number has not been measured; Megatron's --nccl-communicator-config-path takes precedence; without "
+        "ranks, and M for a collective of --zero-bubble-vocabulary-parallel, which all pipeline ranks start for each "
+        "microbatch, also while it waits: fewer leave more of the GPU to the passes, more make the transfer faster; "
+        "the best number has not been measured; Megatron's --nccl-communicator-config-path takes precedence; without "
         "effect over gloo",
-        str(DEFAULT_NCCL_CTAS),
-        int,
+        f"{DEFAULT_NCCL_CTAS},{DEFAULT_NCCL_COLLECTIVE_CTAS}",
         path="messages.ctas",
-    ),
-    Decision(
-        "nccl-collective-ctas",
-        "expert",
-        "N",
-        "the same for a collective of --zero-bubble-vocabulary-parallel, which all pipeline ranks start for each "
-        "microbatch; the best number has not been measured; Megatron's --nccl-communicator-config-path takes "
-        "precedence; without effect over gloo",
-        str(DEFAULT_NCCL_COLLECTIVE_CTAS),
-        int,
-        path="messages.collective_ctas",
-    ),
-    Decision(
-        "shard-transport",
-        "expert",
-        ("collective", "on-demand"),
-        "how the replicas of --zero-bubble-shard-weights exchange shards: by collectives, or on demand, point to "
-        "point, so that no replica waits until the others reach the same unit; experimental",
-        "collective",
-        path="shards.transport",
+        split=ctas,
     ),
     Decision(
         "trace",
@@ -345,6 +314,7 @@ DECISIONS = (
         "auto",
         field="",
     ),
+    *RETIRED,
 )
 """Every decision, the most important first."""
 

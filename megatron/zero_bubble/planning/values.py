@@ -40,7 +40,7 @@ _SECTIONS: dict[str, type[Any]] = {"vocabulary": Divided, "offload": Offload, "s
 _ALWAYS = ("messages",)
 """Those of them that are never None."""
 _ALGORITHMS: dict[object, Algorithm | None] = {"off": None, "1": 1, "2": 2}
-_NEITHER = ("schedule", "schedule_file", "num_slices", "slice_ends", "attention_share", "exact", "fuse_wgrad")
+_NEITHER = ("slices", "schedule", "schedule_file", "num_slices", "slice_ends", "attention_share", "exact", "fuse_wgrad")
 """Decisions of which several make one field."""
 
 

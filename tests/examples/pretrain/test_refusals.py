@@ -65,19 +65,19 @@ BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "needs a pipeline of 2 or more ranks, got --pipeline-model-parallel-size 1; raise it or drop the schedule",
     ),
     "slices of a schedule without slices": (
-        lambda _: [*BASE, *PAIR, *ZERO_BUBBLE, "--zero-bubble-num-slices", "2"],
-        "--zero-bubble-num-slices 2 works only with a schedule of slices or zb-auto; got zb-h1; leave",
+        lambda _: [*BASE, *PAIR, *ZERO_BUBBLE, "--zero-bubble-slices", "2"],
+        "--zero-bubble-slices 2 works only with a schedule of slices or zb-auto; got zb-h1; leave",
     ),
     "slices of another length": (
-        lambda _: [*BASE, *PAIR, *SLICES, "--zero-bubble-slice-ends", "4,9"],
-        "the length of the sequences, --seq-length 8; got --zero-bubble-slice-ends 4,9; give 8 as the last end",
+        lambda _: [*BASE, *PAIR, *SLICES, "--zero-bubble-slices", "4,9"],
+        "the length of the sequences, --seq-length 8; got --zero-bubble-slices 4,9; give 8 as the last end",
     ),
     "more slices than tokens": (
-        lambda _: [*BASE, *PAIR, *SLICES, "--zero-bubble-num-slices", "9"],
+        lambda _: [*BASE, *PAIR, *SLICES, "--zero-bubble-slices", "9"],
         "a sequence of 8 tokens has at most 8 slices of 1 tokens each; got 9 slices; use fewer",
     ),
     "more slices than tokens with zb-auto": (
-        lambda _: [*BASE, *PAIR, "--zero-bubble-schedule", "zb-auto", "--zero-bubble-num-slices", "9"],
+        lambda _: [*BASE, *PAIR, "--zero-bubble-schedule", "zb-auto", "--zero-bubble-slices", "9"],
         "a sequence of 8 tokens has at most 8 slices of 1 tokens each; got 9 slices; use fewer",
     ),
     "slices and a loss per sequence": (

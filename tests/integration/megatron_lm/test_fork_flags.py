@@ -33,7 +33,7 @@ PIPELINE = "--pipeline-model-parallel-size 8"
         ("--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup min", "--zero-bubble-schedule v-min"),
         (
             "--zero-bubble-v-schedule --enable-optimizer-post-validation --enable-exactly-numeric-match",
-            "--zero-bubble-schedule zb-v --zero-bubble-post-validation --zero-bubble-rollback exact",
+            "--zero-bubble-schedule zb-v --zero-bubble-post-validation --zero-bubble-post-validation exact",
         ),
         ("--allow-padding-num-layers --enable-zb-runtime --lr 1", "--lr 1"),
         ("--zero-bubble-pipeline-timers-start-iter 5 --zero-bubble-pipeline-timers-end-iter 9", ""),
@@ -71,7 +71,7 @@ def test_every_translation_is_reported_once() -> None:
             "--enable-1f1b-v",
             "--enable-1f1b-v of the authors' fork has no equivalent; give --zero-bubble-schedule v-half",
         ),
-        ("--num-seq-splits 2", "give --zero-bubble-schedule seq-1f1b and --zero-bubble-num-slices"),
+        ("--num-seq-splits 2", "give --zero-bubble-schedule seq-1f1b and --zero-bubble-slices"),
         ("--offload-chunk-num 2", "give --zero-bubble-offload with the share of the chunks, 50% for example"),
         ("--offload-time 0.7", "--offload-time of .* no equivalent; drop it: --zero-bubble-offload needs no time"),
         ("--auto-offload-time", "drop it: --zero-bubble-offload needs no time"),

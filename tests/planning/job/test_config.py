@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron.zero_bubble.core.formats.moves import moves_content
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.ir import Kind, Pass
 from megatron.zero_bubble.core.plan.offload import Move
+from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.source import even_costs
 
@@ -60,3 +61,14 @@ def test_exact_has_one_name_and_an_older_opposite() -> None:
     exact = ZeroBubbleConfig("zb-h1", exact=True)
     assert exact.setup == ZeroBubbleConfig("zb-h1", fuse_wgrad=False).setup and exact.setup.exact
     assert not ZeroBubbleConfig("zb-h1").setup.exact and replace(exact, schedule="zb-v").setup.exact
+
+
+def test_every_keyword_is_a_flag_or_described() -> None:
+    """The table describes the flags; the docstring of the configuration has only what differs."""
+    flags = {row.name: row for row in DECISIONS}
+    described = str(ZeroBubbleConfig.__doc__)
+    for field in fields(ZeroBubbleConfig):
+        row = flags.get(field.name)
+        assert (row is not None and row.help) or f"{field.name}" in described, field.name
+    places = {row.name for row in DECISIONS if row.path} - {"slices"}
+    assert places <= {field.name for field in fields(ZeroBubbleConfig)}

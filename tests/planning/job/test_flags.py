@@ -15,7 +15,7 @@ from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.environment import flags_in
-from megatron.zero_bubble.planning.job.flags import add_flags, config_of, parse_ours
+from megatron.zero_bubble.planning.job.flags import add_flags, config_of, full_help, parse_ours, retired
 from tests.planning.test_source import divided_plan
 
 OF_SCHEDULE = {"zb-h1": {"schedule": "zb-h1"}, "zb-auto": {"schedule": "zb-auto"}}
@@ -26,6 +26,8 @@ FROZEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--zero-bubble-schedule ./plan.json", {"schedule_file": "./plan.json"}),
     ("zb-auto --zero-bubble-num-slices 3", {"num_slices": 3}),
     ("zb-auto --zero-bubble-slice-ends 8,12,16", {"slice_ends": (8, 12, 16)}),
+    ("zb-auto --zero-bubble-slices 3", {"num_slices": 3}),
+    ("zb-auto --zero-bubble-slices 8,12,16", {"slice_ends": (8, 12, 16)}),
     ("zb-auto --zero-bubble-attention-share 0.25", {"attention_share": 0.25}),
     ("zb-h1 --zero-bubble-attention-share 0.25 --zero-bubble-balance-microbatches", {}),
     ("zb-h1 --zero-bubble-vocabulary-parallel off", {}),
@@ -43,6 +45,11 @@ FROZEN: tuple[tuple[str, dict[str, Any]], ...] = (
         "zb-h1 --zero-bubble-post-validation --zero-bubble-rollback inverse",
         {"post_validation": True, "rollback": "inverse"},
     ),
+    ("zb-h1 --zero-bubble-post-validation inverse", {"post_validation": True, "rollback": "inverse"}),
+    (
+        "zb-h1 --zero-bubble-rollback inverse --zero-bubble-post-validation",
+        {"post_validation": True, "rollback": "inverse"},
+    ),
     ("zb-h1 --zero-bubble-exact", {"fuse_wgrad": False}),
     ("zb-h1 --zero-bubble-fuse-wgrad", {}),
     ("zb-h1 --no-zero-bubble-fuse-wgrad", {"fuse_wgrad": False}),
@@ -51,12 +58,17 @@ FROZEN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("zb-h1 --zero-bubble-post-receives early", {}),
     ("zb-h1 --zero-bubble-nccl-ctas 4", {"nccl_ctas": 4}),
     (
+        "zb-h1 --zero-bubble-vocabulary-parallel 2 --zero-bubble-nccl-ctas 4,6",
+        {"vocabulary": 2, "nccl_ctas": 4, "nccl_collective_ctas": 6},
+    ),
+    (
         "zb-h1 --zero-bubble-vocabulary-parallel 2 --zero-bubble-nccl-collective-ctas 4",
         {"vocabulary": 2, "nccl_collective_ctas": 4},
     ),
     ("zb-h1 --zero-bubble-offload none", {"offload": "none"}),
     ("zb-h1 --zero-bubble-offload 50% --zero-bubble-host-memory 1GiB", {"offload": "50%", "host_memory": "1GiB"}),
     ("zb-h1 --zero-bubble-shard-weights", {"shard_weights": True}),
+    ("zb-h1 --zero-bubble-shard-weights on-demand", {"shard_weights": True, "shard_transport": "on-demand"}),
     (
         "zb-h1 --zero-bubble-shard-weights --zero-bubble-shard-transport on-demand --zero-bubble-whole-stages 1",
         {"shard_weights": True, "shard_transport": "on-demand", "whole_stages": 1},
@@ -115,8 +127,40 @@ def test_a_removed_flag_is_refused_with_the_reason(flag: str) -> None:
         flags_in({f"ZERO_BUBBLE_{flag.replace('-', '_').upper()}": "1"})
 
 
+def test_retired_flags_work_and_name_their_replacement() -> None:
+    """So does --zero-bubble-help-all; docs/flags.md has the others only."""
+    old = [row for row in DECISIONS if row.tier == "retired"]
+    assert len(old) == 7 and len(DECISIONS) - len(old) <= 26
+    words = [f"--zero-bubble-{row.flag}" for row in old]
+    assert [line.partition(" is ")[0] for line in retired([*words, "--no-zero-bubble-fuse-wgrad"])] == words
+    (line,) = retired(["--zero-bubble-slice-ends=8,16", "--zero-bubble-exact"])
+    assert line.endswith(
+        "-ends is retired, and refused from the next minor release on: give --zero-bubble-slices TOKENS"
+    )
+    listed = (Path(__file__).resolve().parents[3] / "docs/flags.md").read_text(encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    printed = full_help(parser)
+    for flag in words:
+        assert f"`{flag}" not in listed and f"{flag}" in printed
+
+
+@pytest.mark.parametrize(
+    ("flag", "sentence"),
+    [
+        ("slices 8,x", "ends of slices are numbers of tokens, such as 1536,2560,4096; got '8,x'"),
+        ("slices", "expected one argument"),
+        ("nccl-ctas 2,3,4", "it is one number of CTAs, or two as in 2,8; got '2,3,4'"),
+        ("post-validation always", "invalid choice: 'always'"),
+    ],
+)
+def test_values_of_flags_that_make_several_decisions_are_checked(flag: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        parse_ours(f"--zero-bubble-{flag}".split())
+
+
 def test_the_table_states_the_defaults_of_the_configuration() -> None:
     defaults = {field.name: field.default for field in fields(ZeroBubbleConfig)}
     stated = {o.name: o.default for o in DECISIONS if o.name in defaults and " " not in o.default and o.default}
-    own = {"whole_stages": DEFAULT_OPEN_CHUNKS, "vocabulary": "off"}
-    assert stated == {name: str(own.get(name, defaults[name])) for name in stated} and len(stated) == 8
+    own = {"whole_stages": DEFAULT_OPEN_CHUNKS, "vocabulary": "off", "nccl_ctas": "2,8"}
+    assert stated == {name: str(own.get(name, defaults[name])) for name in stated} and len(stated) == 5

@@ -75,7 +75,7 @@ def test_planned_sharding_is_what_runs(tmp_path: Path) -> None:
         ("--zero-bubble-whole-stages 0", "--zero-bubble-whole-stages must be that of the schedule file, 1; got 0 with"),
         ("--zero-bubble-unit-microbatches 2", "--zero-bubble-unit-microbatches must be .* file, 4; got 2 with .*json"),
         ("--zero-bubble-vocabulary-parallel 2", "--zero-bubble-vocabulary-parallel must be .* off; got 2 with"),
-        ("--zero-bubble-num-slices 2", "--zero-bubble-num-slices must be that of the schedule file, 1; got 2"),
+        ("--zero-bubble-num-slices 2", "--zero-bubble-slices must be that of the schedule file, 1; got 2"),
         ("--zero-bubble-placement vee", "--zero-bubble-placement must be .* file, loop; got vee with"),
         ("--zero-bubble-num-chunks 3", "--zero-bubble-num-chunks must be that of the schedule file, 2; got 3 with"),
         (
@@ -104,7 +104,7 @@ def test_flags_that_repeat_the_file_are_accepted(tmp_path: Path) -> None:
     cut = written(tmp_path, "seq-zb-h1", cuts=Cuts(None, (20, 32)))
     for flags in ("--zero-bubble-num-slices 2", "--zero-bubble-slice-ends 20,32", "--zero-bubble-placement linear"):
         assert len(checked(f"--zero-bubble-schedule {cut} {flags}").source.make(4).slices) == 2
-    with pytest.raises(UserError, match="slice-ends must be .* file, 20,32; got 16,32 with"):
+    with pytest.raises(UserError, match="slices must be .* file, 20,32; got 16,32 with"):
         checked(f"--zero-bubble-schedule {cut} --zero-bubble-slice-ends 16,32")
 
 

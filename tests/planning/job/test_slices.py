@@ -35,10 +35,10 @@ def test_sequences_must_have_the_given_ends() -> None:
     check_slices(Slices.even(1), None, JOB)
     check_slices(Slices.even(24), None, JOB)
     check_slices(Slices.of_tokens((20, 34, 48)), (20, 34, 48), JOB)
-    with pytest.raises(UserError, match="--seq-length 48; got --zero-bubble-slice-ends 20,40; give 48 as the last"):
+    with pytest.raises(UserError, match="--seq-length 48; got --zero-bubble-slices 20,40; give 48 as the last"):
         check_slices(Slices.of_tokens((20, 40)), (20, 40), JOB)
     with pytest.raises(
-        UserError, match="multiple of the tensor-parallel size 2; got .*-ends 21,48; give for example 2"
+        UserError, match="multiple of the tensor-parallel size 2; got .*-slices 21,48; give for example 2"
     ):
         check_slices(Slices.of_tokens((21, 48)), (21, 48), JOB)
     with pytest.raises(UserError, match="at most 24 slices of 2 tokens each; got 25 slices; use fewer"):

@@ -130,8 +130,9 @@ class InverseAdamRollback:
             ]
             if not isinstance(optimizer, torch.optim.AdamW) or odd:
                 raise UserError(
-                    "--zero-bubble-rollback inverse supports only torch's AdamW without amsgrad, maximize and "
-                    f"capturable; got {' '.join([type(optimizer).__name__, *odd])}; use --zero-bubble-rollback exact"
+                    "--zero-bubble-post-validation inverse supports only torch's AdamW without amsgrad, maximize and "
+                    f"capturable; got {' '.join([type(optimizer).__name__, *odd])}; use "
+                    "--zero-bubble-post-validation exact"
                 )
 
     @torch.no_grad()
@@ -180,7 +181,7 @@ ROLLBACKS: dict[str, type[SnapshotRollback | InverseAdamRollback]] = {
     "exact": SnapshotRollback,
     "inverse": InverseAdamRollback,
 }
-"""The values of ``--zero-bubble-rollback``."""
+"""The values of ``--zero-bubble-post-validation``."""
 
 
 def _parameters(optimizers: Optimizers) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], torch.Tensor]]:

@@ -12,7 +12,7 @@ from megatron.zero_bubble.planning.source import ZB_AUTO
 _POST_VALIDATION, _EXACT = "--enable-optimizer-post-validation", "--enable-exactly-numeric-match"
 _RENAMED = {
     _POST_VALIDATION: ["--zero-bubble-post-validation"],
-    _EXACT: ["--zero-bubble-rollback", "exact"],
+    _EXACT: ["--zero-bubble-post-validation", "exact"],
 }
 _NEEDLESS = {
     "--allow-padding-num-layers": "stages get a balanced layout if the layers do not divide evenly",
@@ -31,7 +31,7 @@ _REFUSED_SWITCHES = {
 }
 _REFUSED = {
     "--zero-bubble-adaptive-memory-limit-percentile": "give --zero-bubble-memory-limit, 60GiB for example",
-    "--num-seq-splits": "give --zero-bubble-schedule seq-1f1b and --zero-bubble-num-slices",
+    "--num-seq-splits": "give --zero-bubble-schedule seq-1f1b and --zero-bubble-slices",
     "--interleave-group-size": "drop it, or give --zero-bubble-schedule interleaved-1f1b or breadth-first",
     "--offload-chunk-num": "give --zero-bubble-offload with the share of the chunks, 50% for example",
     "--offload-time": "drop it: --zero-bubble-offload needs no time",

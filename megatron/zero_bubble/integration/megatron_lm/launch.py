@@ -2,7 +2,7 @@
 
     torchrun ... -m megatron.zero_bubble.launch pretrain_gpt.py <its arguments> --zero-bubble-schedule zb-h1
 
-To undo the change, drop the flag: without --zero-bubble-schedule and --zero-bubble-schedule-file, the script runs
+To undo the change, drop the flag: without --zero-bubble-schedule, the script runs
 unchanged, under Megatron's own schedule. The script runs on CPU ranks with --zero-bubble-device cpu and, on a machine
 without a GPU, also with --distributed-backend gloo. A job that cannot run under the schedule ends before training
 starts, with one sentence: the rule, the job's value and the remedy. docs/troubleshooting.md lists these sentences.

@@ -38,6 +38,7 @@ _OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 """Megatron's own overlap of experts, in place of which a schedule of this package has pairs."""
 _DECIDED = (
     "--zero-bubble-offload",
+    "--zero-bubble-slices",
     "--zero-bubble-slice-ends",
     "--zero-bubble-vocabulary-parallel",
     "--zero-bubble-recompute-logits",
@@ -276,7 +277,7 @@ class Pipeline:
 
     def _slice_ends(self, plan: Answer) -> tuple[str, ...]:
         assert self.costs.sequence is not None, "slices are planned for known sequences"
-        return ("--zero-bubble-slice-ends", ",".join(map(str, plan.schedule.slices.in_tokens(self.costs.sequence))))
+        return ("--zero-bubble-slices", ",".join(map(str, plan.schedule.slices.in_tokens(self.costs.sequence))))
 
 
 def _layout(plan: Answer) -> tuple[str, ...]:

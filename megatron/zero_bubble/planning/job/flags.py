@@ -34,6 +34,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(zero_bubble_device=_DEVICE, zero_bubble_plan=None)
 
 
+def retired(arguments: Sequence[str]) -> list[str]:
+    """One line per flag in a job's arguments that another one has replaced."""
+    given = {word.partition("=")[0].replace("--no-zero-bubble-", "--zero-bubble-") for word in arguments}
+    rows = (row for row in DECISIONS if row.tier == "retired" and f"--zero-bubble-{row.flag}" in given)
+    return [f"--zero-bubble-{row.flag} is {row.text}" for row in rows]
+
+
 class _HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         print(full_help(parser), end="")

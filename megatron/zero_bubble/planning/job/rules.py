@@ -147,8 +147,8 @@ def check_optimizer(options: argparse.Namespace, job: Any) -> None:
         )
     if options.zero_bubble_rollback == "inverse":
         raise UserError(
-            f"--zero-bubble-rollback inverse inverts only the update of Adam; got --optimizer {name}; give "
-            "--zero-bubble-rollback exact, or --optimizer adam"
+            f"--zero-bubble-post-validation inverse inverts only the update of Adam; got --optimizer {name}; give "
+            "--zero-bubble-post-validation exact, or --optimizer adam"
         )
 
 
@@ -168,14 +168,14 @@ def check_slices(slices: Slices, ends: Sequence[int] | None, job: Any) -> None:
     if ends is not None and ends[-1] != length:
         raise UserError(
             f"the last end of the slices must be the length of the sequences, --seq-length {length}; got "
-            f"--zero-bubble-slice-ends {','.join(map(str, ends))}; give {length} as the last end"
+            f"--zero-bubble-slices {','.join(map(str, ends))}; give {length} as the last end"
         )
     multiple = job.tensor_model_parallel_size if job.sequence_parallel else 1
     tokens = slices.in_tokens(length, multiple)
     if ends is not None and tokens != tuple(ends):
         raise UserError(
             "with sequence parallelism, every slice must end at a multiple of the tensor-parallel size "
-            f"{multiple}; got --zero-bubble-slice-ends {','.join(map(str, ends))}; give for example "
+            f"{multiple}; got --zero-bubble-slices {','.join(map(str, ends))}; give for example "
             f"{','.join(map(str, tokens))}"
         )
 

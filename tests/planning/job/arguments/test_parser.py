@@ -21,7 +21,8 @@ OURS = """
 --zero-bubble-placement
 --zero-bubble-post-receives --zero-bubble-post-validation --zero-bubble-recompute-logits
 --zero-bubble-record-costs --zero-bubble-rollback --zero-bubble-schedule --zero-bubble-schedule-file
---zero-bubble-shard-transport --zero-bubble-shard-weights --zero-bubble-slice-ends --zero-bubble-trace
+--zero-bubble-shard-transport --zero-bubble-shard-weights --zero-bubble-slice-ends --zero-bubble-slices
+--zero-bubble-trace
 --zero-bubble-trace-iterations
 --zero-bubble-unit-microbatches --zero-bubble-vocabulary-parallel
 --zero-bubble-whole-stages

@@ -17,7 +17,7 @@ function save(name, type, text) {
 function planButtons(picture) {
   if (GRID) return [];
   const button = element("button", {type: "button", className: "copy", textContent: "save plan",
-    title: "save plan.json, for --zero-bubble-schedule-file"});
+    title: "save plan.json, for --zero-bubble-schedule"});
   button.addEventListener("click", async () => {
     try {
       save("plan.json", "application/json", JSON.stringify(await ask(picture.query, undefined, "file"), null, 1));

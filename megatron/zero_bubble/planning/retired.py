@@ -1,0 +1,83 @@
+"""The flags that another one has replaced: they work until the next minor release, and then are refused.
+
+``--zero-bubble-help-all`` and a line at start-up name the replacement; no other help and no table of flags has them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.zero_bubble.core.formats.plan import PlanFile
+from megatron.zero_bubble.planning.decision import NEGATABLE, Decision, PlanFlag, number_or_auto, token_counts
+
+
+def _planned_ends(plan: PlanFile, ends: Any) -> tuple[int, ...] | None:
+    return None if ends is None else plan.schedule.slices.in_tokens(ends[-1])
+
+
+RETIRED = (
+    Decision(
+        "rollback",
+        "retired",
+        ("exact", "inverse"),
+        "give --zero-bubble-post-validation exact or inverse",
+        path="step.rollback",
+        within="post_validation",
+    ),
+    Decision(
+        "schedule-file",
+        "retired",
+        "FILE",
+        "give --zero-bubble-schedule FILE",
+        path="order.file",
+        plan=PlanFlag("schedule-file", "FILE"),
+        within="schedule",
+    ),
+    Decision(
+        "num-slices",
+        "retired",
+        "N",
+        "give --zero-bubble-slices N",
+        parse=int,
+        path="cuts.number",
+        plan=PlanFlag("num-slices", "N", number_or_auto),
+        within="slices",
+        planned=lambda plan, _: len(plan.schedule.slices),
+    ),
+    Decision(
+        "slice-ends",
+        "retired",
+        "TOKENS",
+        "give --zero-bubble-slices TOKENS",
+        parse=token_counts,
+        path="cuts.places",
+        plan=PlanFlag("slice-cuts", "CUTS"),
+        within="slices",
+        planned=_planned_ends,
+    ),
+    Decision(
+        "fuse-wgrad",
+        "retired",
+        NEGATABLE,
+        "it is the default, and --no-zero-bubble-fuse-wgrad is --zero-bubble-exact",
+        path="exact",
+    ),
+    Decision(
+        "nccl-collective-ctas",
+        "retired",
+        "N",
+        "give --zero-bubble-nccl-ctas with two numbers",
+        parse=int,
+        path="messages.collective_ctas",
+        within="nccl_ctas",
+    ),
+    Decision(
+        "shard-transport",
+        "retired",
+        ("collective", "on-demand"),
+        "give --zero-bubble-shard-weights collective or on-demand",
+        path="shards.transport",
+        within="shard_weights",
+    ),
+)
+"""One row per flag, whose help is the replacement."""
