@@ -20,7 +20,7 @@ from megatron.zero_bubble.cli.offload import add_offload, offloading, offloads
 from megatron.zero_bubble.cli.plan import add_search, counts_in_p
 from megatron.zero_bubble.cli.plan_text import imbalance_text, picture
 from megatron.zero_bubble.cli.progress import progress, working
-from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shards, number_or_auto
+from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.cli.winner import how_to_run
@@ -34,6 +34,7 @@ from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, comparable, most_chunks
 from megatron.zero_bubble.planning.choosers import search_limits, with_costs
 from megatron.zero_bubble.planning.codecs import speller
+from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.offer import Offer
@@ -58,11 +59,9 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         placement="one stage per rank (linear), two in a V (vee), several in a loop (loop) or in a wave to the last "
         "rank and back (wave), or a row for each of the first two, and with --num-chunks for all (auto)",
     )
-    verb.add_argument(
-        "--num-chunks",
-        type=number_or_auto,
-        metavar="N|auto",
-        help=f"stages per rank of {ZB_AUTO} on a loop or in a wave, auto for a row for each of a few numbers (default: "
+    plan_flag("num_chunks").add(
+        verb,
+        f"stages per rank of {ZB_AUTO} on a loop or in a wave, auto for a row for each of a few numbers (default: "
         "none of these rows, or auto with --placement loop or wave)",
     )
     verb.add_argument(
@@ -78,10 +77,9 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
     add_offload(verb)
     add_shards(verb)
     add_tensor(verb)
-    verb.add_argument(
-        "--pairs",
-        action="store_true",
-        help="also list schedules whose forwards run at the same time as backwards of other microbatches, so that "
+    plan_flag("overlap_experts").add(
+        verb,
+        "also list schedules whose forwards run at the same time as backwards of other microbatches, so that "
         "each hides the all-to-all of the other's experts, and, if the costs have experts, schedules that hide it "
         "beneath weight gradients; lower bounds are then left out",
     )

@@ -5,20 +5,15 @@ from __future__ import annotations
 import argparse
 
 from megatron.zero_bubble.core.formats.layout import stages_text
+from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.layouts import LayoutPlan
 
-EVENLY, BY_COST = "even", "auto"
+BY_COST = "auto"
 
 
 def add_layout(verb: argparse.ArgumentParser) -> None:
     """Add the flag for the layout."""
-    verb.add_argument(
-        "--layout",
-        choices=(EVENLY, BY_COST),
-        default=EVENLY,
-        help="layers per stage: equally many (even), or chosen together with the placement for the shortest schedule "
-        "within the memory limit (auto), which needs --config, or a costs file with costs per layer (default: even)",
-    )
+    plan_flag("layout").add(verb)
 
 
 def layout_summary(plan: LayoutPlan) -> str:

@@ -9,6 +9,7 @@ from megatron.zero_bubble.core.costs.units import bytes_per_ms, parse_bytes, pos
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.plan.offload import NO_SHARE, parse_share
+from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO, HostLimits, OffloadPlan, check_copies
 from megatron.zero_bubble.planning.question import Offloading
@@ -16,13 +17,7 @@ from megatron.zero_bubble.planning.question import Offloading
 
 def add_offload(verb: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    verb.add_argument(
-        "--offload",
-        metavar="WHAT",
-        help="activations to keep in host memory between F and B: auto for the least peak that delays no pass (with "
-        "--memory-limit: as few as meet it, with the least delay), all, a share of the microbatches such as 50%%, or "
-        "none (default: none)",
-    )
+    plan_flag("offload").add(verb)
     verb.add_argument(
         "--host-ms",
         type=float,
@@ -37,9 +32,7 @@ def add_offload(verb: argparse.ArgumentParser) -> None:
         help="bandwidth between a rank and its host in one direction, in GB/s, instead of --host-ms; needs activation "
         "memory in bytes",
     )
-    verb.add_argument(
-        "--host-memory", metavar="SIZE", help="limit of host memory per rank, for example 200GiB (default: no limit)"
-    )
+    plan_flag("host_memory").add(verb)
     verb.add_argument(
         "--node-memory",
         metavar="SIZE",

@@ -15,7 +15,7 @@ from megatron.zero_bubble.cli.lengths import Lengths, add_lengths, loads_of
 from megatron.zero_bubble.cli.offload import add_offload, offload_summary, offloading, offloads
 from megatron.zero_bubble.cli.plan_text import imbalance_text, limit_text, period_text, plan_text
 from megatron.zero_bubble.cli.progress import working
-from megatron.zero_bubble.cli.shards import add_shards, number_or_auto, replicas_of, shard_summary, shards, with_shards
+from megatron.zero_bubble.cli.shards import add_shards, replicas_of, shard_summary, shards, with_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.core.costs.units import parse_memory_limit, refuse_huge
@@ -28,11 +28,12 @@ from megatron.zero_bubble.core.plan import lower_training
 from megatron.zero_bubble.core.render.svg import render_svg, zoomable
 from megatron.zero_bubble.core.schedules import SCHEDULES, recipe
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
-from megatron.zero_bubble.core.search.placements import PLACEMENTS, placements
+from megatron.zero_bubble.core.search.placements import placements
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.candidates import MOST_CHUNKS
 from megatron.zero_bubble.planning.choosers import search_limits
 from megatron.zero_bubble.planning.codecs import speller
+from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.figures import Figures
@@ -75,11 +76,9 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         placement="one stage per rank (linear), two in a V (vee), several in a loop (loop) or in a wave to the last "
         "rank and back (wave), or the best of the first two, and with --num-chunks of all (auto)",
     )
-    verb.add_argument(
-        "--num-chunks",
-        type=number_or_auto,
-        metavar="N|auto",
-        help="stages per rank, called chunks of the model in Megatron, for interleaved schedules and for "
+    plan_flag("num_chunks").add(
+        verb,
+        "stages per rank, called chunks of the model in Megatron, for interleaved schedules and for "
         f"{ZB_AUTO} on a loop or in a wave, where auto is the best of a few numbers; with --shard-weights, auto is the "
         f"best of 2 to {MOST_CHUNKS}, or fewer if --config has fewer layers per rank (default: 2, for {ZB_AUTO} auto)",
     )
@@ -89,10 +88,9 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     add_offload(verb)
     add_shards(verb)
     add_lengths(verb)
-    verb.add_argument(
-        "--pairs",
-        action="store_true",
-        help="run forwards at the same time as backwards of other microbatches, so that each hides the all-to-all of "
+    plan_flag("overlap_experts").add(
+        verb,
+        "run forwards at the same time as backwards of other microbatches, so that each hides the all-to-all of "
         "the other's experts; a schedule without pairs hides it beneath weight gradients if the costs have experts",
     )
     verb.add_argument(
@@ -116,16 +114,14 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
 
 def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> None:
     """Add the flags for the search: memory limit, placement and objective, with the verb's use of the first two."""
-    verb.add_argument(
-        "--memory-limit",
-        metavar="LIMIT",
-        help="activation-memory limit per rank, in units of the peak of 1F1B with these costs (1p), or as a size "
+    plan_flag("memory_limit").add(
+        verb,
+        "activation-memory limit per rank, in units of the peak of 1F1B with these costs (1p), or as a size "
         f"(60GiB); {limit}",
     )
-    verb.add_argument(
-        "--placement",
-        choices=(*PLACEMENTS, "auto"),
-        help=f"stage placement for {ZB_AUTO}: {placement} (default: auto)",
+    plan_flag("placement").add(
+        verb,
+        f"stage placement for {ZB_AUTO}: {placement} (default: auto)",
     )
     verb.add_argument(
         "--objective",

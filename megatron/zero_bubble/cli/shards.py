@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.costs.units import bytes_per_ms, checked_figure, 
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.core.schedules import recipe
-from megatron.zero_bubble.planning.decision import unit_microbatches
+from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import sharded_bound
@@ -28,27 +28,9 @@ _FLAGS = ("whole_stages", "gather_ms", "reduce_ms", "replicas", "replica_bandwid
 
 def add_shards(verb: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    verb.add_argument(
-        "--shard-weights",
-        action="store_true",
-        help="shard weights and gradients over replicas, as --zero-bubble-shard-weights does: gather weights and "
-        "reduce gradients once per unit; needs 2 or more stages per rank",
-    )
-    verb.add_argument(
-        "--unit-microbatches",
-        type=unit_microbatches,
-        metavar="U|auto",
-        help="microbatches of a unit of zero-pp, and after which --shard-weights reduces gradients (default: auto, for "
-        "zero-pp those of the shortest schedule within the memory limit, else one microbatch per rank)",
-    )
-    verb.add_argument(
-        "--whole-stages",
-        type=number_or_auto,
-        metavar="K|auto",
-        help="the most stages of a rank whose weights are whole at a time; auto is the fewest of the shortest schedule "
-        "within the memory limit, chosen together with the units (default: auto where --memory-limit includes weights, "
-        f"that is in bytes with --config, else {DEFAULT_OPEN_CHUNKS})",
-    )
+    plan_flag("shard_weights").add(verb)
+    plan_flag("unit_microbatches").add(verb)
+    plan_flag("whole_stages").add(verb)
     verb.add_argument(
         "--gather-ms",
         type=float,

@@ -10,24 +10,18 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Slices
 from megatron.zero_bubble.core.ir.slices import MOST_SLICES
 from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
+from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.offload import AUTO
 
 
 def add_slices(verb: argparse.ArgumentParser, default: str) -> None:
     """Add the flags; ``default`` says what the verb does without a number of slices."""
-    verb.add_argument(
-        "--num-slices",
-        metavar="N",
-        help=f"cut every sequence into N slices, or {AUTO}: 1, 2, 4, ... slices, whichever is shortest within the "
+    plan_flag("num_slices").add(
+        verb,
+        f"cut every sequence into N slices, or {AUTO}: 1, 2, 4, ... slices, whichever is shortest within the "
         f"memory limit ({default})",
     )
-    verb.add_argument(
-        "--slice-cuts",
-        metavar="CUTS",
-        help="even: equally long slices; balanced: slices that take equal time, which differ in length because a token "
-        "attends to all earlier ones; or the ends of all slices as shares of the sequence, such as 0.3,0.6,1 (default: "
-        "balanced if attention takes more than a tenth of F and B, else even)",
-    )
+    plan_flag("slice_ends").add(verb)
     verb.add_argument(
         "--min-slice-tokens",
         type=int,

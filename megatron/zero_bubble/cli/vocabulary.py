@@ -9,21 +9,16 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.vocabulary import CHOICES, Choice, Variant, variants, with_times
+from megatron.zero_bubble.planning.vocabulary import Choice, Variant, variants, with_times
 
 _TIMES = ("output_ms", "output_wgrad_ms", "embedding_ms", "embedding_wgrad_ms", "collective_ms")
 
 
 def add_vocabulary(verb: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    verb.add_argument(
-        "--vocabulary",
-        choices=CHOICES,
-        help="vocabulary parallelism, which divides the output layer and the embedding over all ranks: off, with two "
-        "barriers per microbatch (1) or one (2), or whichever is shortest within the memory limit (auto) (default: "
-        "auto if the costs have the times of S and T, else off)",
-    )
+    plan_flag("vocabulary").add(verb)
     for flag, metavar, text in (
         ("--output-ms", "S", ("time of S, the forward of a rank's shard of the output layer, in ms; the times of F, B "
          "and W are then without the output layer and the embedding")),
@@ -34,12 +29,7 @@ def add_vocabulary(verb: argparse.ArgumentParser) -> None:
          "(default: 0)")),
     ):  # fmt: skip
         verb.add_argument(flag, type=float, metavar=metavar, help=text)
-    verb.add_argument(
-        "--recompute-logits",
-        action="store_true",
-        help="T computes the logits again, so that only the hidden states are kept from S to T; for estimates of "
-        "--vocabulary",
-    )
+    plan_flag("recompute_logits").add(verb)
 
 
 def variants_of(

@@ -25,21 +25,28 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 class PlanFlag(NamedTuple):
-    """The flag of ``zero-bubble plan`` for a decision.
+    """The flag of ``zero-bubble plan`` and ``compare`` for a decision.
 
     Attributes:
         name: after ``--``.
         values, parse: as in ``Decision``.
+        help: with the default; "" where the two commands differ.
     """
 
     name: str
     values: str | tuple[str, ...]
     parse: Callable[[str], Any] | None = None
+    help: str = ""
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of ``add_argument``, but for the help."""
         return _arguments(self.values, self.parse)
+
+    def add(self, verb: argparse.ArgumentParser, text: str = "") -> None:
+        """Add the flag to a command, with its own text where the commands differ. A switch that is off is False."""
+        arguments = {**self.arguments, "default": False} if self.values == SWITCH else self.arguments
+        verb.add_argument(f"--{self.name}", help=text or self.help, **arguments)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS
+from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.core.schedules import SCHEDULES, ZB_AUTO, sliced
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.core.search.placements import PLACEMENTS, name_of
@@ -19,11 +20,11 @@ from megatron.zero_bubble.planning.decision import (
     Decision,
     PlanFlag,
     ctas,
-    iterations,
     number_or_auto,
     slices,
     unit_microbatches,
 )
+from megatron.zero_bubble.planning.observations import OBSERVATIONS
 from megatron.zero_bubble.planning.retired import RETIRED
 from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT
 
@@ -90,7 +91,14 @@ DECISIONS = (
         "measured times of passes and copies; those whose backward follows too closely stay on the device",
         "none, or what the plan in --zero-bubble-schedule moves",
         path="offload.share",
-        plan=PlanFlag("offload", "WHAT"),
+        plan=PlanFlag(
+            "offload",
+            "WHAT",
+            None,
+            "activations to keep in host memory between F and B: auto for the least peak that delays no pass (with "
+            "--memory-limit: as few as meet it, with the least delay), all, a share of the microbatches such as 50%%, "
+            "or none (default: none)",
+        ),
         in_run=True,
         planned=lambda plan, _: plan.offload or ("its moves" if plan.moves else None),
     ),
@@ -104,7 +112,14 @@ DECISIONS = (
         "off",
         field="vocabulary",
         path="vocabulary.algorithm",
-        plan=PlanFlag("vocabulary", ("off", "1", "2", "auto")),
+        plan=PlanFlag(
+            "vocabulary",
+            ("off", "1", "2", "auto"),
+            None,
+            "vocabulary parallelism, which divides the output layer and the embedding over all ranks: off, with two "
+            "barriers per microbatch (1) or one (2), or whichever is shortest within the memory limit (auto) (default: "
+            "auto if the costs have the times of S and T, else off)",
+        ),
         planned=lambda plan, _: plan.vocabulary or "off",
     ),
     Decision(
@@ -132,15 +147,14 @@ DECISIONS = (
         "experimental)",
         path="shards",
         split=lambda how: {"shard_weights": True, **({} if how is None else {"shard_transport": how})},
-        plan=PlanFlag("shard-weights", SWITCH),
+        plan=PlanFlag(
+            "shard-weights",
+            SWITCH,
+            None,
+            "shard weights and gradients over replicas, as --zero-bubble-shard-weights does: gather weights and "
+            "reduce gradients once per unit; needs 2 or more stages per rank",
+        ),
         planned=lambda plan, _: True if plan.sharding else None,
-    ),
-    Decision(
-        "record-costs",
-        "core",
-        "FILE",
-        "write measured pass times and memory to FILE, as input for `zero-bubble plan --costs`",
-        field="",
     ),
     Decision(
         "slices",
@@ -170,7 +184,13 @@ DECISIONS = (
         "gradient of the output layer, instead of keeping their softmax, 4 bytes per token and entry of the rank's "
         "part of the vocabulary",
         path="vocabulary.recompute_logits",
-        plan=PlanFlag("recompute-logits", SWITCH),
+        plan=PlanFlag(
+            "recompute-logits",
+            SWITCH,
+            None,
+            "T computes the logits again, so that only the hidden states are kept from S to T; for estimates of "
+            "--vocabulary",
+        ),
         planned=lambda plan, _: plan.recompute_logits or None,
     ),
     Decision(
@@ -212,7 +232,9 @@ DECISIONS = (
         "the run",
         "no limit",
         path="offload.host_memory",
-        plan=PlanFlag("host-memory", "SIZE"),
+        plan=PlanFlag(
+            "host-memory", "SIZE", None, "limit of host memory per rank, for example 200GiB (default: no limit)"
+        ),
     ),
     Decision(
         "unit-microbatches",
@@ -225,7 +247,13 @@ DECISIONS = (
         "pipeline rank",
         unit_microbatches,
         path="unit",
-        plan=PlanFlag("unit-microbatches", "U|auto", unit_microbatches),
+        plan=PlanFlag(
+            "unit-microbatches",
+            "U|auto",
+            unit_microbatches,
+            "microbatches of a unit of zero-pp, and after which --shard-weights reduces gradients (default: auto, for "
+            "zero-pp those of the shortest schedule within the memory limit, else one microbatch per rank)",
+        ),
         planned=lambda plan, _: plan.sharding and plan.sharding.unit_microbatches,
     ),
     Decision(
@@ -247,7 +275,14 @@ DECISIONS = (
         "2",
         int,
         path="shards.whole_stages",
-        plan=PlanFlag("whole-stages", "K|auto", number_or_auto),
+        plan=PlanFlag(
+            "whole-stages",
+            "K|auto",
+            number_or_auto,
+            "the most stages of a rank whose weights are whole at a time; auto is the fewest of the shortest schedule "
+            "within the memory limit, chosen together with the units (default: auto where --memory-limit includes "
+            f"weights, that is in bytes with --config, else {DEFAULT_OPEN_CHUNKS})",
+        ),
         planned=lambda plan, _: plan.sharding and plan.sharding.open_chunks,
     ),
     Decision(
@@ -283,37 +318,7 @@ DECISIONS = (
         path="messages.ctas",
         split=ctas,
     ),
-    Decision(
-        "trace",
-        "expert",
-        "DIR",
-        "write recorded iterations to DIR: planned and measured timelines as HTML, SVG, Perfetto trace and JSON",
-        field="",
-    ),
-    Decision(
-        "trace-iterations",
-        "expert",
-        "LIST",
-        "iterations to record for --zero-bubble-trace and --zero-bubble-record-costs, e.g. 10-12,50",
-        "the last eight of the run",
-        iterations,
-        "",
-    ),
-    Decision(
-        "log-bubble",
-        "expert",
-        SWITCH,
-        "log the measured and the planned bubble rate by span at every --log-interval",
-        field="",
-    ),
-    Decision(
-        "device",
-        "expert",
-        ("cpu", "cuda", "auto"),
-        "device to train on; auto selects cuda if a GPU is available",
-        "auto",
-        field="",
-    ),
+    *OBSERVATIONS,
     *RETIRED,
 )
 """Every decision, the most important first."""
@@ -326,6 +331,19 @@ LAYOUT = Decision(
     "LAYOUT",
     "layers of every stage, by Megatron's --pipeline-model-parallel-layout",
     path="layout",
-    plan=PlanFlag("layout", ("even", "auto")),
+    plan=PlanFlag(
+        "layout",
+        ("even", "auto"),
+        None,
+        "layers per stage: equally many (even), or chosen together with the placement for the shortest schedule "
+        "within the memory limit (auto), which needs --config, or a costs file with costs per layer (default: even)",
+    ),
 )
 """The decision for which a job has a flag of Megatron's own."""
+
+
+def plan_flag(name: str) -> PlanFlag:
+    """The flag of ``plan`` for a decision, by its name."""
+    flag = next(row.plan for row in (*DECISIONS, LAYOUT) if row.name == name)
+    assert flag is not None, f"plan decides {name}"
+    return flag

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.zero_bubble.core.formats.plan import PlanFile
-from megatron.zero_bubble.planning.decision import NEGATABLE, Decision, PlanFlag, number_or_auto, token_counts
+from megatron.zero_bubble.planning.decision import NEGATABLE, Decision, PlanFlag, token_counts
 
 
 def _planned_ends(plan: PlanFile, ends: Any) -> tuple[int, ...] | None:
@@ -40,7 +40,7 @@ RETIRED = (
         "give --zero-bubble-slices N",
         parse=int,
         path="cuts.number",
-        plan=PlanFlag("num-slices", "N", number_or_auto),
+        plan=PlanFlag("num-slices", "N"),
         within="slices",
         planned=lambda plan, _: len(plan.schedule.slices),
     ),
@@ -51,7 +51,14 @@ RETIRED = (
         "give --zero-bubble-slices TOKENS",
         parse=token_counts,
         path="cuts.places",
-        plan=PlanFlag("slice-cuts", "CUTS"),
+        plan=PlanFlag(
+            "slice-cuts",
+            "CUTS",
+            None,
+            "even: equally long slices; balanced: slices that take equal time, which differ in length because a token "
+            "attends to all earlier ones; or the ends of all slices as shares of the sequence, such as 0.3,0.6,1 "
+            "(default: balanced if attention takes more than a tenth of F and B, else even)",
+        ),
         within="slices",
         planned=_planned_ends,
     ),

@@ -174,6 +174,7 @@ def _values_of_cuts(cuts: Cuts) -> dict[str, Any]:
 
 def _cuts_of_plan(values: Mapping[str, Any]) -> Cuts | None:
     number, places = values.get("num_slices"), values.get("slice_ends")
+    number = int(str(number)) if str(number).isdigit() else number
     if places not in (None, "even", "balanced"):
         places = tuple(map(float, places.split(",")))
     return None if number is None and places is None else Cuts(number, places)
