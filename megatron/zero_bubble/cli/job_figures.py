@@ -6,7 +6,6 @@ import argparse
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
@@ -24,7 +23,7 @@ from megatron.zero_bubble.planning.job.facts import facts_of
 from megatron.zero_bubble.planning.job.flags import has_schedule
 from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, unestimated_kinds
 from megatron.zero_bubble.planning.job.vocabulary import tokenizers_vocabulary
-from megatron.zero_bubble.planning.vocabulary import Choice, are_divided, variants
+from megatron.zero_bubble.planning.vocabulary import are_divided, divided_costs
 from megatron.zero_bubble.planning.weights import ModelWeights, on_stages
 
 _NO_PREDICTIONS = (
@@ -143,7 +142,7 @@ def with_vocabulary(figures: Figures, args: argparse.Namespace) -> Figures:
     divided = args.zero_bubble.setup.vocabulary if has_schedule(args) else None
     if divided is None or figures.layers is None or are_divided(figures):
         return figures
-    return variants(figures, cast("Choice", str(divided.algorithm)), divided.recompute_logits)[0].costs
+    return divided_costs(figures, divided)
 
 
 def _with_weights(

@@ -14,7 +14,7 @@ from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.formats.plan import CSV, PlanFile
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.plan import PostReceives
-from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS
+from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS, Ctas
 from megatron.zero_bubble.core.schedules import ZB_AUTO
 from megatron.zero_bubble.core.search.placements import PlacementName
 
@@ -169,6 +169,11 @@ class Messages:
     receives: PostReceives = "early"
     ctas: int = DEFAULT_NCCL_CTAS
     collective_ctas: int = DEFAULT_NCCL_COLLECTIVE_CTAS
+
+    @property
+    def nccl(self) -> Ctas:
+        """The CTAs of NCCL for messages and for collectives."""
+        return Ctas(self.ctas, self.collective_ctas)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatron.zero_bubble.core.search.placements import Placements, name_of, pla
 from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, fitted
+from megatron.zero_bubble.planning.setup import Divided
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.weights import EqualWeights
 
@@ -73,6 +74,12 @@ def variants(costs: Figures, choice: Choice | None, recompute_logits: bool = Fal
         raise UserError("--recompute-logits applies only to --vocabulary 1, 2 or auto; leave it out")
     without = [Variant(None, costs)] if choice in ("off", "auto") else []
     return (*without, *(Variant(number, _divided(costs, number, recompute_logits)) for number in algorithms))
+
+
+def divided_costs(costs: Figures, divided: Divided) -> Figures:
+    """The costs of a job that divides its vocabulary so."""
+    assert divided.algorithm != "auto", "a job has an algorithm"
+    return _divided(costs, divided.algorithm, divided.recompute_logits)
 
 
 def _divided(costs: Figures, algorithm: Algorithm, recompute_logits: bool) -> Figures:

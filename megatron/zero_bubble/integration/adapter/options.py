@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from megatron.zero_bubble.core.plan import PostReceives
-from megatron.zero_bubble.core.plan.nccl import Ctas
 from megatron.zero_bubble.engine.optimizer.rollback import Optimizers, Rollback
 from megatron.zero_bubble.planning.rule import Choices
+from megatron.zero_bubble.planning.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -18,15 +17,13 @@ class Options:
 
     Attributes:
         timeout: how long another rank may take; None for the job's.
-        post_receives, ctas, recompute_logits: see ``ZeroBubbleConfig``.
+        setup: what the job runs.
         rollback: makes what undoes rejected optimizer steps, which the passes then validate, so that ``post_validated``
             must be called; None if steps are final.
         choices: what the configuration chooses, for refusals.
     """
 
     timeout: timedelta | None = None
-    post_receives: PostReceives = "early"
-    ctas: Ctas = field(default_factory=Ctas)
-    recompute_logits: bool = False
+    setup: Setup = field(default_factory=Setup)
     rollback: Callable[[Optimizers], Rollback] | None = None
     choices: Choices = field(default_factory=dict)

@@ -94,7 +94,7 @@ class Pipeline:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
         self.microbatch = 0, 0
-        self._vocabulary = VocabularyParallel(self.accumulate, options.recompute_logits)
+        self._vocabulary = VocabularyParallel(self.accumulate, options.setup.vocabulary)
         self._slicing = Slicing()
         own = EqualCounts(options.timeout), ExpertOverlap(options.choices)
         self._parts: tuple[Part, ...] = (self._vocabulary, self._slicing, *own, *parts)
@@ -379,7 +379,7 @@ class Pipeline:
         self, schedule: Schedule, lowerings: Sequence[Lowering], forward_only: bool, needs_headers: bool = False
     ) -> Plan:
         # A receive needs a shape, and a header comes no earlier than its message.
-        post_receives = "late" if needs_headers else self._options.post_receives
+        post_receives = "late" if needs_headers else self._options.setup.messages.receives
         return lowered(schedule, lowerings, forward_only, post_receives, self._options.rollback is not None)
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
@@ -387,7 +387,7 @@ class Pipeline:
         check_same_plan(plan, group, "ranks of a pipeline")
         options, connection = self._options, self._connection
         if connection is None:
-            connection = Connection(group, plan, options.timeout, options.ctas, self._say)
+            connection = Connection(group, plan, options.timeout, options.setup.messages.nccl, self._say)
             self._connection = connection
         else:
             connection.open_messages(plan)

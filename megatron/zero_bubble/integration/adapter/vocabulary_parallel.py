@@ -19,6 +19,7 @@ from megatron.zero_bubble.integration.adapter.vocabulary.shards import Vocabular
 from megatron.zero_bubble.integration.adapter.vocabulary.stages import FirstStage, LastStage
 from megatron.zero_bubble.integration.adapter.vocabulary.tensor_parallel import TensorParallel
 from megatron.zero_bubble.integration.adapter.vocabulary.transfers import Shapes, VocabularyTransfers
+from megatron.zero_bubble.planning.setup import Divided
 
 
 class VocabularyParallel(Part):
@@ -26,15 +27,16 @@ class VocabularyParallel(Part):
 
     Args:
         accumulate: accumulates the gradients of the weights.
-        recompute_logits: whether T computes the logits again, or S keeps them for it.
+        divided: says whether T computes the logits again, or S keeps them for it; None without such passes.
 
     Attributes:
         saved: notes what S saves for T.
     """
 
-    def __init__(self, accumulate: GradAccumulator, recompute_logits: bool) -> None:
+    def __init__(self, accumulate: GradAccumulator, divided: Divided | None) -> None:
         self._accumulate = accumulate
-        self._logits: Logits = RecomputedLogits() if recompute_logits else KeptLogits()
+        recomputes = divided is not None and divided.recompute_logits
+        self._logits: Logits = RecomputedLogits() if recomputes else KeptLogits()
         self.saved = SavedForT()
 
     def stages(self, iteration: IterationFacts, chunks: Sequence[StageParts]) -> Mapping[int, Stage]:

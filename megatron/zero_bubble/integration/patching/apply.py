@@ -333,8 +333,7 @@ def _pipeline(
         passes = Recorder(select("auto"))
         observers = (Measured(passes, planners), *observers, passes)
     rollback = ROLLBACKS[setup.step.rollback] if isinstance(setup.step, Validated) else None
-    recomputes = setup.vocabulary is not None and setup.vocabulary.recompute_logits
-    options = Options(timeout, setup.messages.receives, config.ctas, recomputes, rollback, config.choices)
+    options = Options(timeout, setup, rollback, config.choices)
     measures = memory if config.measure_memory or planners else None
     return Pipeline(make, [*parts, *more], observers, measures, options, _accumulator(config), said)
 

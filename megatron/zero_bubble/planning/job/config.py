@@ -155,7 +155,7 @@ class ZeroBubbleConfig:
     @property
     def ctas(self) -> Ctas:
         """The CTAs of NCCL for messages and for collectives."""
-        return Ctas(self.setup.messages.ctas, self.setup.messages.collective_ctas)
+        return self.setup.messages.nccl
 
     def selection(self, source: ScheduleSource) -> MoveSelection | None:
         """How to select what leaves the device between forward and backward; None if nothing does."""
