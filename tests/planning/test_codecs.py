@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,18 @@ from megatron.zero_bubble.core.schedules import SCHEDULES, ZB_AUTO
 from megatron.zero_bubble.planning.codecs import Medium, difference, parse, spell, speller
 from megatron.zero_bubble.planning.job.flags import parse_ours
 from megatron.zero_bubble.planning.job.rules import Job, refused
-from megatron.zero_bubble.planning.setup import Cuts, Divided, Given, Named, Offload, Searched, Setup, Validated
+from megatron.zero_bubble.planning.setup import (
+    Cuts,
+    Divided,
+    Given,
+    Messages,
+    Named,
+    Offload,
+    Searched,
+    Setup,
+    Shards,
+    Validated,
+)
 from megatron.zero_bubble.planning.values import ROWS
 
 CASES = settings(max_examples=300, deadline=None, database=None)
@@ -49,15 +60,23 @@ FRACTIONS = st.integers(1, 99).map(lambda percent: percent / 100)
 ENDS = st.sets(st.integers(1, 9999), min_size=2).map(lambda ends: ",".join(map(str, sorted(ends))))
 
 
-def orders(of: Callable[[str], str], name: str) -> st.SearchStrategy[Flags]:
-    by_name = words(always(of("schedule"), st.sampled_from(list(SCHEDULES))), flag(of("num-chunks"), COUNTS))
+def orders(of: Callable[[str], str], *only_jobs: st.SearchStrategy[Flags]) -> st.SearchStrategy[Flags]:
+    """Schedules by name, searches and files; for jobs, a search has one more flag."""
+    by_name = words(
+        always(of("schedule"), st.sampled_from(list(SCHEDULES))),
+        flag(of("num-chunks"), COUNTS),
+        flag(of("memory-limit"), LIMITS),
+    )
     searched = words(
         always(of("schedule"), st.just(ZB_AUTO)),
         flag(of("placement"), PLACEMENTS),
         flag(of("num-chunks"), COUNTS),
         flag(of("memory-limit"), LIMITS),
+        *only_jobs,
     )
-    return st.one_of(st.just([]), by_name, searched, always(of(name), st.sampled_from(("plan.json", "a b/x.json"))))
+    return st.one_of(
+        st.just([]), by_name, searched, always(of("schedule-file"), st.sampled_from(("plan.json", "a b/x.json")))
+    )
 
 
 def zb(name: str) -> str:
@@ -65,7 +84,7 @@ def zb(name: str) -> str:
 
 
 OF_JOBS = words(
-    orders(zb, "schedule-file"),
+    orders(zb, flag(zb("keep-faster"))),
     flag(zb("unit-microbatches"), st.one_of(COUNTS, st.just("auto"))),
     st.one_of(
         refined(flag(zb("num-slices"), COUNTS), flag(zb("attention-share"), FRACTIONS)),
@@ -92,7 +111,7 @@ OF_JOBS = words(
     flag("--seq-length", COUNTS),
 )  # fmt: skip
 OF_PLANS = words(
-    orders(lambda name: f"--{name}", "schedule-file"),
+    orders("--{}".format),
     flag("--unit-microbatches", st.one_of(COUNTS, st.just("auto"))),
     flag("--num-slices", st.one_of(COUNTS, st.just("auto"))),
     flag("--slice-cuts", st.sampled_from(("even", "balanced", "0.25,0.625,1"))),
@@ -142,15 +161,19 @@ def test_a_difference_turns_one_job_into_another(one: Flags, other: Flags) -> No
 
 
 def test_every_decision_has_a_place() -> None:
+    sections = {
+        "order": (Named, Searched, Given),
+        "cuts": (Cuts,),
+        "vocabulary": (Divided,),
+        "offload": (Offload,),
+        "shards": (Shards,),
+        "step": (Validated,),
+        "messages": (Messages,),
+    }
     for row in ROWS:
         top, _, leaf = row.path.partition(".")
-        assert top in {field.name for field in fields(Setup)}, row.name
-        kinds = {"order": (Named, Searched, Given), "cuts": (Cuts,), "step": (Validated,)}
-        found = kinds.get(top) or tuple(
-            kind for kind in (Divided, Offload, type(Setup().messages)) if top in kind.__name__.lower()
-        )
-        if leaf and found:
-            assert any(leaf in {field.name for field in fields(kind)} for kind in found if is_dataclass(kind)), row.name
+        assert hasattr(Setup(), top), row.name
+        assert not leaf or any(leaf in {field.name for field in fields(kind)} for kind in sections[top]), row.name
 
 
 @pytest.mark.parametrize(

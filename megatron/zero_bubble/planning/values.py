@@ -14,7 +14,7 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.schedules import ZB_AUTO
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
-from megatron.zero_bubble.planning.decision import Decision
+from megatron.zero_bubble.planning.decision import AUTO_UNIT, Decision
 from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT
 from megatron.zero_bubble.planning.rule import Spell
 from megatron.zero_bubble.planning.setup import (
@@ -39,7 +39,9 @@ _SECTIONS: dict[str, type[Any]] = {"vocabulary": Divided, "offload": Offload, "s
 """The classes of the fields whose decisions all have a place of their own."""
 _ALWAYS = ("messages",)
 """Those of them that are never None."""
-_ALGORITHMS: dict[object, Algorithm | None] = {"off": None, "1": 1, "2": 2}
+_ALGORITHMS: dict[object, Algorithm] = {"1": 1, "2": 2}
+_OPEN = {"vocabulary": "off", "layout": "even", "unit_microbatches": AUTO_UNIT}
+"""Values that choose nothing."""
 _NEITHER = ("slices", "schedule", "schedule_file", "num_slices", "slice_ends", "attention_share", "exact", "fuse_wgrad")
 """Decisions of which several make one field."""
 
@@ -55,18 +57,18 @@ def setup_of(values: Mapping[str, Any], spelled: Spell, of_plan: bool = False) -
         UserError: a decision that needs another one, which is missing.
     """
     known = {name: value for name, value in values.items() if value is not None and value is not False}
+    known = {name: value for name, value in known.items() if value != _OPEN.get(name)}
     if (algorithm := known.get("vocabulary")) in _ALGORITHMS:
         known["vocabulary"] = _ALGORITHMS[algorithm]
-    return Setup(
-        order=_order(known, spelled),
-        unit=known.get("unit_microbatches") or None,
-        cuts=(_cuts_of_plan if of_plan else _cuts)(known),
-        layout=None if known.get("layout") == "even" else known.get("layout"),
-        pairs=bool(known.get("overlap_experts")),
-        step=Validated(known.get("rollback", "exact")) if known.get("post_validation") else Synchronous(),
-        exact=bool(known.get("exact")) or values.get("fuse_wgrad") is False,
+    made: dict[str, Any] = {
+        "order": _order(known, spelled),
+        "cuts": (_cuts_of_plan if of_plan else _cuts)(known),
+        "step": Validated(known.get("rollback", "exact")) if known.get("post_validation") else Synchronous(),
+        "exact": bool(known.get("exact")) or values.get("fuse_wgrad") is False,
         **{top: _section(top, known, spelled) for top in _SECTIONS},
-    )
+    }
+    rows = (row for row in ROWS if row.name in known and row.path.partition(".")[0] not in made)
+    return Setup(**made, **{row.path: known[row.name] for row in rows})
 
 
 def values_of(setup: Setup) -> dict[str, Any]:
