@@ -1,0 +1,35 @@
+"""What ``advise`` says of the published recipes must not change unnoticed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_advise import Capture, advice, job_of
+from tests.helpers.recipes import RECIPES
+
+STORED = Path(__file__).parents[2] / "tests/golden/advice.json"
+SLOW = ("256 GB200", "256 B300", "256 H100", "32 GB200")
+"""How the names of recipes end whose plans take longer than some seconds."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name.endswith(SLOW) else ()) for name in RECIPES]
+)
+def test_recipes_are_advised_as_before(capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """``UPDATE_GOLDEN=1`` rewrites the advice; then say in the commit why it is better."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    flags, own = job_of(name)
+    found, key = advice(capsys, flags, *own, "--quick"), f"{name}, --quick"
+    stored = json.loads(STORED.read_text()) if STORED.exists() else {}
+    if os.environ.get("UPDATE_GOLDEN"):
+        stored[key] = found
+        STORED.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
+    assert found == stored.get(key)
+
+
+def test_every_stored_advice_is_asked() -> None:
+    assert set(json.loads(STORED.read_text())) == {f"{name}, --quick" for name in RECIPES}
