@@ -74,6 +74,7 @@ class ScheduleSource:
         vocabulary: the algorithm of vocabulary parallelism that all its schedules have; None without it.
         moves: what moves to host memory between forward and backward by the schedule file.
         overlaps: whether the all-to-all of experts runs beneath computation.
+        slices: the cuts of sequences.
     """
 
     name: str
@@ -82,6 +83,7 @@ class ScheduleSource:
     vocabulary: Algorithm | None = None
     moves: tuple[Move, ...] = ()
     overlaps: bool = False
+    slices: Slices = WHOLE
 
     @classmethod
     def of(cls, setup: Setup, num_ranks: int, costs: CostsFile | None = None, fused: bool = False) -> ScheduleSource:
@@ -108,7 +110,8 @@ class ScheduleSource:
     def of_plan(cls, path: str, plan: PlanFile) -> ScheduleSource:
         """The schedule of a plan that was read from ``path``, and what it moves."""
         schedule = plan.schedule
-        return cls(path, schedule.placement, lambda _: schedule, plan.vocabulary, plan.moves, schedule.overlaps)
+        own = plan.vocabulary, plan.moves, schedule.overlaps, schedule.slices
+        return cls(path, schedule.placement, lambda _: schedule, *own)
 
 
 def _named(setup: Setup, order: Named, num_ranks: int, costs: CostsFile | None) -> ScheduleSource:
@@ -118,7 +121,7 @@ def _named(setup: Setup, order: Named, num_ranks: int, costs: CostsFile | None) 
     """
     known = recipe(order.name)
     chunks = None if order.stages == "auto" else order.stages
-    placement = known.placement(num_ranks, known.num_chunks(chunks))
+    placement, slices = known.placement(num_ranks, known.num_chunks(chunks)), known.slices(slices_of(setup.cuts))
 
     def build_units(num_microbatches: int, unit: int | None = setup.unit) -> Schedule:
         schedule = build(
@@ -139,10 +142,10 @@ def _named(setup: Setup, order: Named, num_ranks: int, costs: CostsFile | None) 
         choice = UnitChoice(order.limit, costs, None if whole == "auto" else whole)
         make = functools.cache(functools.partial(_with_units, build_units, num_ranks, choice))
     if setup.vocabulary is None:
-        return ScheduleSource(known.name, placement, make, overlaps=setup.pairs)
+        return ScheduleSource(known.name, placement, make, overlaps=setup.pairs, slices=slices)
     algorithm = _algorithm(setup)
     divided = functools.cache(lambda count: _with_vocabulary(make(count), algorithm))
-    return ScheduleSource(known.name, placement, divided, algorithm)
+    return ScheduleSource(known.name, placement, divided, algorithm, slices=slices)
 
 
 def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> ScheduleSource:
@@ -180,10 +183,11 @@ def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> S
     if is_divided:
         whole = make
         make = functools.cache(lambda count: fused_but_last(whole(count))) if fused else make
-        return ScheduleSource(ZB_AUTO, on, make, _algorithm(setup))
+        return ScheduleSource(ZB_AUTO, on, make, _algorithm(setup), slices=slices)
     make = functools.partial(_within, order.limit or DEFAULT_LIMIT, slices, make)
     runs = Feasibility(ONE_QUEUE, setup.messages.receives)
-    return ScheduleSource(ZB_AUTO, on, functools.cache(functools.partial(_that_runs, runs, slices, fused, make)))
+    make = functools.cache(functools.partial(_that_runs, runs, slices, fused, make))
+    return ScheduleSource(ZB_AUTO, on, make, slices=slices)
 
 
 def _algorithm(setup: Setup) -> Algorithm:

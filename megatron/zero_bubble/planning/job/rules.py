@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Schedule, Slices
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan.shard import check_chunks
+from megatron.zero_bubble.core.schedules import has_units
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS, refuse_excluded
 from megatron.zero_bubble.planning.job.balance import length_cost
 from megatron.zero_bubble.planning.job.effects import EFFECTS
@@ -108,18 +108,16 @@ def check_schedule(
     if options.zero_bubble_balance_microbatches:
         check(OPTIONS, {"balance_microbatches": True}, job)
         length_cost(options, job, None)
-    if options.zero_bubble_memory_limit or options.zero_bubble_costs:  # the units of any batch size may be too large
+    if has_units(source.name):  # those of any batch size may be too large for the memory limit
         for count in counts:
             source.make(count)
     check_optimizer(options, job)
-    schedule = source.make(counts[0])
-    check_slices(schedule.slices, options.zero_bubble_slice_ends, job)
+    check_slices(source.slices, options.zero_bubble_slice_ends, job)
     if options.zero_bubble_shard_weights:
         check_shards(job)
-        check_chunks(schedule.placement)
-    divides = algorithm_of(schedule) is not None
-    more = {"vocabulary": divides, "pairs": schedule.overlaps}
-    check_options(job, num_slices=len(schedule.slices), **more, choices=given(options))
+        check_chunks(source.placement)
+    more = {"vocabulary": source.vocabulary is not None, "pairs": source.overlaps}
+    check_options(job, num_slices=len(source.slices), **more, choices=given(options))
     if options.zero_bubble_record_costs and any(source.make(count).fused for count in counts):
         raise UserError(
             "--zero-bubble-record-costs needs a schedule that splits every backward into B and W, got "
