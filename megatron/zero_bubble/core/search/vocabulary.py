@@ -14,9 +14,9 @@ kept; their real durations decide the times.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 
 from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.analysis.score import excess, length_ms
@@ -48,15 +48,24 @@ def with_vocabulary(
     Raises:
         UserError: for slices, or if stage r is not on rank r.
     """
+    (made,) = _with_lags(schedule, clock, algorithm, delay, (lag,))
+    return made
+
+
+def _with_lags(
+    schedule: Schedule, clock: PassCosts, algorithm: Algorithm, delay: bool, lags: Sequence[float]
+) -> Iterator[Schedule]:
+    """Yield what ``with_vocabulary`` returns for each lag."""
     made = replace(schedule, name=f"{schedule.name} (vocabulary {algorithm})", make_flow=FLOWS[algorithm])
     flow = made.flow
     assert isinstance(flow, Vocabulary)
     timeline = simulate(schedule if delay else forwards_ahead(schedule, flow.barriers), _positive(clock))
     # The time after which the steady state repeats is the work of the busiest rank per microbatch.
     period = timeline.busy_ms / schedule.num_microbatches
-    clock_ms = _Clock(timeline, period, flow, lag * period, flow.barriers * period if delay else 0.0)
-    rows = tuple(tuple(p for *_, p in sorted(clock_ms.row(rank))) for rank in range(schedule.num_ranks))
-    return replace(made, order=rows)
+    for lag in lags:
+        clock_ms = _Clock(timeline, period, flow, lag * period, flow.barriers * period if delay else 0.0)
+        rows = tuple(tuple(p for *_, p in sorted(clock_ms.row(rank))) for rank in range(schedule.num_ranks))
+        yield replace(made, order=rows)
 
 
 def best_with_vocabulary(
@@ -74,10 +83,9 @@ def best_with_vocabulary(
     """
     even = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0)
     ways = (False, True) if schedule.num_stages == schedule.num_ranks else (True,)
-    found = [
-        simulate(with_vocabulary(schedule, clock, algorithm, lag, delay), costs, memory)
-        for delay, clock, lag in product(ways, (costs, even), _LAGS)
-    ]
+    made = (_with_lags(schedule, clock, algorithm, delay, _LAGS) for delay, clock in product(ways, (costs, even)))
+    orders = dict.fromkeys(chain.from_iterable(made))  # several ways may lead to one order
+    found = [simulate(order, costs, memory) for order in orders]
     return min(found, key=lambda timeline: _rank(timeline, memory, objective, limit))
 
 
