@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from megatron.zero_bubble.cli.choices import choices_of, choices_of_files
 from megatron.zero_bubble.cli.divisions import division_text
@@ -19,7 +20,7 @@ from megatron.zero_bubble.cli.shards import add_shards, replicas_of, shard_summa
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.core.costs.units import parse_memory_limit, refuse_huge
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.formats.plan import PlanFile, read_plan_file
 from megatron.zero_bubble.core.formats.torch_csv import plan_to_csv, schedule_to_csv
 from megatron.zero_bubble.core.ir import Schedule
@@ -274,10 +275,9 @@ def _figures_of(options: argparse.Namespace, planned: PlanFile | None) -> Figure
 
 def _remarks(planned: PlanFile) -> Iterator[str]:
     """Say what a run would refuse about a valid schedule, and what else than the schedule it would take."""
-    try:
-        check_trainable(planned.schedule)
-    except UserError as error:
-        yield f"A run would refuse this schedule: {error}."
+    refused = attempted(partial(check_trainable, planned.schedule))
+    if isinstance(refused, Refusal):
+        yield f"A run would refuse this schedule: {refused.reason}."
     others = {"layout": planned.layout, "moves": planned.moves, "sharded units": planned.sharding}
     if left := [name for name, other in {**others, "recomputed logits": planned.recompute_logits}.items() if other]:
         yield f"Only the schedule of the file is planned here; a run also takes its {', '.join(left)}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 
 from megatron.zero_bubble.cli.job_figures import job_figures
 from megatron.zero_bubble.cli.links import given_links, links_of, with_transfers
@@ -11,7 +12,7 @@ from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
 from megatron.zero_bubble.cli.rank_groups import RankGroups
 from megatron.zero_bubble.core.analysis.score import length_ms, within
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import Refusal, attempted
 from megatron.zero_bubble.core.formats.layout import job_layers
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.plan.timelines import timeline_of
@@ -44,22 +45,31 @@ def against_stock(
         timeline: the job's schedule with these figures.
         objective: what an iteration takes under it: its span with post-validation, else its makespan.
     """
-    try:
-        args = _without_our_flags(options, job)
-        figures = costs if options.costs is not None else _estimated(options, args)  # a file may be a pipe
-        schedule = stock_schedule(args, costs.num_ranks, costs.num_microbatches)
-        stock_ms = timeline_of(schedule, *figures.on(schedule.placement)).makespan_ms
-    except UserError as error:
-        return f"Without the zero-bubble flags, the job does not run: {error}"
+    without = attempted(partial(_stock, options, job, costs))
+    if isinstance(without, Refusal):
+        return f"Without the zero-bubble flags, the job does not run: {without.reason}"
+    schedule, stock_ms = without.schedule, without.makespan_ms
     own, own_ms = timeline.schedule, length_ms(timeline, objective)
-    chunks = args.virtual_pipeline_model_parallel_size
-    stock = schedule.name + (f" with {chunks} stages per rank" if chunks else "")
+    chunks = schedule.num_stages // schedule.num_ranks
+    stock = schedule.name + (f" with {chunks} stages per rank" if chunks > 1 else "")
     # Measured stages are divided evenly into finer ones, though a layer cannot be divided.
     least = "at least " if options.costs is not None and schedule.num_stages > own.num_stages else ""
     than = f"{abs(own_ms / stock_ms - 1):.1%} {'less' if own_ms < stock_ms else 'more'} time"
     if within(own_ms, stock_ms) and within(stock_ms, own_ms):
         than = "as long"
     return f"Without the zero-bubble flags, Megatron runs {stock}: {least}{stock_ms:,.1f} ms; {own.name} takes {than}."
+
+
+def _stock(options: argparse.Namespace, job: Sequence[str], costs: Figures) -> Timeline:
+    """Megatron's own schedule for the same job.
+
+    Raises:
+        UserError: the job does not run under it.
+    """
+    args = _without_our_flags(options, job)
+    figures = costs if options.costs is not None else _estimated(options, args)  # a file may be a pipe
+    schedule = stock_schedule(args, costs.num_ranks, costs.num_microbatches)
+    return timeline_of(schedule, *figures.on(schedule.placement))
 
 
 def _without_our_flags(options: argparse.Namespace, job: Sequence[str]) -> argparse.Namespace:

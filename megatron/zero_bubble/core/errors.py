@@ -1,8 +1,12 @@
-"""Exceptions that more than one layer of this package uses."""
+"""Exceptions that more than one layer of this package uses, and refusals as values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class UserError(ValueError):
@@ -21,6 +25,27 @@ class UserError(ValueError):
 
 class PlanError(UserError):
     """A plan that could deadlock or lose data; the message names the waiting rank and what it waits for."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why something is refused, as a value, where another choice is made then.
+
+    Attributes:
+        reason: the rule, the values and the remedy.
+        is_of_plan: whether only a plan is refused, which another run could have.
+    """
+
+    reason: str
+    is_of_plan: bool = False
+
+
+def attempted(make: Callable[[], T]) -> T | Refusal:
+    """Return what ``make`` returns, or why it refuses."""
+    try:
+        return make()
+    except UserError as error:
+        return Refusal(str(error), isinstance(error, PlanError))
 
 
 class PeerError(RuntimeError):

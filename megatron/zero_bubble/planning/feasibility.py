@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron.zero_bubble.core.analysis.memory import host_peaks
 from megatron.zero_bubble.core.analysis.score import within
 from megatron.zero_bubble.core.analysis.validate import validate
 from megatron.zero_bubble.core.costs import PassMemory
 from megatron.zero_bubble.core.costs.units import format_bytes
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.core.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
@@ -96,11 +97,8 @@ class Feasibility:
         memory: PassMemory | None = None,
     ) -> str | None:
         """Why a schedule cannot run, in one sentence; None if it can. The arguments are those of ``check``."""
-        try:
-            self.check(schedule, moves, sharding, memory)
-        except UserError as error:
-            return str(error).splitlines()[0]
-        return None
+        refused = attempted(partial(self.check, schedule, moves, sharding, memory))
+        return refused.reason.splitlines()[0] if isinstance(refused, Refusal) else None
 
 
 ANY_RUN = Feasibility()

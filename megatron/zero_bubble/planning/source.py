@@ -14,7 +14,7 @@ from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.units import parse_memory_limit
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import WHOLE, Kind, Pass, Placement, Schedule, Slices
@@ -267,6 +267,7 @@ def _planned_units(
     return found.timeline.schedule
 
 
+@functools.cache
 def _with_vocabulary(schedule: Schedule, algorithm: Algorithm) -> Schedule:
     """Insert the passes of vocabulary parallelism as is best for passes of equal length."""
     memory = PassMemory.uniform(schedule.placement)
@@ -304,10 +305,8 @@ def _within(limit: str, slices: Slices, make: Callable[[int], Schedule], num_mic
     most = _even_figures(on.num_ranks, num_microbatches).limit(limit)
     if within(max(peaks_in_order(schedule, PassMemory.uniform(on))), most):
         return schedule
-    try:
-        return _searched(on, slices, num_microbatches, most)
-    except UserError:  # not even one microbatch fits
-        return schedule
+    shorter = attempted(functools.partial(_searched, on, slices, num_microbatches, most))
+    return schedule if isinstance(shorter, Refusal) else shorter  # not even one microbatch fits
 
 
 def _that_runs(
@@ -320,10 +319,10 @@ def _that_runs(
     found = first
     while runs.refusal(own := fused_but_last(found) if fused else found) is not None:
         limit = LESS_MEMORY * min(limit, max(peaks_in_order(found, PassMemory.uniform(found.placement))))
-        try:
-            found = _searched(found.placement, slices, num_microbatches, limit)
-        except UserError:
+        less = attempted(functools.partial(_searched, found.placement, slices, num_microbatches, limit))
+        if isinstance(less, Refusal):
             return fused_but_last(first) if fused else first
+        found = less
     return own
 
 

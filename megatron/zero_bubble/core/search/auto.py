@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.analysis.score import is_less
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.core.search.evaluate import INFEASIBLE
@@ -123,14 +123,15 @@ def _figures_of(choices: Sequence[Placement], find: Callable[[Placement], Figure
         UserError: if none has.
     """
     found: dict[Placement, Figures] = {}
-    errors: list[UserError] = []
+    refused: list[Refusal] = []
     for on in choices:
-        try:
-            found[on] = find(on)
-        except UserError as error:
-            errors.append(error)
+        own = attempted(partial(find, on))
+        if isinstance(own, Refusal):
+            refused.append(own)
+        else:
+            found[on] = own
     if not found:
-        raise errors[0]
+        raise UserError(refused[0].reason)
     return found
 
 
