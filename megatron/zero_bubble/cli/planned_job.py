@@ -14,11 +14,10 @@ from megatron.zero_bubble.cli.job_schedule import job_answer, job_schedule
 from megatron.zero_bubble.cli.links import bandwidth_to_replicas, given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.core.analysis.memory import host_peaks
-from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.formats.layout import job_layers
-from megatron.zero_bubble.core.ir import Plan, Schedule
-from megatron.zero_bubble.core.plan import PostReceives, lower_training
+from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.plan import Additions, PostReceives, plan_without_messages
 from megatron.zero_bubble.core.plan.offload import MoveSelection
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.answer import Answer
@@ -83,14 +82,14 @@ def planned_job(
     made = job_answer(args, costs, costs.num_microbatches, runs)
     schedule = job_schedule(args, costs.num_ranks, costs.num_microbatches) if made is None else made.schedule
     select: MoveSelection | None = None if args.source is None else args.zero_bubble.selection(args.source)
-    plan = None if select is None else lower_training(schedule, moves=select(schedule))
+    added = Additions(moves=() if select is None else tuple(select(schedule)))
     if args.zero_bubble_shard_weights:
-        costs = _with_collectives(options, args, groups, costs)
-        costs, plan = _sharded(args, costs, schedule)
+        added = replace(added, sharding=args.zero_bubble.sharding(costs.num_ranks))
+        costs = _sharded(args, _with_collectives(options, args, groups, costs), schedule, added)
     figures = costs.on(args.placement)
     receives: PostReceives = args.zero_bubble.post_receives if has_schedule(args) else "early"
-    timeline = timeline_of(schedule, *figures) if plan is None else simulate(plan, *figures)
-    host = None if select is None or plan is None else host_peaks(plan, costs.on(args.placement)[1])
+    timeline = timeline_of(schedule, *figures, added)
+    host = None if select is None else host_peaks(plan_without_messages(schedule, added), figures[1])
     return PlannedJob(layers, groups, costs, made, timeline, _memory(timeline, costs, receives), host, proved)
 
 
@@ -119,10 +118,10 @@ def _with_collectives(
     return replace(own, notes=(*own.notes, note))
 
 
-def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule) -> tuple[Figures, Plan]:
-    """Return the figures with the memory that sharded units take, and the plan with their ops."""
-    sharding, replicas = args.zero_bubble.sharding(costs.num_ranks), args.data_parallel_size
-    plan = lower_training(schedule, sharding=sharding)
+def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule, added: Additions) -> Figures:
+    """Return the figures with the memory that sharded units take."""
+    sharding, replicas = added.sharding, args.data_parallel_size
+    assert sharding is not None, "weights are sharded"
     units = of_schedule(costs, schedule, sharding, replicas)
     sent = "" if units.traffic is None else f", {max(units.traffic) / _GIB:.3g} GiB sent to {replicas - 1} replicas"
     note = f"Sharded units, {sharding.open_chunks} whole stages per rank: {max(units.gathers)} gathers and "
@@ -130,8 +129,8 @@ def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule) -> tu
     notes = (note, *(() if units.lane_ms else (_COLLECTIVES,)))
     own = replace(costs, notes=(*costs.notes, *notes))
     if units.static is None or costs.weights is None:
-        return own, plan
-    return replace(own, weights=PlannedWeights(units.static, costs.weights), counts_weights=True), plan
+        return own
+    return replace(own, weights=PlannedWeights(units.static, costs.weights), counts_weights=True)
 
 
 def _memory(timeline: Timeline, costs: Figures, post_receives: PostReceives) -> RankMemory:

@@ -21,7 +21,7 @@ from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, attempt, best
 from megatron.zero_bubble.planning.source import ZB_AUTO
 
-CHOOSERS: tuple[Chooser, ...] = (shards, offload, layout, vocabulary, slices, schedules)
+CHOOSERS: tuple[Chooser, ...] = (offload, shards, layout, vocabulary, slices, schedules)
 """Who chooses what, in this order: a chooser sees what those after it offer for each of its values."""
 
 
@@ -75,7 +75,7 @@ def answer(question: Question, choosers: Sequence[Chooser] = CHOOSERS) -> Answer
     started = time.perf_counter()
     found, within = _found(question, _asking(choosers))
     own, seconds = found.offer, time.perf_counter() - started
-    offered = own.schedule, own.costs, own.layouts, own.offloaded, own.shards
+    offered = own.schedule, own.costs, own.layouts, own.offloaded, own.shards, own.simulated
     return Answer(*offered, question=question, dropped=found.dropped, seconds=seconds, within=within)
 
 
@@ -112,10 +112,9 @@ def _found(question: Question, ask: Ask) -> tuple[Best[Offer], float | None]:
 
 def refusal_of(offer: Offer, runs: Feasibility) -> str | None:
     """Why a plan cannot run; None if it can."""
-    moves = None if offer.offloaded is None else offer.offloaded.moves
-    sharding = None if offer.shards is None else offer.shards.sharding
+    moves = None if offer.offloaded is None else offer.added.moves
     memory = offer.costs.on(offer.schedule.placement)[1] if offer.costs.in_bytes else None
-    return runs.refusal(offer.schedule, moves, sharding, memory)
+    return runs.refusal(offer.schedule, moves, offer.added.sharding, memory)
 
 
 def _asking(choosers: Sequence[Chooser]) -> Ask:

@@ -22,7 +22,7 @@ from megatron.zero_bubble.planning.layouts import lay_out
 from megatron.zero_bubble.planning.offer import Ask, Offer, score
 from megatron.zero_bubble.planning.offload import plan_offload
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search, with_units
-from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, Score, attempt, best
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.source import ZB_AUTO
@@ -44,7 +44,7 @@ def shards(question: Question, ask: Ask) -> Offers:
 
     makers = [partial(make, chunks) for chunks in question.num_chunks]
     plan = plan_shards(question.costs, makers, question.has_units, question.shards)
-    yield Offer(plan.timeline.schedule, question.costs, shards=plan)
+    yield Offer(plan.timeline.schedule, question.costs, shards=plan, simulated=plan.timeline)
 
 
 def offload(question: Question, ask: Ask) -> Offers:
@@ -62,7 +62,8 @@ def offload(question: Question, ask: Ask) -> Offers:
     seen: set[Timeline] = set()
     for limit in moving.limits:
         known = question.schedule == ZB_AUTO and question.slices is None and limit == moving.limits[0]
-        asked = replace(question, offload=None, limit=limit, known=known)
+        sharding = None if question.shards is None else question.shards.within(limit)
+        asked = replace(question, offload=None, limit=limit, known=known, shards=sharding)
         where = "" if limit is None else f" within {question.costs.show(limit)}"
         for offer in attempt(f"{question.schedule or 'a schedule'}{where}, before offloading,", partial(ask, asked)):
             if isinstance(offer, DroppedVariant):
@@ -74,10 +75,19 @@ def offload(question: Question, ask: Ask) -> Offers:
             if before in seen or length_ms(before, question.objective) > enough_ms:
                 continue
             seen.add(before)
-            on = moving.on(offer.costs).on(before.schedule.placement)
-            moved = replace(offer, offloaded=plan_offload(before, *on, moving.choice, moving.limit, moving.host))
+            moved = _moved(question, moving, offer)
             least = min(filter(None, (least, score(question, moved))))
             yield moved
+
+
+def _moved(question: Question, moving: Offloading, offer: Offer) -> Offer:
+    """The offer with what moves; of a limit that includes weights, activations have the rest."""
+    costs, memory = moving.on(offer.costs).on(offer.schedule.placement)
+    counts_weights = question.shards is not None and question.shards.counts_weights
+    limit = moving.limit if moving.limit is None or not counts_weights else moving.limit - offer.static
+    found = plan_offload(offer.timeline, costs, memory, moving.choice, limit, moving.host, offer.added)
+    units = None if offer.shards is None else offer.shards.on(found.timeline, memory)
+    return replace(offer, offloaded=found, shards=units, simulated=found.timeline)
 
 
 def search_limits(costs: Figures, limit: float, vocabulary: bool = False) -> tuple[float, ...]:
@@ -121,7 +131,7 @@ def layout(question: Question, ask: Ask) -> Offers:
         search = fitting_search(str(question.schedule), objective)
     plan = lay_out(costs, choices, make, limit, objective, search)
     yield from plan.dropped
-    yield Offer(plan.best.schedule, plan.best.costs, plan)
+    yield Offer(plan.best.schedule, plan.best.costs, plan, simulated=plan.best.timeline)
 
 
 def vocabulary(question: Question, ask: Ask) -> Offers:

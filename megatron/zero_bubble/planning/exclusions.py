@@ -76,7 +76,6 @@ EXCLUSIONS = (
         SHARDS, PLANS, False, "units need a schedule that is known beforehand", "give another schedule, such as zero-pp"
     ),
     Rule(SHARDS, POST_VALIDATION, False, "a rank that undoes a step would stop between the collectives of its units"),
-    Rule(SHARDS, OFFLOAD, False, "this version does not plan copies next to collectives"),
     Rule(SHARDS, VOCABULARY, False, "this version does not shard a rank's part of the vocabulary"),
     Rule(SHARDS, LAYOUT, False, "layouts are compared without the collectives of units"),
     Rule(LAYOUT, VOCABULARY, False, "layouts are compared without the passes of the vocabulary"),

@@ -17,7 +17,7 @@ from megatron.zero_bubble.core.costs.units import format_bytes
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
-from megatron.zero_bubble.core.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
+from megatron.zero_bubble.core.plan import Additions, PostReceives, plan_of, plan_of_evaluation, prove_for_queues
 from megatron.zero_bubble.core.plan.nccl import Ctas, collective_ctas
 from megatron.zero_bubble.core.plan.offload import Move, select_longest
 from megatron.zero_bubble.core.plan.shard import Sharding
@@ -72,8 +72,8 @@ class Feasibility:
         validate(schedule)
         if moves is None:
             moves = select_longest(schedule, self.moved) if self.moved else ()
-        training = lower_training(schedule, self.post_receives, self.post_validation, moves, sharding)
-        evaluation = lower_forward_only(schedule, self.post_receives, sharding)
+        added = Additions(self.post_receives, self.post_validation, tuple(moves), sharding)
+        training, evaluation = plan_of(schedule, added), plan_of_evaluation(schedule, added)
         if self.queues is not None:
             collective_ctas(self.ctas, training, self.num_multiprocessors)
             for plan in (training, evaluation):

@@ -9,6 +9,7 @@ from functools import cached_property
 from megatron.zero_bubble.core.analysis.score import excess, length_ms
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.plan import Additions
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan
@@ -27,6 +28,7 @@ class Offer:
         layouts: the layers per stage, and the layouts that they are compared with; None if they were given.
         offloaded: what moves to host memory; None if nothing may move.
         shards: the sharded units; None for whole weights.
+        simulated: the timeline of its plan, where it is known.
     """
 
     schedule: Schedule
@@ -34,14 +36,25 @@ class Offer:
     layouts: LayoutPlan | None = None
     offloaded: OffloadPlan | None = None
     shards: ShardPlan | None = None
+    simulated: Timeline | None = None
+
+    @property
+    def added(self) -> Additions:
+        """What its plan has in addition to the passes."""
+        moves = () if self.offloaded is None else self.offloaded.moves
+        return Additions(moves=moves, sharding=None if self.shards is None else self.shards.sharding)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The timeline as it runs: with the copies, or the collectives of sharded units."""
-        made = self.offloaded or self.shards or (None if self.layouts is None else self.layouts.best)
-        if made is not None:
-            return made.timeline
-        return timeline_of(self.schedule, *self.costs.on(self.schedule.placement))
+        """The timeline of its plan: with the copies, and the collectives of sharded units."""
+        if self.simulated is not None:
+            return self.simulated
+        return timeline_of(self.schedule, *self.costs.on(self.schedule.placement), self.added)
+
+    @property
+    def static(self) -> float:
+        """The most bytes of shards, and of weights and gradients that are whole at a time; 0 if unknown."""
+        return 0.0 if self.shards is None or self.shards.static is None else max(self.shards.static)
 
 
 Ask = Callable[[Question], Iterable[Offer | DroppedVariant]]
@@ -53,5 +66,7 @@ Chooser = Callable[[Question, Ask], Iterable[Offer | DroppedVariant]]
 def score(question: Question, offer: Offer) -> Score:
     """How good an offer is. Of plans with offloading that are equally long, the one with the lowest peak is better."""
     peak = peak_memory(offer.timeline, offer.costs) if question.limit is not None or offer.offloaded else 0.0
+    if question.shards is not None and question.shards.counts_weights:
+        peak += offer.static
     value = excess(peak, question.limit), length_ms(offer.timeline, question.objective)
     return value if offer.offloaded is None else (*value, peak)

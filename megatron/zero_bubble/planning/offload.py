@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.core.analysis.memory import host_peaks, most_kept
@@ -11,12 +11,10 @@ from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.analysis.undelayed import undelayed
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.core.ir.passes import F
-from megatron.zero_bubble.core.plan.collect import collect
-from megatron.zero_bubble.core.plan.offload import Move, offload, parse_share
-from megatron.zero_bubble.core.plan.prove import prove
+from megatron.zero_bubble.core.plan import NOTHING, Additions, plan_without_messages, prove
+from megatron.zero_bubble.core.plan.offload import Move, parse_share
 from megatron.zero_bubble.core.plan.select import Selection, pending_wgrads
 
 AUTO = "auto"
@@ -52,10 +50,10 @@ NO_LIMITS = HostLimits()
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """A schedule with offloading. Memory is in the unit of the costs.
+    """The figures of a plan with offloading. Memory is in the unit of the costs.
 
     Attributes:
-        timeline: the passes and the copies; its peaks are those of the device.
+        timeline: that of the plan; its peaks are those of the device.
         choice: what was requested, as in ``plan_offload``.
         moves: what moves.
         share: share of the forwards that move, over all ranks, from 0 to 1.
@@ -82,15 +80,17 @@ def plan_offload(
     choice: str = AUTO,
     limit: float | None = None,
     host: HostLimits = NO_LIMITS,
+    added: Additions = NOTHING,
 ) -> OffloadPlan:
     """Plan what moves, prove the result without messages, and simulate it.
 
     Args:
-        before: the schedule without offloading.
+        before: the plan without offloading.
         choice: ``auto`` for the least peak that delays nothing, or with ``limit``, for the shortest plan within it;
             ``all`` and ``N%`` for the least peak with at most this share of the forwards, also if that delays passes; a
             larger share raises the peak of no rank; ``none``.
         limit: device memory per rank. Ranks move no more than they need to.
+        added: what the plan has already.
 
     Raises:
         UserError: for another choice, or if ``costs`` lack the time of copies.
@@ -100,7 +100,7 @@ def plan_offload(
         check_copies(costs, choice)
     costs = replace(costs, host_ms=tuple(ms * host.ranks_per_link for ms in costs.host_ms))
     moves = _moves(before, costs, memory, choice, share, limit, host)
-    return _finished(choice, moves, before, costs, memory)
+    return _finished(choice, replace(added, moves=moves), before, costs, memory)
 
 
 def check_copies(costs: PassCosts, choice: str) -> None:
@@ -131,7 +131,8 @@ def _moves(
     moves = selection.moves(share, most, room, slower)
     if host.per_node is not None:
         wanted = moves if share == 1 else selection.moves(1.0, most, room, slower)
-        room = _shared(host_peaks(_bare(before.schedule, wanted), memory), host, room)
+        plan = plan_without_messages(before.schedule, Additions(moves=wanted))
+        room = _shared(host_peaks(plan, memory), host, room)
         moves = selection.moves(share, most, room, slower)
     return moves
 
@@ -169,10 +170,10 @@ def _shared(wanted: Sequence[float], host: HostLimits, room: Sequence[float] | N
 
 
 def _finished(
-    choice: str, moves: tuple[Move, ...], before: Timeline, costs: PassCosts, memory: PassMemory
+    choice: str, added: Additions, before: Timeline, costs: PassCosts, memory: PassMemory
 ) -> OffloadPlan:
-    schedule = before.schedule
-    plan = _bare(schedule, moves)
+    schedule, moves = before.schedule, added.moves
+    plan = plan_without_messages(schedule, added)
     timeline = undelayed(before, plan, costs, memory)
     if timeline is None:
         prove(plan)
@@ -188,7 +189,3 @@ def _finished(
         pending_wgrads(timeline, memory),
         timeline.makespan_ms - before.makespan_ms,
     )
-
-
-def _bare(schedule: Schedule, moves: Collection[Move]) -> Plan:
-    return offload(collect(Plan.bare(schedule)), moves)

@@ -12,7 +12,7 @@ from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.core.ir.sizes import check_size
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
-from megatron.zero_bubble.core.plan import PostReceives, lower_training
+from megatron.zero_bubble.core.plan import Additions, PostReceives, unproved_plan_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import SCHEDULES, build
 from megatron.zero_bubble.core.search.auto import fit, zb_auto
@@ -179,4 +179,4 @@ def message_memory(
     """Return the most bytes of each rank for messages that it sends and receives. What moves to host memory and what is
     gathered does not add any, because it does not post receives earlier.
     """
-    return tuple(peak * message_bytes for peak in message_peaks(lower_training(schedule, post_receives)))
+    return tuple(peak * message_bytes for peak in message_peaks(unproved_plan_of(schedule, Additions(post_receives))))

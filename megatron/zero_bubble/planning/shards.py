@@ -15,14 +15,12 @@ from megatron.zero_bubble.core.costs.static import StageBytes
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Op, Placement, Plan, Schedule
 from megatron.zero_bubble.core.ir.shards import Gather, Reduce
-from megatron.zero_bubble.core.plan.collect import collect
-from megatron.zero_bubble.core.plan.prove import prove
+from megatron.zero_bubble.core.plan import Additions, plan_without_messages, prove
 from megatron.zero_bubble.core.plan.shard import (
     DEFAULT_OPEN_CHUNKS,
     Sharding,
     check_chunks,
     most_whole,
-    shard,
     traffic_bytes,
 )
 from megatron.zero_bubble.planning.figures import Figures
@@ -46,6 +44,16 @@ class Replicas:
     limit: float = math.inf
     activation_limit: float = math.inf
 
+    @property
+    def counts_weights(self) -> bool:
+        """Whether the limit includes what is static."""
+        return self.limit < math.inf
+
+    def within(self, limit: float | None) -> Replicas:
+        """The same with another limit, or without any."""
+        other = math.inf if limit is None else limit
+        return replace(self, limit=other if self.counts_weights else math.inf, activation_limit=other)
+
     def admits(self, plan: ShardPlan) -> bool:
         """Whether a plan is within the limits."""
         return within(max(plan.peaks), self.limit) and within(max(plan.activations), self.activation_limit)
@@ -68,10 +76,10 @@ class Replicas:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """A schedule with sharded units.
+    """The figures of a plan with sharded units.
 
     Attributes:
-        timeline: the passes and the collectives.
+        timeline: that of the plan.
         sharding: how its chunks are sharded.
         replicas: the replicas over which they are.
         gathers, reductions: collectives per rank and iteration.
@@ -96,6 +104,10 @@ class ShardPlan:
         """The peak per rank of activations, and of static memory where its size is known, in the unit of the costs."""
         static = self.static or (0.0,) * len(self.activations)
         return tuple(map(sum, zip(self.activations, static, strict=True)))
+
+    def on(self, timeline: Timeline, memory: PassMemory) -> ShardPlan:
+        """The figures of the same units in a plan with more ops, which has another timeline."""
+        return replace(self, timeline=timeline, activations=most_kept(timeline, memory))
 
 
 def of_schedule(costs: Figures, schedule: Schedule, sharding: Sharding, replicas: int) -> ShardPlan:
@@ -129,7 +141,7 @@ def lowered(schedule: Schedule, sharding: Sharding) -> Plan:
         UserError: a schedule with one stage per rank.
     """
     check_chunks(schedule.placement)
-    return shard(collect(Plan.bare(schedule)), sharding)
+    return plan_without_messages(schedule, Additions(sharding=sharding))
 
 
 def lane_ms(plan: Plan, times: PassCosts) -> float:

@@ -1,12 +1,24 @@
 """Lower a schedule to the ops of each rank, with sends and receives, and prove them free of deadlock."""
 
 from megatron.zero_bubble.core.plan.communicate import PostReceives, communicate
-from megatron.zero_bubble.core.plan.lower import LoweringPass, lower, lower_forward_only, lower_training
+from megatron.zero_bubble.core.plan.lower import LoweringPass, lower
+from megatron.zero_bubble.core.plan.plan_of import (
+    NOTHING,
+    Additions,
+    lower_forward_only,
+    lower_training,
+    plan_of,
+    plan_of_evaluation,
+    plan_without_messages,
+    unproved_plan_of,
+)
 from megatron.zero_bubble.core.plan.post_validation import with_validation
 from megatron.zero_bubble.core.plan.prove import Queues, prove, prove_for_queues
 from megatron.zero_bubble.core.plan.unroll import alike
 
 __all__ = [
+    "NOTHING",
+    "Additions",
     "LoweringPass",
     "PostReceives",
     "Queues",
@@ -15,7 +27,11 @@ __all__ = [
     "lower",
     "lower_forward_only",
     "lower_training",
+    "plan_of",
+    "plan_of_evaluation",
+    "plan_without_messages",
     "prove",
     "prove_for_queues",
+    "unproved_plan_of",
     "with_validation",
 ]

@@ -5,17 +5,24 @@ from __future__ import annotations
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
-from megatron.zero_bubble.core.ir import Plan, Schedule
+from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.core.plan.collect import collect
+from megatron.zero_bubble.core.plan.plan_of import NOTHING, Additions, plan_without_messages
+from megatron.zero_bubble.core.plan.prove import prove
 from megatron.zero_bubble.core.search.timed import timed
 
 
-def timeline_of(schedule: Schedule, costs: PassCosts, memory: PassMemory | None = None) -> Timeline:
-    """The timeline of a schedule as it runs: the collectives of vocabulary parallelism take turns on their lanes.
+def timeline_of(
+    schedule: Schedule, costs: PassCosts, memory: PassMemory | None = None, added: Additions = NOTHING
+) -> Timeline:
+    """The timeline of a schedule as it runs: the collectives of vocabulary parallelism take turns on their lanes, and
+    copies and gathers have lanes of their own.
 
     Searches leave these waiting times out. Args and errors are those of ``simulate``.
     """
-    if algorithm_of(schedule) is None:
+    if not added.ops and algorithm_of(schedule) is None:
         return simulate(schedule, costs) if memory is None else timed(schedule, costs, memory)
-    return simulate(collect(Plan.bare(schedule)), costs, memory)
+    plan = plan_without_messages(schedule, added)
+    if added.ops:
+        prove(plan)
+    return simulate(plan, costs, memory)

@@ -17,10 +17,11 @@ from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan import (
+    Additions,
     LoweringPass,
     PostReceives,
-    lower_forward_only,
-    lower_training,
+    plan_of,
+    plan_of_evaluation,
     prove_for_queues,
 )
 from megatron.zero_bubble.engine.runtime.backends import queues_of_job
@@ -95,10 +96,9 @@ def lowered(
 ) -> Plan:
     """Validate a schedule and lower it to a plan of training, or of an evaluation."""
     validate(schedule)
-    more = [lowering.run for lowering in lowerings]
-    if forward_only:
-        return lower_forward_only(schedule, post_receives, more=more)
-    return lower_training(schedule, post_receives, post_validation, more=more)
+    of_parts = tuple(lowering.run for lowering in lowerings)
+    added = Additions(post_receives, post_validation, more=of_parts)
+    return plan_of_evaluation(schedule, added) if forward_only else plan_of(schedule, added)
 
 
 def chosen_by(schedule: Schedule) -> dict[str, Any]:
