@@ -20,7 +20,7 @@ from megatron.zero_bubble.core.analysis.memory import highest
 from megatron.zero_bubble.core.analysis.score import ROUNDING
 from megatron.zero_bubble.core.analysis.timeline import Span
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
-from megatron.zero_bubble.core.ir import Kind, Slices, Value
+from megatron.zero_bubble.core.ir import Kind, Pass, Slices, Value
 from megatron.zero_bubble.core.ir.flow import SAVED
 from megatron.zero_bubble.core.plan.offload import Lifespan, Move, lifespans
 
@@ -56,6 +56,18 @@ def intervals(row: Sequence[Span], costs: PassCosts, memory: PassMemory, slices:
             saved = Value(span.forward, SAVED)
             known[key] = costs.copy(saved, slices), memory.size(saved, slices)
         found.append(Interval(span, *known[key], row[span.end].start_ms - row[span.begin].end_ms))
+    return found
+
+
+def of_ops(row: Sequence[Span], pairs: Collection[Pass]) -> Sequence[Span]:
+    """The passes of a rank with the times between which their op runs: a copy starts and ends outside of a pair."""
+    if not pairs:
+        return row
+    found = list(row)
+    for place, (p, start_ms, _) in enumerate(row):
+        if p in pairs:
+            following, _, end_ms = row[place + 1]
+            found[place : place + 2] = Span(p, start_ms, end_ms), Span(following, start_ms, end_ms)
     return found
 
 

@@ -83,7 +83,9 @@ def lifespans(row: Sequence[Pass]) -> list[Lifespan]:
     return [Lifespan(p, place, ends[key]) for p, place, key in keys if key in ends]
 
 
-def select_longest(schedule: Schedule, share: float, out: int = 1, back: int = 1) -> tuple[Move, ...]:
+def select_longest(
+    schedule: Schedule, share: float, out: int | None = None, back: int | None = None
+) -> tuple[Move, ...]:
     """Select ``share`` of the forwards of each rank, longest lifespan first.
 
     Stages are taken as a whole, in the order of their mean lifespan (arXiv 2503.01328, section 4), and the forwards of
@@ -93,8 +95,9 @@ def select_longest(schedule: Schedule, share: float, out: int = 1, back: int = 1
 
     Args:
         share: from 0 to 1; of all forwards of the rank, those that have to stay included.
-        out, back: see ``Move``.
+        out, back: see ``Move``; by default, as many as one op takes: passes of a pair run between the same two places.
     """
+    out, back = out or (3 if schedule.pairs else 1), back or (2 if schedule.pairs else 1)
     moves: list[Move] = []
     for row in schedule.order:
         by_stage: defaultdict[int, list[Lifespan]] = defaultdict(list)

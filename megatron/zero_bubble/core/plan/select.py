@@ -19,7 +19,7 @@ from megatron.zero_bubble.core.analysis.score import ROUNDING, within
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.ir.passes import BW, B, W
-from megatron.zero_bubble.core.plan.copies import Interval, RowMemory, fit_copies, intervals
+from megatron.zero_bubble.core.plan.copies import Interval, RowMemory, fit_copies, intervals, of_ops
 from megatron.zero_bubble.core.plan.offload import Move, spread
 
 _FEW = 32
@@ -80,14 +80,14 @@ class _Rank:
     """What may move on one rank."""
 
     def __init__(self, timeline: Timeline, rank: int, costs: PassCosts, memory: PassMemory) -> None:
-        self._row, slices = timeline.spans[rank], timeline.schedule.slices
+        self._row, slices = of_ops(timeline.spans[rank], timeline.schedule.pairs), timeline.schedule.slices
         self._intervals = intervals(self._row, costs, memory, slices)
         self._memory = RowMemory(self._row, self._intervals, memory, slices)
         order = list(_longest_first(self._intervals))
         places = {each.lifespan.forward: place for place, each in enumerate(order)}
         self._places = [places[each.lifespan.forward] for each in self._intervals]
         self._copies_ms = list(accumulate((2 * each.ms for each in order), initial=0.0))
-        self._work_ms = sum(end - start for _, start, end in self._row)
+        self._work_ms = sum(end - start for _, start, end in timeline.spans[rank])
         self._numbers = _numbers(len(order), len(timeline.schedule.placement.stages_of(rank)))
         self._longest_away = cache(self._unhindered)
 
