@@ -21,7 +21,6 @@ REFUSALS = (
     "sharded units need num_moe_experts=None",
     "sharded units and zb-auto exclude each other",
     "sharded units and post-validation exclude each other",
-    "sharded units and offloading exclude each other",
     "sharded units and vocabulary parallelism exclude each other",
     "sequence slices and vocabulary parallelism exclude each other",
     "--zero-bubble-slices 2 works only with a schedule of slices",

@@ -43,6 +43,21 @@ def test_times_are_those_of_the_lengths_in_either_order(capsys: Capture, name: s
     assert makespan_ms(best) == pytest.approx(least, abs=1e-3)
 
 
+def test_copies_take_as_long_as_their_microbatch_is(capsys: Capture) -> None:
+    """Those of a long microbatch, too slow to hide, delay it; a plan for equal ones hides them."""
+    command = "--schedule", "zb-h2", "--offload", "50%", "--host-ms"
+    lengths = "--lengths", ",".join(map(str, TOKENS))
+    (whole, moved), (equal, equal_moved) = (
+        [makespan_ms(plan(capsys, *command, ms, *of)) for ms in ("0.01", "10")]
+        for of in (lengths, ("--num-microbatches", str(len(TOKENS))))
+    )
+    assert moved > 1.01 * whole and equal_moved < 1.5 * equal
+    assert (
+        main(["plan", "--num-ranks", "4", *PASSES, *command[:2], "--offload", "auto", "--host-ms", "1", *lengths]) == 2
+    )
+    assert "; give offload=all" in capsys.readouterr().err
+
+
 def test_attention_of_packed_samples_is_their_own(capsys: Capture) -> None:
     command = ("--schedule", "zb-h1", "--attention-share", "0.5", "--lengths")
     whole, packed = (plan(capsys, *command, f"1024,{middle},1024") for middle in ("4096", "2048+2048"))

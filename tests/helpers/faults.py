@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zero_bubble.core.ir import Compute, Kind, Op
+from megatron.zero_bubble.core.ir import Kind, Op
 from megatron.zero_bubble.engine.runtime.observer import IterationObserver
 from tests.helpers.parity import BASE_FLAGS, Outcome, _digest, _splits, _train_once, rebuild_process_groups
 
@@ -45,12 +45,14 @@ class _Injector(IterationObserver):
             norm.register_hook(self._spoil)
 
     def begin(self, op: Op) -> None:
-        if isinstance(op, Compute) and op.work.kind in (Kind.B, Kind.BW):
-            now = self._seen.iteration, op.work.microbatch
-            self._factor = next((f.factor for f in self._faults if (f.iteration, f.microbatch) == now), 1.0)
+        for work in op.works:
+            if work.kind in (Kind.B, Kind.BW):
+                now = self._seen.iteration, work.microbatch
+                self._factor = next((f.factor for f in self._faults if (f.iteration, f.microbatch) == now), 1.0)
 
     def end(self, op: Op) -> None:
-        self._factor = 1.0
+        if op.works:  # a pair sends what its forward gives while its backward still runs
+            self._factor = 1.0
 
     def counted(self) -> tuple[str, ...]:
         """Return the number of forwards per chunk, and the sums that experts collect for the log."""

@@ -108,8 +108,11 @@ def run_once(args: Any) -> None:
 
 
 def _splits(args: Any) -> Any:
-    from pretrain.data.batches import Splits, reads_data
+    from megatron.zero_bubble.planning.job.arguments.tokenizer import build_tokenizer
+    from pretrain.data.batches import Splits, build_splits, reads_data
 
+    if args.zero_bubble_balance_microbatches:
+        return build_splits(args, build_tokenizer(args))
     samples = Tokens(args.batch_sizes.samples_after(args.train_iters), args.seq_length, args.vocab_size)
     read = samples if reads_data(args) else None
     return Splits(read, read, None, has_valid=True, has_test=False)

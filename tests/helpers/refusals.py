@@ -57,6 +57,7 @@ _CHOICES = {
     exclusions.VOCABULARY: ("--zero-bubble-vocabulary-parallel 2", "--vocabulary auto"),
     exclusions.PLANS: ("--zero-bubble-schedule zb-auto", "--schedule zb-auto"),
     exclusions.OFFLOAD: ("--zero-bubble-offload all", "--offload auto"),
+    exclusions.MEASURED_OFFLOAD: ("--zero-bubble-offload auto", "--offload auto"),
     exclusions.SHARDS: ("--zero-bubble-shard-weights", "--shard-weights"),
     exclusions.COLLECTIVES: ("--zero-bubble-shard-weights", ""),
     exclusions.POST_VALIDATION: ("--zero-bubble-post-validation", ""),

@@ -99,10 +99,10 @@ def build(
 
     config = TransformerConfig(
         num_layers=LAYERS_PER_RANK * num_ranks,
-        hidden_size=HIDDEN,
         num_attention_heads=2,
         **on_pipeline(num_ranks, virtual_size),
         **{
+            "hidden_size": HIDDEN,
             "calculate_per_token_loss": True,
             "moe_token_dispatcher_type": "alltoall",  # Megatron asks for it with the next one, also without experts
             "variable_seq_lengths": True,
@@ -198,13 +198,31 @@ def shapes_of(data: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
 
 def train(rank: int, schedule: str | None, virtual_size: int | None, loop: Loop) -> Outcome:
     """Train on all ranks of the job under a schedule; under stock Megatron without one."""
+    return _train(schedule, virtual_size, loop, {}, {})[0]
+
+
+def train_wide(
+    rank: int, schedule: str | None, virtual_size: int | None, loop: Loop, offload: str
+) -> tuple[Outcome, int]:
+    """Train with layers so wide that what they save is worth to move, and move it under a schedule; also return the
+    peak of host memory in bytes.
+    """
+    return _train(schedule, virtual_size, loop, {"hidden_size": 4 * HIDDEN}, {"offload": offload})
+
+
+def _train(
+    schedule: str | None, virtual_size: int | None, loop: Loop, options: Mapping[str, Any], chosen: Mapping[str, Any]
+) -> tuple[Outcome, int]:
     from megatron.core import parallel_state, tensor_parallel
 
     import megatron.zero_bubble
+    from megatron.zero_bubble.integration.adapter.offloading import Offloading
 
     destroy_groups()
+    pipeline = None
     if schedule is not None:
-        megatron.zero_bubble.apply(megatron.zero_bubble.ZeroBubbleConfig(schedule=schedule, fuse_wgrad=False))
+        config = megatron.zero_bubble.ZeroBubbleConfig(schedule=schedule, fuse_wgrad=False, **chosen)
+        pipeline = megatron.zero_bubble.apply(config)
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=loop.tensor,
@@ -221,8 +239,10 @@ def train(rank: int, schedule: str | None, virtual_size: int | None, loop: Loop)
             "expert_model_parallel_size": loop.experts,
             "context_parallel_size": loop.context,
         }
-        chunks = build(loop.pipeline, virtual_size, loop.kind, loop.model, divided)
-        return _steps(chunks, loop)
+        chunks = build(loop.pipeline, virtual_size, loop.kind, loop.model, {**divided, **options})
+        outcome = _steps(chunks, loop)
+        offloading = None if pipeline is None else pipeline.part(Offloading)
+        return outcome, 0 if offloading is None else offloading.host_peak
     finally:
         megatron.zero_bubble.revert()
         destroy_groups()

@@ -17,7 +17,8 @@ from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.offload import Evict, Fetch
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, lower_training, plan_without_messages
+from megatron.zero_bubble.core.plan.offload import select_longest
 from megatron.zero_bubble.planning.offload import HostLimits, OffloadPlan, plan_offload
 from tests.helpers.rows import some
 
@@ -281,3 +282,18 @@ def test_figure_15_of_the_paper(model: str) -> None:
         assert 2**power * gb * released / (d * v) == pytest.approx(measured, rel=0.15)
         assert max(plan.device_peak) <= released
         assert plan.added_ms == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks", "before", "after"), [("dualpipe-v", None, 4.5, 2.0), ("interleaved-1f1b", 2, 6.0, 2.0)]
+)
+def test_copies_beside_pairs_delay_nothing(name: str, num_chunks: int | None, before: float, after: float) -> None:
+    """They start and end outside of pairs; planned between the passes of a pair, they made a plan a fifth longer."""
+    schedule = build(name, num_ranks=4, num_microbatches=16, num_chunks=num_chunks, pairs=True)
+    costs = replace(PassCosts.uniform(schedule.placement, 10, 10, 10), host_ms=(5.0,) * schedule.num_stages)
+    timeline = simulate(schedule, costs)
+    plan = plan_offload(timeline, costs, PassMemory.uniform(schedule.placement))
+    assert (max(timeline.peak_activation), max(plan.device_peak)) == (before, after)
+    assert plan.added_ms == 0.0
+    longest = plan_without_messages(schedule, Additions(moves=select_longest(schedule, 1.0)))
+    assert simulate(longest, costs).makespan_ms == timeline.makespan_ms

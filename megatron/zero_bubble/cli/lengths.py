@@ -11,6 +11,7 @@ from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs.lengths import LengthCost, Load, PackedCosts
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.plan import plan_without_messages
 from megatron.zero_bubble.planning.offer import Offer
 from megatron.zero_bubble.planning.ordering import Simulator
 
@@ -78,7 +79,8 @@ class Lengths:
         """The timeline of the microbatches in the given or another order."""
         own = self.costs.loads if order is None else tuple(self.costs.loads[at] for at in order)
         costs = PackedCosts(**{**vars(self.costs), "loads": own})
-        return simulate(self.made.schedule, costs, self.made.costs.on(self.made.schedule.placement)[1])
+        plan = plan_without_messages(self.made.schedule, self.made.added)
+        return simulate(plan, costs, self.made.costs.on(self.made.schedule.placement)[1])
 
     def best_order(self) -> list[int]:
         """The order in which ``megatron.zero_bubble.balance`` would run the microbatches."""

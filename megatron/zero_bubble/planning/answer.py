@@ -51,12 +51,12 @@ class Answer(Offer):
         """How far the plan is from a lower bound; None without a memory limit, for sharded units, and where passes
         overlap.
         """
-        limit, objective, moving = self.question.limit, self.question.objective, self.question.offload
+        limit, objective = self.question.limit, self.question.objective
         if limit is None or self.shards is not None or self.schedule.overlaps:
             return None
-        own, schedule = self.costs if moving is None else moving.on(self.costs), self.schedule
-        kinds = schedule.slices, algorithm_of(schedule), moving is not None
-        least = bound(own, schedule.placement, limit, objective, *kinds)
+        schedule = self.schedule
+        kinds = schedule.slices, algorithm_of(schedule), self.question.offload is not None
+        least = bound(self.costs, schedule.placement, limit, objective, *kinds)
         return Certificate(objective, limit, limit / self.costs.microbatch, least, self.seconds)
 
 

@@ -82,12 +82,13 @@ def offload(question: Question, ask: Ask) -> Offers:
 
 def _moved(question: Question, moving: Offloading, offer: Offer) -> Offer:
     """The offer with what moves; of a limit that includes weights, activations have the rest."""
-    costs, memory = moving.on(offer.costs).on(offer.schedule.placement)
+    own = moving.on(offer.costs)
+    costs, memory = own.on(offer.schedule.placement)
     counts_weights = question.shards is not None and question.shards.counts_weights
     limit = moving.limit if moving.limit is None or not counts_weights else moving.limit - offer.static
     found = plan_offload(offer.timeline, costs, memory, moving.choice, limit, moving.host, offer.added)
     units = None if offer.shards is None else offer.shards.on(found.timeline, memory)
-    return replace(offer, offloaded=found, shards=units, simulated=found.timeline)
+    return replace(offer, costs=own, offloaded=found, shards=units, simulated=found.timeline)
 
 
 def search_limits(costs: Figures, limit: float, vocabulary: bool = False) -> tuple[float, ...]:

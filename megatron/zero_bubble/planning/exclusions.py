@@ -40,6 +40,10 @@ def _offload(choices: Choices) -> list[str]:
     return ["offload"]
 
 
+def _of_one_length(choices: Choices) -> list[str]:
+    return ["offload"] if choices.get("offload") == "auto" else []
+
+
 def _by_collectives(choices: Choices) -> list[str]:
     return [] if choices.get("shard_transport") == "on-demand" else SHARDS.shown_by(choices)  # type: ignore[return-value]
 
@@ -52,6 +56,7 @@ OTHER_CUTS = Choice("another choice of cuts", chosen("num_slices", "attention_sh
 SLICES = Choice("sequence slices", _slices)
 VOCABULARY = Choice("vocabulary parallelism", chosen("vocabulary", "output_ms"))
 OFFLOAD = Choice("offloading", _offload)
+MEASURED_OFFLOAD = Choice("offloading that is planned by times", _of_one_length)
 SHARDS = Choice("sharded units", chosen("shard_weights"), "sharded units")
 COLLECTIVES = Choice("sharded units without shard_transport=on-demand", _by_collectives)
 POST_VALIDATION = Choice("post-validation", chosen("post_validation"))
@@ -66,6 +71,8 @@ RECORDED_COSTS = Choice("recorded costs", chosen("record_costs"))
 LENGTHS = Choice("microbatches of different lengths", chosen("variable_seq_lengths", "shapes", "lengths"))
 PAIRS = Choice("pairs", chosen("pairs", "overlap_experts"), "schedules that hide the all-to-all of experts")
 _TO_ONE_LENGTH = "pad all microbatches to one length, or leave the other one out"
+_ONE_LENGTH = "its moves are chosen by the bytes and times of one length"
+_BY_SHARE = "give <offload=all>"
 _OTHER_LENGTHS = "the other one needs equally many microbatches of equal length on all replicas, in this version"
 
 EXCLUSIONS = (
@@ -83,22 +90,19 @@ EXCLUSIONS = (
     Rule(BALANCE, SCHEDULE_FILE, False, "a file has one number of microbatches for all replicas"),
     Rule(BALANCE, PLANS, False, _OTHER_LENGTHS, "give another schedule, such as zb-h1"),
     Rule(BALANCE, SLICES, False, "slices would have another length in every microbatch"),
-    Rule(BALANCE, POST_VALIDATION, False, _OTHER_LENGTHS),
-    Rule(BALANCE, OFFLOAD, False, _OTHER_LENGTHS),
+    Rule(BALANCE, MEASURED_OFFLOAD, False, _ONE_LENGTH, _BY_SHARE),
     Rule(
         BALANCE, COLLECTIVES, False, "replicas would wait for each other in every unit", "add the transport on demand"
     ),
     Rule(BALANCE, VOCABULARY, False, _OTHER_LENGTHS),
     Rule(LENGTHS, SLICES, False, "sequences are cut at the same tokens in all microbatches", _TO_ONE_LENGTH),
     Rule(LENGTHS, VOCABULARY, False, "its collectives have the rows of one length", _TO_ONE_LENGTH),
-    Rule(LENGTHS, OFFLOAD, False, "moves are chosen by the bytes and times of one length", _TO_ONE_LENGTH),
+    Rule(LENGTHS, MEASURED_OFFLOAD, False, _ONE_LENGTH, _BY_SHARE),
     Rule(PAIRS, PLANS, False, "its search does not order pairs", "give a schedule with pairs, such as dualpipe-v"),
     Rule(PAIRS, SLICES, False, "the all-to-alls of experts are known for whole sequences"),
     Rule(PAIRS, VOCABULARY, False, "the passes of the vocabulary would be part of pairs"),
-    Rule(PAIRS, OFFLOAD, False, "what moves to host memory is counted per pass"),
     Rule(PAIRS, SHARDS, False, "their collectives would compete with the all-to-alls of experts"),
     Rule(LAYOUT, PAIRS, False, "the all-to-alls of experts are known per stage, not per layer"),
-    Rule(PAIRS, POST_VALIDATION, False, "this version does not undo steps between the layers of a pair"),
     Rule(PAIRS, RECORDED_COSTS, False, "the two passes of a pair have no times of their own"),
     Rule(LENGTHS, PAIRS, False, "this version pairs only microbatches of equal length"),
     Rule(LENGTHS, RECORDS, False, "passes of different lengths have no common times", _TO_ONE_LENGTH),

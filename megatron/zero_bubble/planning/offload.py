@@ -169,9 +169,7 @@ def _shared(wanted: Sequence[float], host: HostLimits, room: Sequence[float] | N
     return tuple(shares) if room is None else tuple(map(min, shares, room))
 
 
-def _finished(
-    choice: str, added: Additions, before: Timeline, costs: PassCosts, memory: PassMemory
-) -> OffloadPlan:
+def _finished(choice: str, added: Additions, before: Timeline, costs: PassCosts, memory: PassMemory) -> OffloadPlan:
     schedule, moves = before.schedule, added.moves
     plan = plan_without_messages(schedule, added)
     timeline = undelayed(before, plan, costs, memory)

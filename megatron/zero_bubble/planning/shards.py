@@ -10,7 +10,7 @@ from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.analysis.score import within
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
-from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.static import StageBytes
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Op, Placement, Plan, Schedule

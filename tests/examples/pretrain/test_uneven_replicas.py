@@ -104,7 +104,10 @@ def test_a_killed_replica_ends_the_run(tmp_path: Path) -> None:
     ("more", "what"),
     [
         ("", "balanced microbatches need calculate_per_token_loss=True"),
-        ("--calculate-per-token-loss --zero-bubble-offload all", "balance-microbatches and --zero-bubble-offload all"),
+        (
+            "--calculate-per-token-loss --zero-bubble-offload auto",
+            "balance-microbatches and --zero-bubble-offload auto",
+        ),
         ("--calculate-per-token-loss --global-batch-size 1", "one document or more per data-parallel replica, got 1"),
     ],
 )

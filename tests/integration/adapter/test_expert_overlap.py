@@ -105,7 +105,7 @@ def test_one_expert_per_rank_is_refused_where_its_input_is_freed(ranks: RankPool
     )
 
 
-@pytest.mark.parametrize("other", ["num_slices=2", "vocabulary=1", "offload=all", "post_validation", "shard_weights"])
+@pytest.mark.parametrize("other", ["num_slices=2", "vocabulary=1", "shard_weights"])
 def test_what_pairs_exclude_is_refused(other: str) -> None:
     name, _, value = other.partition("=")
     with pytest.raises(UserError, match="pairs and .* exclude each other"):

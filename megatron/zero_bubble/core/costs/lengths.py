@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.core.costs.passes import PassCosts
 from megatron.zero_bubble.core.costs.units import checked_figure, checked_share
-from megatron.zero_bubble.core.ir import WHOLE, Pass, Placement, Slices
+from megatron.zero_bubble.core.ir import WHOLE, Pass, Placement, Slices, Value
 from megatron.zero_bubble.core.ir.passes import BW, B, F, Kind, W
 
 
@@ -148,6 +148,10 @@ class PackedCosts(PassCosts):
         per_token, per_square = self.rates(p.stage, p.kind)
         load = self.loads[p.microbatch]
         return per_token * (load.tokens + self.fixed_tokens) + per_square * load.squares
+
+    def copy(self, value: Value, slices: Slices = WHOLE) -> float:
+        """See ``PassCosts``: what F saved grows with its tokens."""
+        return self.host_ms[value.producer.stage] * self.loads[value.producer.microbatch].tokens / self.sequence
 
     def rates(self, stage: int, kind: Kind) -> tuple[float, float]:
         """Milliseconds per token, and per square of a sample's tokens, of one kind of pass."""

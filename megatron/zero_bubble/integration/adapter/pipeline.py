@@ -154,7 +154,7 @@ class Pipeline:
                 "ZeroBubbleConfig(..., post_validation=True)"
             )
         config = get_model_config(chunks[0])
-        check_options(config, post_validation=True)
+        check_options(config, post_validation=True, pairs=getattr(config, "overlap_moe_expert_parallel_comm", False))
         group = parallel_state.get_pipeline_model_parallel_group()
         # Tokens travel between the replicas of a stage with experts, so these must repeat their forwards together.
         replicas = parallel_state.get_expert_model_parallel_group() if config.num_moe_experts else None

@@ -1,0 +1,101 @@
+"""Features that meet in one job give the bits of the job without them, and do what they are for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.helpers.faults import Fault, train_with_faults
+from tests.helpers.parity import Layout, assert_same_bits
+from tests.helpers.ranks import RankPool
+from tests.integration.adapter.test_offload import ALL, CHUNKS, HALF, LARGE, train
+from tests.loops import varied
+from tests.loops.varied import differences, runs_of
+
+full = pytest.mark.full
+AHEAD = "--zero-bubble-post-validation"
+SHARDED = f"--zero-bubble-shard-weights --use-distributed-optimizer {CHUNKS}"
+EXPERTS = (
+    "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16 --swiglu "
+    f"--disable-bias-linear --untie-embeddings-and-output-weights {LARGE}"
+)
+PAIRS = "--zero-bubble-overlap-experts"
+BALANCED = "--zero-bubble-balance-microbatches --calculate-per-token-loss"
+TWO, FOUR = Layout(2, data=2, num_layers=4), Layout(4, data=2, num_layers=8)
+
+ROWS = {
+    "sharded units": (f"zero-pp {SHARDED} --zero-bubble-unit-microbatches 2", TWO, 8, ""),
+    "sharded units, four ranks": (f"zero-pp {SHARDED} --zero-bubble-unit-microbatches 4", FOUR, 16, ""),
+    "sharded units on a V": (f"zb-v {SHARDED.removesuffix(CHUNKS)}", TWO, 8, ""),
+    "pairs": (f"dualpipe-v {PAIRS}", TWO, 8, EXPERTS),
+    "pairs, interleaved": (f"interleaved-1f1b {PAIRS}", TWO, 8, f"{EXPERTS} {CHUNKS}"),
+    "pairs, four ranks": (f"dualpipe-v {PAIRS}", FOUR, 12, EXPERTS),
+    "W beneath all-to-alls": (f"zb-v {PAIRS}", TWO, 8, EXPERTS),
+    "balanced microbatches": ("zb-h1", TWO, 8, BALANCED),
+    "balanced microbatches, four ranks": ("zb-v", FOUR, 8, BALANCED),
+}
+QUICK = "sharded units", "pairs", "balanced microbatches"
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=() if row in QUICK else full) for row in ROWS])
+def test_offloading_changes_no_bit(ranks: RankPool, row: str) -> None:
+    schedule, layout, count, options = ROWS[row]
+    runs = [schedule, f"{schedule} {ALL}", f"{schedule} {HALF}"]
+    flags = layout.flags(count, f"{LARGE} --clip-grad 1.0 {options}")
+    results = ranks.run(layout.num_ranks, train, flags, runs, timeout=300)
+    assert_same_bits([[outcome for outcome, _ in of_rank] for of_rank in results], runs)
+    none, all_, half = (peak for _, peak in results[0])
+    assert none == 0 < half <= all_
+
+
+def lengths_of(rank: int, runs: Sequence[varied.Run], offload: str) -> list[tuple[varied.Outcome, int]]:
+    """Train with every loop, of which those with a schedule move ``offload``; return what is on the host at most."""
+    return [varied.train_wide(rank, *run, offload) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "schedule", "kind", "offload"),
+    [
+        (2, "zb-v", "packed", "all"),
+        pytest.param(2, "zb-h1", "dense", "50%", marks=full),
+        pytest.param(4, "zb-h1", "packed", "all", marks=full),
+        pytest.param(4, "zb-v", "dense", "all", marks=full),
+    ],
+)
+def test_microbatches_of_different_lengths_move_with_the_bits_of_stock(
+    ranks: RankPool, num_ranks: int, schedule: str, kind: str, offload: str
+) -> None:
+    runs = runs_of(schedule, kind)
+    expected, *ours = zip(*ranks.run(num_ranks, lengths_of, runs, offload, timeout=200), strict=True)
+    for (_, _, loop), got in zip(runs[1:], ours, strict=True):
+        stock, own = ([outcome for outcome, _ in side] for side in (expected, got))
+        assert differences(stock, own) == [], loop.tells
+        assert got[0][1] > 0, "nothing was on the host"
+
+
+AHEAD_ROWS = {
+    "pairs": (f"--zero-bubble-schedule dualpipe-v {PAIRS} {EXPERTS}", TWO, 8),
+    "pairs, interleaved": (f"--zero-bubble-schedule interleaved-1f1b {PAIRS} {EXPERTS} {CHUNKS}", TWO, 8),
+    "pairs, four ranks": (f"--zero-bubble-schedule dualpipe-v {PAIRS} {EXPERTS}", FOUR, 12),
+    "balanced microbatches": (f"--zero-bubble-schedule zb-h2 {BALANCED}", TWO, 8),
+    "balanced microbatches, four ranks": (f"--zero-bubble-schedule zb-v {BALANCED}", FOUR, 8),
+}
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row in ("pairs", "balanced microbatches") else full) for row in AHEAD_ROWS]
+)
+def test_steps_that_are_undone_leave_the_bits_of_final_ones(ranks: RankPool, row: str) -> None:
+    """Two steps are rejected, also while activations are on the host."""
+    options, layout, count = AHEAD_ROWS[row]
+    flags = layout.flags(count, f"{LARGE} --clip-grad 100 --train-iters 8 --zero-bubble-exact {options}")
+    faults = [Fault(4, 1, 0, 1e6), Fault(6, 0, 2, 1e6)]
+    modes = ["", AHEAD, f"{AHEAD} {ALL}"]
+    results: Any = ranks.run(layout.num_ranks, train_with_faults, flags, modes, faults, True, timeout=300)
+    assert_same_bits([[replace(outcome, counted=()) for outcome in of_rank] for of_rank in results], modes, steps=8)
+    for mode in (1, 2):
+        assert sum((outcomes[mode].counts for outcomes in results), Counter())["repeated"], "no step was rejected"
