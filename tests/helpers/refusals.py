@@ -68,7 +68,8 @@ _CHOICES = {
     exclusions.FUSED: ("--zero-bubble-fuse-wgrad", ""),
     exclusions.RECORDS: ("--zero-bubble-trace x", ""),
     exclusions.BALANCE: ("--zero-bubble-balance-microbatches", ""),
-    exclusions.LENGTHS: ("", ""),  # by a model's configuration, or by shapes
+    exclusions.LENGTHS: ("--zero-bubble-balance-microbatches", ""),
+    exclusions.UNTOLD_LENGTHS: ("", ""),  # by a model's configuration, or by shapes
 }
 """The flags that make a choice, in a job and in ``plan``; "" where it cannot be made."""
 
@@ -104,7 +105,7 @@ def jobs_of_exclusions(under_launcher: bool) -> list[tuple[Rule, str]]:
     found = []
     for rule in EXCLUSIONS:
         (one, _), (other, _) = _CHOICES[rule.subject], _CHOICES[rule.needs]  # type: ignore[index]
-        if one and other and not (under_launcher and rule.subject is exclusions.BALANCE):
+        if one and other and not (under_launcher and rule.subject in (exclusions.BALANCE, exclusions.LENGTHS)):
             words = f"{one} {other}"
             found.append((rule, words if "--zero-bubble-schedule" in words else f"{H1} {words}"))
     return found

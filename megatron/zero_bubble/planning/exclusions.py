@@ -68,12 +68,13 @@ FUSED = Choice("fused weight gradients", is_value("fuse_wgrad", True))
 RECORDS = Choice("recorded iterations", chosen("trace", "record_costs"))
 BALANCE = Choice("balanced microbatches", chosen("balance_microbatches"), "balanced microbatches")
 RECORDED_COSTS = Choice("recorded costs", chosen("record_costs"))
-LENGTHS = Choice("microbatches of different lengths", chosen("variable_seq_lengths", "shapes", "lengths"))
+_BY_LOOP = chosen("variable_seq_lengths", "shapes", "lengths")
+UNTOLD_LENGTHS = Choice("microbatches of different lengths", _BY_LOOP)
+LENGTHS = Choice("microbatches of different lengths", lambda choices: _BY_LOOP(choices) or BALANCE.shown_by(choices))
 PAIRS = Choice("pairs", chosen("pairs", "overlap_experts"), "schedules that hide the all-to-all of experts")
 _TO_ONE_LENGTH = "pad all microbatches to one length, or leave the other one out"
 _ONE_LENGTH = "its moves are chosen by the bytes and times of one length"
 _BY_SHARE = "give <offload=all>"
-_OTHER_LENGTHS = "the other one needs equally many microbatches of equal length on all replicas, in this version"
 
 EXCLUSIONS = (
     Rule(BY_NAME, SCHEDULE_FILE, False, "a job runs one schedule"),
@@ -88,13 +89,16 @@ EXCLUSIONS = (
     Rule(LAYOUT, VOCABULARY, False, "layouts are compared without the passes of the vocabulary"),
     Rule(EXACT, FUSED, False, "fused weight gradients are rounded once less than those of stock Megatron"),
     Rule(BALANCE, SCHEDULE_FILE, False, "a file has one number of microbatches for all replicas"),
-    Rule(BALANCE, PLANS, False, _OTHER_LENGTHS, "give another schedule, such as zb-h1"),
-    Rule(BALANCE, SLICES, False, "slices would have another length in every microbatch"),
-    Rule(BALANCE, MEASURED_OFFLOAD, False, _ONE_LENGTH, _BY_SHARE),
+    Rule(
+        BALANCE,
+        PLANS,
+        False,
+        "its plans are for equal microbatches on all replicas",
+        "give another schedule, such as zb-h1",
+    ),
     Rule(
         BALANCE, COLLECTIVES, False, "replicas would wait for each other in every unit", "add the transport on demand"
     ),
-    Rule(BALANCE, VOCABULARY, False, _OTHER_LENGTHS),
     Rule(LENGTHS, SLICES, False, "sequences are cut at the same tokens in all microbatches", _TO_ONE_LENGTH),
     Rule(LENGTHS, VOCABULARY, False, "its collectives have the rows of one length", _TO_ONE_LENGTH),
     Rule(LENGTHS, MEASURED_OFFLOAD, False, _ONE_LENGTH, _BY_SHARE),
@@ -105,6 +109,6 @@ EXCLUSIONS = (
     Rule(LAYOUT, PAIRS, False, "the all-to-alls of experts are known per stage, not per layer"),
     Rule(PAIRS, RECORDED_COSTS, False, "the two passes of a pair have no times of their own"),
     Rule(LENGTHS, PAIRS, False, "this version pairs only microbatches of equal length"),
-    Rule(LENGTHS, RECORDS, False, "passes of different lengths have no common times", _TO_ONE_LENGTH),
+    Rule(UNTOLD_LENGTHS, RECORDS, False, "passes of different lengths have no common times", _TO_ONE_LENGTH),
 )
 """What cannot be combined in this version."""

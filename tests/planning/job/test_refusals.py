@@ -16,7 +16,15 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning import plans, vocabulary
 from megatron.zero_bubble.planning.codecs import flag_of
 from megatron.zero_bubble.planning.decisions import DECISIONS
-from megatron.zero_bubble.planning.exclusions import BALANCE, EXCLUSIONS, FUSED, LENGTHS, SHARDS, refuse_excluded
+from megatron.zero_bubble.planning.exclusions import (
+    BALANCE,
+    EXCLUSIONS,
+    FUSED,
+    LENGTHS,
+    SHARDS,
+    UNTOLD_LENGTHS,
+    refuse_excluded,
+)
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.effects import EFFECTS
 from megatron.zero_bubble.planning.job.flags import as_given, given, parse_ours
@@ -113,7 +121,7 @@ def test_every_row_has_a_case() -> None:
     of_jobs = [*jobs_of_effects(False), *jobs_of_effects(True), *jobs_of_exclusions(False), *plans_of_exclusions()]
     tested = [rule for rule, _ in of_jobs]
     missing = [rule for rule in (*EFFECTS, *EXCLUSIONS) if rule not in tested]
-    assert all(rule.subject is LENGTHS for rule in missing)
+    assert all(rule.subject is UNTOLD_LENGTHS for rule in missing)
     with pytest.raises(UserError, match=r"num_chunks=2 works only with interleaved .*zb-auto on a loop or in a wave"):
         ZeroBubbleConfig("zb-auto", num_chunks=2)
     ZeroBubbleConfig("zb-auto", placement="loop", num_chunks=2)
@@ -129,7 +137,9 @@ EXCLUDED_BY_LENGTHS: dict[str, tuple[str, Any]] = {
 """The field and a value that choose it, for what excludes microbatches of different lengths."""
 
 
-@pytest.mark.parametrize("rule", [rule for rule in EXCLUSIONS if rule.subject is LENGTHS], ids=lambda rule: rule.what)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in EXCLUSIONS if rule.subject in (LENGTHS, UNTOLD_LENGTHS)], ids=lambda rule: rule.what
+)
 @pytest.mark.parametrize("by", ["variable_seq_lengths", "shapes"])
 def test_what_microbatches_of_different_lengths_exclude(rule: Rule, by: str) -> None:
     name, value = EXCLUDED_BY_LENGTHS[rule.what]
