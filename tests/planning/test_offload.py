@@ -287,7 +287,7 @@ def test_figure_15_of_the_paper(model: str) -> None:
 @pytest.mark.parametrize(
     ("name", "num_chunks", "before", "after"), [("dualpipe-v", None, 4.5, 2.0), ("interleaved-1f1b", 2, 6.0, 2.0)]
 )
-def test_copies_beside_pairs_delay_nothing(name: str, num_chunks: int | None, before: float, after: float) -> None:
+def test_copies_next_to_pairs_delay_nothing(name: str, num_chunks: int | None, before: float, after: float) -> None:
     """They start and end outside of pairs; planned between the passes of a pair, they made a plan a fifth longer."""
     schedule = build(name, num_ranks=4, num_microbatches=16, num_chunks=num_chunks, pairs=True)
     costs = replace(PassCosts.uniform(schedule.placement, 10, 10, 10), host_ms=(5.0,) * schedule.num_stages)

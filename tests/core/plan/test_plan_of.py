@@ -84,7 +84,7 @@ def test_what_cannot_run_is_refused_with_all_additions() -> None:
 
 @pytest.mark.parametrize(("unit", "before", "after"), [(4, 7.0, 4.0), (8, 11.0, 4.0), (16, 16.0, 8.0)])
 def test_the_peak_and_the_time_of_units_that_are_offloaded(unit: int, before: float, after: float) -> None:
-    """Copies that fit beneath the passes delay nothing, and have lanes of their own beside gathers and reductions."""
+    """Copies that fit beneath the passes delay nothing, and have lanes of their own next to gathers and reductions."""
     schedule = build("zero-pp", num_ranks=4, num_microbatches=16, unit_microbatches=unit)
     of_stages = {name: (ms,) * 8 for name, ms in (("gather_ms", 1.0), ("reduce_ms", 1.0), ("host_ms", 5.0))}
     costs = replace(PassCosts.uniform(schedule.placement, 10.0, 10.0, 10.0), **of_stages)  # type: ignore[arg-type]
