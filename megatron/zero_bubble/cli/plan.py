@@ -204,6 +204,8 @@ def question_of(options: argparse.Namespace, of_job: Figures | None = None) -> Q
     text = options.memory_limit or (DEFAULT_LIMIT if options.schedule == ZB_AUTO else None)
     limit = None if text is None else costs.limit(text)
     limits: tuple[float | None, ...] = (None,) if limit is None else (None, limit)
+    if sharding and limit is not None:
+        limits = None, *search_limits(costs, limit)  # larger units may be within it once activations move
     if options.schedule == ZB_AUTO and limit is not None:
         limits = search_limits(costs, limit, vocabulary=any(each.algorithm for each in variants))
     return Question(

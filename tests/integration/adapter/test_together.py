@@ -93,9 +93,9 @@ def test_steps_that_are_undone_leave_the_bits_of_final_ones(ranks: RankPool, row
     """Two steps are rejected, also while activations are on the host."""
     options, layout, count = AHEAD_ROWS[row]
     flags = layout.flags(count, f"{LARGE} --clip-grad 100 --train-iters 8 --zero-bubble-exact {options}")
-    faults = [Fault(4, 1, 0, 1e6), Fault(6, 0, 2, 1e6)]
+    faults = [Fault(4, 1, 0, 1e9), Fault(6, 0, 2, 1e9)]
     modes = ["", AHEAD, f"{AHEAD} {ALL}"]
     results: Any = ranks.run(layout.num_ranks, train_with_faults, flags, modes, faults, True, timeout=300)
     assert_same_bits([[replace(outcome, counted=()) for outcome in of_rank] for of_rank in results], modes, steps=8)
     for mode in (1, 2):
-        assert sum((outcomes[mode].counts for outcomes in results), Counter())["repeated"], "no step was rejected"
+        assert sum((outcomes[mode].counts for outcomes in results), Counter())["repeated"], results[0][mode].grad_norms
