@@ -19,7 +19,6 @@ REFUSALS = (
     "sharded units need use_distributed_optimizer=True",
     "sharded units need overlap_grad_reduce=False",
     "sharded units need num_moe_experts=None",
-    "sharded units and zb-auto exclude each other",
     "sharded units and post-validation exclude each other",
     "sharded units and vocabulary parallelism exclude each other",
     "sequence slices and vocabulary parallelism exclude each other",

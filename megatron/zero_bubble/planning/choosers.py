@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 
 from megatron.zero_bubble.core.analysis.score import ROUNDING, is_less, length_ms
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import WHOLE, Placement, Schedule, Slices
+from megatron.zero_bubble.core.plan.shard import check_chunks
 from megatron.zero_bubble.core.schedules import build, recipe
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.core.search.placements import label_of, placements
@@ -24,7 +25,8 @@ from megatron.zero_bubble.planning.offload import plan_offload
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search, with_units
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, Score, attempt, best
-from megatron.zero_bubble.planning.shard_search import plan_shards
+from megatron.zero_bubble.planning.shard_search import Maker, plan_shards
+from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import Variant, inserted, known_schedules, searched
 
@@ -38,13 +40,37 @@ def shards(question: Question, ask: Ask) -> Offers:
         return
     own = replace(_cut(question), shards=None)
 
-    def make(chunks: int | None, unit: int | None) -> Schedule:
-        asked = replace(own, num_chunks=(chunks,), unit=unit or own.unit)
+    def make(asked: Question, unit: int | None) -> Schedule:
+        asked = replace(asked, unit=unit or own.unit)
         return _best(asked, ask(asked)).offer.schedule
 
-    makers = [partial(make, chunks) for chunks in question.num_chunks]
+    makers: list[Maker] = [partial(make, replace(own, num_chunks=(chunks,))) for chunks in question.num_chunks]
+    if question.schedule == ZB_AUTO:  # a search takes seconds, and finds one schedule
+        makers = [cache(partial(make, asked)) for asked in _with_room(own, question.shards)]
     plan = plan_shards(question.costs, makers, question.has_units, question.shards)
     yield Offer(plan.timeline.schedule, question.costs, shards=plan, simulated=plan.timeline)
+
+
+def _with_room(question: Question, replicas: Replicas) -> Iterator[Question]:
+    """Yield the question for every placement with several stages per rank: within what the least weights leave of a
+    limit that includes them, and within half of that, because the search does not know that more whole stages gather
+    less.
+
+    Raises:
+        UserError: there is no such placement.
+    """
+    costs, choices = question.costs, placements(question.placement, question.costs.num_ranks)
+    several = [on for on in choices if on.num_stages > on.num_ranks]
+    if not several:
+        check_chunks(choices[0])
+    for on in several:
+        limit = question.limit
+        if replicas.counts_weights and costs.stage_bytes is not None and limit is not None:
+            sizes, ranks = costs.stage_bytes(on), map(on.stages_of, range(on.num_ranks))
+            limit = max(0.0, limit - max(sizes.least_whole(stages, replicas.count) for stages in ranks))
+        yield from (
+            replace(question, placement=(on,), limit=most) for most in (limit, None if limit is None else limit / 2)
+        )
 
 
 def offload(question: Question, ask: Ask) -> Offers:

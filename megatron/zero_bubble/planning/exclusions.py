@@ -80,9 +80,6 @@ EXCLUSIONS = (
     Rule(BY_NAME, SCHEDULE_FILE, False, "a job runs one schedule"),
     Rule(SLICE_ENDS, OTHER_CUTS, False, "the ends define all cuts"),
     Rule(SLICES, VOCABULARY, False, "the passes of the vocabulary take whole sequences"),
-    Rule(
-        SHARDS, PLANS, False, "units need a schedule that is known beforehand", "give another schedule, such as zero-pp"
-    ),
     Rule(SHARDS, POST_VALIDATION, False, "a rank that undoes a step would stop between the collectives of its units"),
     Rule(SHARDS, VOCABULARY, False, "this version does not shard a rank's part of the vocabulary"),
     Rule(SHARDS, LAYOUT, False, "layouts are compared without the collectives of units"),

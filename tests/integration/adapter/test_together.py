@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, assert_same_bits
 from tests.helpers.ranks import RankPool
+from tests.integration.adapter.test_auto import STEPS, train_and_wait_for_the_plan
 from tests.integration.adapter.test_offload import ALL, CHUNKS, HALF, LARGE, train
 from tests.loops import varied
 from tests.loops.varied import differences, runs_of
@@ -99,3 +100,13 @@ def test_steps_that_are_undone_leave_the_bits_of_final_ones(ranks: RankPool, row
     assert_same_bits([[replace(outcome, counted=()) for outcome in of_rank] for of_rank in results], modes, steps=8)
     for mode in (1, 2):
         assert sum((outcomes[mode].counts for outcomes in results), Counter())["repeated"], results[0][mode].grad_norms
+
+
+def test_units_of_schedules_that_are_planned_in_the_run(ranks: RankPool) -> None:
+    """All replicas switch to the same schedule, whose units are others; one unit has the bits of whole weights."""
+    units = f"zb-auto --zero-bubble-placement vee {SHARDED.removesuffix(CHUNKS)} --zero-bubble-unit-microbatches 5"
+    runs = ["zb-v", units, f"{units} {ALL}"]
+    flags = TWO.flags(5, f"{LARGE} --clip-grad 1.0 --use-distributed-optimizer --train-iters {STEPS}")
+    results = ranks.run(TWO.num_ranks, train_and_wait_for_the_plan, flags, runs, timeout=300)
+    assert_same_bits([outcomes for outcomes, _ in results], runs, STEPS)
+    assert set(results[0][1]) == {"switched to the planned schedule: zb-auto, 1 slices"}

@@ -49,8 +49,7 @@ def test_moves_of_a_schedule_file_are_checked_as_offloading(tmp_path: Path) -> N
     assert select is not None and select(schedule) == (move,)
     with pytest.raises(ValueError, match="offload must be that of the schedule file, its moves; got none with"):
         _ = ZeroBubbleConfig(schedule_file=moving, offload="none").setup
-    with pytest.raises(ValueError, match="units and offloading exclude each other.*got shard_w.* and moves=.*g.json"):
-        _ = ZeroBubbleConfig(schedule_file=moving, shard_weights=True).setup
+    assert ZeroBubbleConfig(schedule_file=moving, shard_weights=True).selection(config.sources()(2)) is not None
     with pytest.raises(ValueError, match="recompute_logits works only with vocabulary parallelism"):
         _ = ZeroBubbleConfig(schedule_file=plain, recompute_logits=True).setup
     with pytest.raises(ValueError, match="host_memory=1GiB works only with offloading"):

@@ -79,10 +79,6 @@ def test_planned_sharding_is_what_runs(tmp_path: Path) -> None:
         ("--zero-bubble-placement vee", "--zero-bubble-placement must be .* file, loop; got vee with"),
         ("--zero-bubble-num-chunks 3", "--zero-bubble-num-chunks must be that of the schedule file, 2; got 3 with"),
         (
-            "--zero-bubble-offload all",
-            "got --zero-bubble-shard-weights and --zero-bubble-offload all; leave",
-        ),
-        (
             "--zero-bubble-post-validation",
             "--zero-bubble-shard-weights and --zero-bubble-post-validation; leave",
         ),

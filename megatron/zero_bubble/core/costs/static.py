@@ -27,6 +27,13 @@ class StageBytes:
         """Bytes of the shards of ``stages``: everything is divided by the replicas."""
         return sum(self.weights[s] + self.gradients[s] + self.optimizer[s] for s in stages) / replicas
 
+    def least_whole(self, stages: Sequence[int], replicas: int) -> float:
+        """Bytes of ``stages`` with the weights of one of them whole at a time, and all gradients, as while backwards of
+        several stages take turns.
+        """
+        whole = max(self.weights[s] for s in stages) + sum(self.gradients[s] for s in stages)
+        return self.sharded(stages, replicas) + whole
+
     def whole(self, stages: Sequence[int], replicas: int) -> float:
         """Bytes of ``stages`` if only the optimizer is divided, as ``--use-distributed-optimizer`` does."""
         return sum(self.weights[s] + self.gradients[s] + self.optimizer[s] / replicas for s in stages)

@@ -1,0 +1,92 @@
+"""Answers in which offloading, sharded units and a search meet: one plan, simulated with all that it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory, Placement
+from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.costs.static import StageBytes
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.plan import Additions, plan_of
+from megatron.zero_bubble.core.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.answer import Answer, answer
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.planning.plan_file import written
+from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.shards import Replicas
+
+P, M, MICROBATCH = 4, 16, 1000.0
+
+
+def figures(parameters: float = 100.0) -> Figures:
+    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+        stages, share = placement.num_stages, P / placement.num_stages
+        times = {
+            name: (ms * share,) * stages for name, ms in (("host_ms", 8.0), ("gather_ms", 2.0), ("reduce_ms", 2.0))
+        }
+        costs = PassCosts.uniform(placement, 10.0, 10.0, 10.0)
+        return replace(costs, **times), PassMemory.uniform(placement, MICROBATCH, 0.3 * MICROBATCH)  # type: ignore[arg-type]
+
+    def sizes(placement: Placement) -> StageBytes:
+        return StageBytes.of((parameters * P / placement.num_stages,) * placement.num_stages, 2, 4, 12)
+
+    return Figures(P, M, on, stage_bytes=sizes)
+
+
+def asked(name: str, limit: float, moves: bool, **more: object) -> Answer:
+    limits = (limit, 2 * limit) if name == "zb-auto" else (None, limit, 2 * limit)  # a search has a limit
+    offload = Offloading("auto", limits, limit) if moves else None
+    shards = Replicas(8, None, 2, limit, limit)
+    question = Question(figures(), name, limit, "makespan", offload=offload, shards=shards)
+    return answer(replace(question, **more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["zero-pp", "zb-auto"])
+def test_offloading_makes_units_shorter_within_a_limit_that_includes_weights(name: str) -> None:
+    limit = 5.0 * MICROBATCH
+    kept, moved = (asked(name, limit, moves) for moves in (False, True))
+    assert kept.shards is not None and moved.shards is not None and moved.offloaded is not None
+    assert within(max(moved.shards.peaks), limit), "shards, what is whole at a time, and activations"
+    assert moved.timeline.makespan_ms <= kept.timeline.makespan_ms
+    if name == "zero-pp":
+        assert moved.offloaded.moves
+        assert moved.timeline.makespan_ms < 0.95 * kept.timeline.makespan_ms
+
+
+def test_the_timeline_and_all_figures_are_those_of_one_plan() -> None:
+    made = asked("zero-pp", 5.0 * MICROBATCH, moves=True)
+    assert made.shards is not None and made.offloaded is not None
+    again = timeline_of(made.schedule, *made.costs.on(made.schedule.placement), made.added)
+    assert again == made.timeline == made.offloaded.timeline == made.shards.timeline
+    assert made.offloaded.device_peak == made.shards.activations
+    assert {str(span.op)[:1] for row in made.timeline.lanes for span in row}, (
+        "copies, gathers and reductions have lanes"
+    )
+
+
+def test_a_search_for_units_takes_several_stages_per_rank() -> None:
+    limit = 8.0 * MICROBATCH
+    made = asked("zb-auto", limit, moves=False)
+    assert made.schedule.num_stages > P and made.shards is not None
+    assert within(max(made.shards.peaks), limit)
+    assert made.timeline.makespan_ms <= asked("zero-pp", limit, moves=False).timeline.makespan_ms
+    with pytest.raises(UserError, match="sharded units need 2 or more stages per rank"):
+        asked("zb-auto", limit, moves=False, placement=(Placement.linear(P),))
+
+
+def test_a_plan_file_runs_the_plan_that_was_simulated(tmp_path: Path) -> None:
+    made = asked("zero-pp", 5.0 * MICROBATCH, moves=True)
+    file = tmp_path / "plan.json"
+    file.write_text(written(made))
+    config = ZeroBubbleConfig(schedule_file=str(file))
+    source = config.sources()(P)
+    select = config.selection(source)
+    assert select is not None and made.added.moves and config.shard_weights
+    added = Additions(moves=tuple(select(made.schedule)), sharding=config.sharding(P))
+    assert added == made.added
+    assert plan_of(source.make(M), added).digest == plan_of(made.schedule, made.added).digest
