@@ -25,8 +25,9 @@ class _Setup(Setup):
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = (*values.ROWS, *ROWS)
     for module in (values, codecs):
-        monkeypatch.setattr(module, "ROWS", (*values.ROWS, *ROWS))
+        monkeypatch.setattr(module, "ROWS", known)
     monkeypatch.setattr(codecs, "DECISIONS", (*codecs.DECISIONS, *ROWS))
     monkeypatch.setattr(values, "Setup", _Setup)
 
