@@ -64,9 +64,9 @@ def _with_room(question: Question, replicas: Replicas) -> Iterator[Question]:
     if not several:
         check_chunks(choices[0])
     for on in several:
-        limit = question.limit
-        if replicas.counts_weights and costs.stage_bytes is not None and limit is not None:
-            sizes, ranks = costs.stage_bytes(on), map(on.stages_of, range(on.num_ranks))
+        limit, sizes = question.limit, costs.sizes_on(on)
+        if replicas.counts_weights and sizes is not None and limit is not None:
+            ranks = map(on.stages_of, range(on.num_ranks))
             limit = max(0.0, limit - max(sizes.least_whole(stages, replicas.count) for stages in ranks))
         yield from (
             replace(question, placement=(on,), limit=most) for most in (limit, None if limit is None else limit / 2)
