@@ -256,7 +256,10 @@ def test_hybrid_models_are_refused_however_a_job_names_them(name: str, how: dict
         ("--zero-bubble-whole-stages 2", "leave it out, or give --zero-bubble-shard-weights"),
         ("--zero-bubble-slice-ends 5,6", "--zero-bubble-slices 5,6 works only .* --zero-bubble-schedule seq-zb-h1"),
         ("--zero-bubble-exact --zero-bubble-fuse-wgrad", "got --zero-bubble-exact and --zero-bubble-fuse-wgrad; "),
-        ("--zero-bubble-offload 50% --zero-bubble-shard-weights", "shard-weights and --zero-bubble-offload 50%; leave"),
+        (
+            "--zero-bubble-vocabulary-parallel 2 --zero-bubble-shard-weights",
+            "shard-weights and --zero-bubble-vocabulary-parallel 2",
+        ),
         ("--zero-bubble-schedule-file x.json", "got --zero-bubble-schedule zb-h1 and --zero-bubble-schedule x.js"),
     ],
 )
