@@ -176,7 +176,7 @@ def test_exceeded_limit_is_reported_as_by_plan(address: str, capsys: Capture) ->
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"forward-ms": "-3"}, "forward_ms of stage 0 must be a finite number, 0 or above; got -3.0"),
+        ({"forward-ms": "-3"}, "--forward-ms must be a finite number, 0 or above; got -3.0"),
         ({"num-ranks": "two"}, "argument --num-ranks: invalid int value: 'two'"),
         ({"num-ranks": "--costs=/etc/passwd"}, "argument --num-ranks: invalid int value: '--costs=/etc/passwd'"),
         ({"schedule": "zb-9"}, "unknown schedule 'zb-9'; choose one of 1f1b"),
@@ -216,7 +216,7 @@ def test_exceeded_limit_is_reported_as_by_plan(address: str, capsys: Capture) ->
             {"offload": "all", "host-ms": "1", "num-ranks": "64", "num-microbatches": "256", "num-chunks": "2"},
             "at most 8192 for ranks x microbatches of this schedule with offloading; got 16384",
         ),
-        ({"forward-ms": "nan"}, "forward_ms of stage 0 must be a finite number, 0 or above; got nan"),
+        ({"forward-ms": "nan"}, "--forward-ms must be a finite number, 0 or above; got nan"),
     ],
 )
 def test_invalid_request_is_rejected_in_one_sentence(address: str, asked: dict[str, str], sentence: str) -> None:

@@ -395,6 +395,6 @@ def test_invalid_number_shows_plans_error(driver: WebDriver, address: str) -> No
     settle(driver)
     reasons = driver.find_element("id", "absent").text
     assert reasons.startswith("1f1b, interleaved-1f1b x2, breadth-first x2, zb-h1, ")
-    assert reasons.count("forward_ms of stage 0 must be a finite number, 0 or above; got -1.0") == 1
+    assert reasons.count("--forward-ms must be a finite number, 0 or above; got -1.0") == 1
     assert driver.find_element("id", "best").text == "No schedule is within the limit."
     assert all("400" in message for message in console_errors(driver))

@@ -90,7 +90,7 @@ def test_recorded_passes_are_compared_by_the_lengths_of_their_samples(ranks: Ran
     file = read_costs_file(tmp_path / "costs.json")
     assert file.facts["gpu"] == "cpu" and file.facts["sequence_length"] == 64
     assert file.tokens is not None and file.tokens.sequence == 64
-    assert file.times["forward_ms"] == pytest.approx(recording.costs.forward_ms, rel=1e-3)
+    assert file.figures["forward_ms"] == pytest.approx(recording.costs.forward_ms, rel=1e-3)
 
 
 @pytest.mark.full

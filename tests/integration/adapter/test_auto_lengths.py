@@ -10,6 +10,7 @@ import pytest
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.core.costs.lengths import LengthCost, Load
 from megatron.zero_bubble.engine.measure.gather import median_costs
+from megatron.zero_bubble.planning.setup import Searched, Setup
 from tests.helpers.ranks import RankPool
 from tests.integration.adapter.test_auto import sizes_planned_for, waiting_for_plans
 from tests.loops.varied import KINDS, ONE_STAGE, Loop, Outcome, Run, differences, train
@@ -51,7 +52,7 @@ def planned_on_replicas(rank: int, sizes: Sequence[Sequence[int]], limit: str = 
     )
     try:
         own, group = sizes[parallel_state.get_data_parallel_rank()], parallel_state.get_pipeline_model_parallel_group()
-        return sizes_planned_for(rank, list(own), [], group, {"measured": 2, "memory_limit": limit})
+        return sizes_planned_for(rank, list(own), [], group, {"measured": 2, "setup": Setup(Searched(limit=limit))})
     finally:
         parallel_state.destroy_model_parallel()
 

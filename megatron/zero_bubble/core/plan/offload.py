@@ -97,7 +97,9 @@ def select_longest(
         share: from 0 to 1; of all forwards of the rank, those that have to stay included.
         out, back: see ``Move``; by default, as many as one op takes: passes of a pair run between the same two places.
     """
-    out, back = out or (3 if schedule.pairs else 1), back or (2 if schedule.pairs else 1)
+    of_pairs, of_passes = (3, 2), (1, 1)
+    least_out, least_back = of_pairs if schedule.pairs else of_passes
+    out, back = least_out if out is None else out, least_back if back is None else back
     moves: list[Move] = []
     for row in schedule.order:
         by_stage: defaultdict[int, list[Lifespan]] = defaultdict(list)
