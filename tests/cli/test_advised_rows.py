@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +17,15 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.advice_text import text_of
 from megatron.zero_bubble.cli.advise import changed
 from megatron.zero_bubble.cli.job_runs import SEVERAL
+from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
-from megatron.zero_bubble.planning.advice import Adviser, Setting, Tried
+from megatron.zero_bubble.planning.advice import Advice, Adviser, Setting, Tried
 from megatron.zero_bubble.planning.change import Row
 from megatron.zero_bubble.planning.feasibility import Feasibility
+from megatron.zero_bubble.planning.job.arguments import parser
+from megatron.zero_bubble.planning.setup import Setup
 from tests.cli.test_advise import SMALL, Capture, advice, check_rows, job_of
 from tests.cli.test_joint_search import random_pipeline
 from tests.helpers.recipes import RECIPES
@@ -199,7 +205,7 @@ def test_what_overlaps_stand_in_the_way_of_is_planned_without_them(
 def test_what_could_not_be_planned_is_not_said_to_gain_nothing() -> None:
     pipeline, today = random_pipeline(1)
     adviser = Adviser(today, "makespan", None, lambda *_: "the job refuses it", 0.01)
-    text = text_of(adviser.advise(pipeline.named_changes()), ())
+    text = text_of(adviser.advise(pipeline.named_changes()), Setup(), ())
     assert "no change could be planned, so that nothing is known of what one gains" in text
     assert "gains anything" not in text
 
@@ -221,3 +227,52 @@ def test_the_job_as_it_is_is_printed_before_planning(capsys: Capture, monkeypatc
     (verdict,) = (line for line in out.splitlines() if line.startswith("Add "))
     first, *_ = (line.split()[1] for line in out.splitlines() if line.startswith("1  ") and " add " not in line)
     assert ("It is simpler than" in verdict) is (f"--zero-bubble-schedule {first}" not in verdict)
+
+
+def test_effort_is_counted_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and what is left out are the same on a slower machine; a smaller number searches for less."""
+    pipeline, today = random_pipeline(0)
+    changes = [each for each in pipeline.changes() if each.question.offload is None]
+
+    def advised(most_searched: float) -> Advice:
+        return Adviser(today, "makespan", None, lambda *_: None, 0.01, most_searched).advise(changes)
+
+    usual = advised(200)
+    clock = itertools.count(0.0, 86_400.0)
+    for name in ("time", "perf_counter", "process_time", "monotonic"):
+        monkeypatch.setattr(time, name, lambda: next(clock))
+    slow = advised(200)
+    assert [(row.change.name, row.ms) for row in slow.rows] == [(row.change.name, row.ms) for row in usual.rows]
+    assert slow.left_out == usual.left_out != () and not advised(math.inf).left_out
+    assert set(advised(0).left_out) > set(usual.left_out)
+
+
+def test_a_job_is_parsed_once(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    parsed: list[int] = []
+    parse = parser.parse_megatron
+
+    def counted(argv: list[str]) -> Any:
+        parsed.append(len(argv))
+        return parse(argv)
+
+    monkeypatch.setattr(parser, "parse_megatron", counted)
+    known = [*SMALL, "--vocab-size", "1000"]  # others are tried where it is assumed
+    assert advice(capsys, known, "--gpus-per-node", "4", "--quick")["advice"]
+    assert len(parsed) == 1
+
+
+def test_what_is_left_out_has_a_line_each(capsys: Capture) -> None:
+    """Names contain commas."""
+    pipeline, today = random_pipeline(0)
+    found = Adviser(today, "makespan", None, lambda *_: None, 0.01, 0).advise(pipeline.changes())
+    text = text_of(found, Setup(), ())
+    assert all(f"\n  {name}\n" in text for name in found.left_out) and any(", " in name for name in found.left_out)
+
+
+def test_a_change_leaves_out_what_only_the_schedule_before_it_needs(capsys: Capture) -> None:
+    job = [*SMALL, "--zero-bubble-schedule", "zb-interleaved", "--zero-bubble-num-chunks", "2"]
+    found = advice(capsys, job, "--gpus-per-node", "4", "--quick")
+    assert all("has no effect" not in each["reason"] for each in found["dropped"])
+    rows = [row for row in found["advice"] if "--zero-bubble-num-chunks" not in row["flags"]]
+    assert rows and all(row["leave_out"] == ["--zero-bubble-num-chunks"] for row in rows if row["placement"] != "loop")
+    check_rows(capsys, {"advice": rows[:1]}, job, "--gpus-per-node", "4", "--gpu", ASSUMED)

@@ -131,4 +131,5 @@ def test_a_layout_is_a_flag_only_where_it_differs_from_the_even_split(loss: floa
     costs = Figures(2, 4, lambda on: layers.on(division.on(on)), True, layers=layers, division=division, most_layers=4)
     pipeline = Pipeline(Placement.linear(2), costs, 2 * costs.limit("1p"), "makespan", 1e6)
     (change,) = (each for each in pipeline.changes() if each.name == "zb-auto linear, layout")
-    assert bool(change.of_plan(answer(change.question))) is bool(loss)
+    laid_out = change.of_plan(change.setup, answer(change.question))
+    assert (laid_out.layout is not None) is bool(loss)

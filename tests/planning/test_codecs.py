@@ -160,6 +160,14 @@ def test_a_difference_turns_one_job_into_another(one: Flags, other: Flags) -> No
     assert difference(old, old) == ((), ())
 
 
+def test_a_difference_leaves_out_retired_flags() -> None:
+    old = parse([zb("schedule"), "seq1f1b-zb", zb("slice-ends"), "8,16"])
+    assert difference(old, Setup(Named("zb-h1"))) == (
+        (zb("schedule"), "zb-h1"),
+        (zb("schedule"), zb("schedule-file"), zb("slices"), zb("num-slices"), zb("slice-ends")),
+    )
+
+
 def test_every_decision_has_a_place() -> None:
     sections = {
         "order": (Named, Searched, Given),

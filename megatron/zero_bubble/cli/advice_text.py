@@ -14,8 +14,10 @@ from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.advice import Advice
 from megatron.zero_bubble.planning.change import NUMBERS, Row, Today
+from megatron.zero_bubble.planning.codecs import Difference, difference
 from megatron.zero_bubble.planning.experts import Refusal, verdict
 from megatron.zero_bubble.planning.job.arguments.parser import misspelt
+from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.uncertainty import SHARE
 
 _GIB = 2**30
@@ -48,7 +50,21 @@ class Batch(NamedTuple):
         return self.tokens / self.gpus / (ms / 1e3)
 
 
-def content_of(found: Advice, batch: Batch, argv: Sequence[str], unread: Sequence[str] = ()) -> dict[str, Any]:
+def words_of(row: Row, own: Setup, argv: Sequence[str]) -> Difference:
+    """The flags that a job adds, and those that it leaves out, to make a change.
+
+    Args:
+        own: what the job runs now.
+    """
+    add, obsolete = difference(own, row.setup)
+    words = (*add, *row.change.adds)
+    drops = dict.fromkeys((*row.change.drops, *obsolete))
+    return Difference(words, tuple(given_of([flag for flag in drops if flag not in words], argv)))
+
+
+def content_of(
+    found: Advice, batch: Batch, own: Setup, argv: Sequence[str], unread: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return what ``--format json`` prints: the job, the advised changes, and whether one is worth it."""
     timeline, costs, need = found.today
     ms, best = timeline.makespan_ms, found.best
@@ -65,7 +81,7 @@ def content_of(found: Advice, batch: Batch, argv: Sequence[str], unread: Sequenc
             "notes": costs.notes,
             "not_read": unread,
         },
-        "advice": [_row(row, argv, costs.in_bytes) for row in found.rows],
+        "advice": [_row(row, words_of(row, own, argv), costs.in_bytes) for row in found.rows],
         "worth_it": best is not None,
         "worth": found.worth,
         "is_estimated": found.is_estimated,
@@ -76,16 +92,16 @@ def content_of(found: Advice, batch: Batch, argv: Sequence[str], unread: Sequenc
     }
 
 
-def _row(row: Row, argv: Sequence[str], in_bytes: bool) -> dict[str, Any]:
+def _row(row: Row, words: Difference, in_bytes: bool) -> dict[str, Any]:
     return {
         "name": row.change.name,
         "best_at": row.titles,
-        "flags": row.flags,
+        "flags": words.add,
         "environment": row.environment,
         "activation_limit": _limit_text(row, in_bytes),
         "placement": name_of(row.change.placement),
         "num_chunks": row.change.placement.num_stages // row.change.placement.num_ranks,
-        "leave_out": given_of(row.drops, argv),
+        "leave_out": words.leave_out,
         "makespan_ms": row.timeline.makespan_ms,
         "gain": row.gain,
         "gap": row.gap,
@@ -132,6 +148,7 @@ def text_of_job(today: Today, batch: Batch, capacity: float | None) -> str:
 
 def text_of(
     found: Advice,
+    own: Setup,
     argv: Sequence[str],
     unread: Sequence[str] = (),
     refusal: Refusal = lambda _: None,
@@ -141,6 +158,7 @@ def text_of(
     """Return what ``advise`` prints after planning: a table, the flags of each row, and one sentence of advice.
 
     Args:
+        own: what the job runs now.
         unread: flags that are not checked here.
         refusal: why the job cannot run a schedule for experts.
         needed: the flags that the job needs with any schedule of this package.
@@ -150,17 +168,18 @@ def text_of(
     if of_experts := verdict(found.today.costs, found.objective, refusal):
         lines += ["", of_experts]
     if found.rows:
-        lines += ["", *_table(found, argv)]
+        lines += ["", *_table(found, own, argv)]
     measure = [_how_to_measure(found.today.timeline.schedule, needed)] if found.is_estimated else []
     rests = [remark(others)] if others else []
-    return "\n".join([*lines, "", *_remarks(found, unread), _verdict(found), *rests, _NOT_COVERED, *measure]) + "\n"
+    advice = _verdict(found, own, argv)
+    return "\n".join([*lines, "", *_remarks(found, unread), advice, *rests, _NOT_COVERED, *measure]) + "\n"
 
 
 def _idle(today: Today) -> Idle:
     return idle_of(today.timeline, today.costs.on(today.timeline.schedule.placement)[0])
 
 
-def _table(found: Advice, argv: Sequence[str]) -> Iterator[str]:
+def _table(found: Advice, own: Setup, argv: Sequence[str]) -> Iterator[str]:
     width, in_bytes = max(len(row.change.name) for row in found.rows), found.today.costs.in_bytes
     yield f"{'':3}{'change':{width}}{'ms':>12}{'time':>8}{'GiB' if in_bytes else '':>8}  the best at"
     for number, row in enumerate(found.rows, 1):
@@ -168,14 +187,15 @@ def _table(found: Advice, argv: Sequence[str]) -> Iterator[str]:
         best = ", ".join(row.titles)
         yield f"{number:<3}{row.change.name:{width}}{row.ms:12,.1f}{-row.gain:+8.1%}{gib}  {best}"
     for number, row in enumerate(found.rows, 1):
+        words = words_of(row, own, argv)
         yield ""
-        yield f"{number:<3}add {shlex.join(row.flags)}"
+        yield f"{number:<3}add {shlex.join(words.add)}"
         if row.environment:
             yield f"   start it with {' '.join(row.environment)}"
-        if out := given_of(row.drops, argv):
-            yield f"   leave out {' '.join(out)}"
+        if words.leave_out:
+            yield f"   leave out {' '.join(words.leave_out)}"
         yield f"   numbers: {NUMBERS[row.change.numbers]}"
-        if _LAYOUT in row.flags:
+        if _LAYOUT in words.add:
             yield "   checkpoints: ranks save other layers than now, because the layout differs"
         if row.gap is not None:
             yield f"   time: within {row.gap:.1%} of a lower bound on such plans"
@@ -205,7 +225,8 @@ def _remarks(found: Advice, unread: Sequence[str]) -> Iterator[str]:
         )
         yield f"{len(found.dropped)} more {what} no plan; --format json gives the reasons."
     if found.left_out:
-        yield f"Left out, because the time was up: {'; '.join(found.left_out)}."
+        yield "Left out, because enough was searched for:"
+        yield from (f"  {name}" for name in found.left_out)
 
 
 def _memory_of(change: float) -> str:
@@ -223,7 +244,7 @@ def _how_to_measure(schedule: Schedule, needed: Sequence[str]) -> str:
     )
 
 
-def _verdict(found: Advice) -> str:
+def _verdict(found: Advice, own: Setup, argv: Sequence[str]) -> str:
     best, today = found.best, found.today
     name = today.timeline.schedule.name
     if best is None:
@@ -251,7 +272,8 @@ def _verdict(found: Advice) -> str:
     fastest = min((row for row in found.rows if row.fits), key=lambda row: row.ms)
     if best is not fastest:
         bound = f" It is simpler than {fastest.change.name}, which is {fastest.gain - best.gain:.1%} shorter.{bound}"
+    words = shlex.join(words_of(best, own, argv).add)
     return (
-        f"Add {shlex.join(best.flags)}{start}: {-best.gain:+.1%} of the time of the passes{varied}{more}. Its numbers "
-        f"are {NUMBERS[best.change.numbers]}.{bound}"
+        f"Add {words}{start}: {-best.gain:+.1%} of the time of the passes{varied}{more}. Its numbers are "
+        f"{NUMBERS[best.change.numbers]}.{bound}"
     )

@@ -2,26 +2,26 @@
 
 Placement, stages per rank, layers per stage, slices and the division of the vocabulary cannot change during a run. They
 are decided by ``zero-bubble advise`` from the flags of the job: by the costs that its last run has left next to its
-checkpoints, else by estimates. Every rank gets the same answer, because it depends only on the flags, the machine and
-files that all ranks read. The decision is kept in the folder of ``--save``, with the facts that it follows from: a job
-with other facts decides again. The order of passes is then that of ``zb-auto``, which measures them, within the memory
-that is left.
+checkpoints, else by estimates. Every rank gets the same answer: the advice is a function of the flags, the kind of GPU,
+the environment, and files that all ranks read, and its searches end after a number of passes, never after a time. The
+decision is kept in the folder of ``--save``, with the facts that it follows from: a job with other facts decides again.
+The order of passes is then that of ``zb-auto``, which measures them, within the memory that is left.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatron.zero_bubble import __version__
-from megatron.zero_bubble.cli.advise import add_advise, advise, changed
+from megatron.zero_bubble.cli.advice_text import words_of
+from megatron.zero_bubble.cli.advise import Advised, advised, changed, defaults
 from megatron.zero_bubble.cli.beside_checkpoints import (
     COSTS,
     DECISION,
@@ -32,24 +32,23 @@ from megatron.zero_bubble.cli.beside_checkpoints import (
     unused,
     write_decision,
 )
+from megatron.zero_bubble.cli.job_figures import CostsInput
 from megatron.zero_bubble.cli.job_runs import check_job, job_runs
 from megatron.zero_bubble.cli.machine import Gpu, gpu_here
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.analysis.idle import idle_of
+from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.formats.facts import Facts, all_differences, listed
-from megatron.zero_bubble.core.search.placements import HAS_CHUNKS
-from megatron.zero_bubble.planning.change import NUMBERS, ROUNDED
-from megatron.zero_bubble.planning.codecs import StrictParser
+from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, name_of
+from megatron.zero_bubble.planning.change import ROUNDED, Row
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
 from megatron.zero_bubble.planning.job.facts import facts_of, job_facts
 from megatron.zero_bubble.planning.job.flags import given, has_schedule, parse_ours, retired
-from megatron.zero_bubble.planning.setup import AUTO_LIMIT
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, Searched
 from megatron.zero_bubble.planning.source import ZB_AUTO
 
 AUTO = "auto"
 _SCHEDULE = "--zero-bubble-schedule"
-_ORDERED = ("--zero-bubble-overlap-experts", "--zero-bubble-shard-weights")
-"""Flags of pairs and of sharded units, which have an order of their own."""
 _RECORD = "--zero-bubble-record-costs"
 _DECIDED = (
     "schedule_file",
@@ -221,7 +220,7 @@ def _deciding() -> Iterator[None]:
 
 
 def _decision(
-    asked: Mapping[str, Any],
+    asked: Advised,
     left: list[str],
     options: argparse.Namespace,
     gpu: Gpu,
@@ -231,51 +230,54 @@ def _decision(
     """What to run, by the advice, and why: the advised change, else the fastest that the job's other flags allow.
 
     Args:
-        asked: what ``zero-bubble advise --format json`` prints.
+        asked: the advice.
         left: the flags of the job without a schedule.
         options: those of this package.
         gpu: what the job runs on.
     """
-    job = asked["job"]
-    idle = sum(job["idle"].values())
-    rows = [asked["advice"][asked["best"] - 1]] if asked["worth_it"] else []
-    rows += [row for row in asked["advice"] if row not in rows and row["gain"] >= asked["worth"]]
+    job, advice = asked.job, asked.advice
+    timeline, costs, _ = job.today
+    idle = idle_of(timeline, costs.on(timeline.schedule.placement)[0]).total / timeline.makespan_ms
+    best = [] if advice.best is None else [advice.best]
+    rows = best + [row for row in advice.rows if row not in best and row.gain >= advice.worth]
     for row in rows:
-        if _is_exact(options) and row["bits"] == NUMBERS[ROUNDED]:
+        if _is_exact(options) and row.change.numbers == ROUNDED:
             continue
-        for flags in _ways(row, options.zero_bubble_memory_limit):
-            if _refused(changed(left, flags, row["leave_out"]), gpu, environment) is None:
-                why = f"{row['name']}, {-row['gain']:+.1%} of the time of the passes expected, of which ranks idle "
-                return Decision(tuple(flags), tuple(row["leave_out"]), facts), f"{why}{idle:.1%} without it"
+        for way in _ways(row, options.zero_bubble_memory_limit):
+            flags, leave_out = words_of(way, job.parsed.setup, left)
+            if _refused(changed(left, flags, leave_out), gpu, environment) is None:
+                why = f"{row.change.name}, {-row.gain:+.1%} of the time of the passes expected, of which ranks idle "
+                return Decision(flags, leave_out, facts), f"{why}{idle:.1%} without it"
     # Other flags of this package need one of its schedules.
     ours = [word for word in left if word.startswith(("--zero-bubble-", "--no-zero-bubble-"))]
     by_us = any(not word.startswith("--zero-bubble-device") for word in ours)
-    own = (_SCHEDULE, str(job["schedule"])) if by_us else ()
+    own = (_SCHEDULE, timeline.schedule.name) if by_us else ()
     return Decision(own, (), facts), f"ranks idle {idle:.1%} of the time, and no change is worth it"
 
 
-def _ways(row: Mapping[str, Any], limit: str | None) -> Iterator[list[str]]:
-    """The flags to run a row with: those with which the order of passes is planned during the run, then its own."""
-    own = list(row["flags"])
-    searched = ["--zero-bubble-memory-limit", limit or AUTO_LIMIT, "--zero-bubble-keep-faster"]
-    if ZB_AUTO in own:
-        yield changed(own, searched, ("--zero-bubble-memory-limit",))
-    elif _SCHEDULE in own and not {*_ORDERED} & {*own}:
-        chunks = ["--zero-bubble-num-chunks", str(row["num_chunks"])] if row["placement"] in HAS_CHUNKS else []
-        on = [_SCHEDULE, ZB_AUTO, "--zero-bubble-placement", row["placement"], *chunks]
-        yield changed(own, [*on, *searched], ())
-    yield own
+def _ways(row: Row, limit: str | None) -> Iterator[Row]:
+    """A row with the order of passes that is planned during the run, where it can be, then as it is. Pairs and sharded
+    units have an order of their own.
+    """
+    setup, on = row.setup, row.change.placement
+    name = name_of(on)
+    if setup.order is not None and name is not None and not (setup.pairs or setup.shards):
+        stages = on.num_stages // on.num_ranks if name in HAS_CHUNKS else None
+        order = Searched(name, stages, limit or AUTO_LIMIT, keep_faster=True)
+        yield replace(row, setup=replace(setup, order=order))
+    yield row
 
 
 def _refused(argv: Sequence[str], gpu: Gpu | None, environment: Mapping[str, str]) -> str | None:
     """Why a job with these flags would not start, or, on this GPU, could not run what it begins with."""
-    try:
-        args = checked_megatron_job(argv, *_sizes(environment)).args
-        if gpu is not None and has_schedule(args):
-            check_job(args, job_runs(args, gpu.estimated, True, environment))
-    except UserError as error:
-        return str(error)
-    return None
+    started = attempted(partial(_check, argv, gpu, environment))
+    return started.reason if isinstance(started, Refusal) else None
+
+
+def _check(argv: Sequence[str], gpu: Gpu | None, environment: Mapping[str, str]) -> None:
+    args = checked_megatron_job(argv, *_sizes(environment)).args
+    if gpu is not None and has_schedule(args):
+        check_job(args, job_runs(args, gpu.estimated, True, environment))
 
 
 def _sizes(environment: Mapping[str, str]) -> tuple[int, int]:
@@ -290,44 +292,48 @@ def _advice(
     options: argparse.Namespace,
     gpu: Gpu,
     environment: Mapping[str, str],
-) -> tuple[Mapping[str, Any], list[str]]:
-    """Ask ``zero-bubble advise``, without a limit of time, which would depend on the machine.
+) -> tuple[Advised, list[str]]:
+    """Ask what ``zero-bubble advise`` answers.
 
     Args:
         others: the flags of the job that are not of this package.
         options: the flags of this package.
 
     Returns:
-        what it says, and remarks on the costs.
+        the advice, and remarks on the costs.
 
     Raises:
         UserError: its error.
     """
     world, node = _sizes(environment)
-    words = ["--format", "json", "--nodes", str(max(1, world // node)), "--gpus-per-node", str(node), *gpu.flags]
     limit = options.zero_bubble_memory_limit
-    words += ["--memory-limit", limit] if limit not in (None, AUTO_LIMIT) else []
-    parser = StrictParser()
-    add_advise(parser)
-    # Rows are checked by ``_refused``, with the schedules that the run begins with; it plans their order itself. No
-    # overlap is dropped that is in no figure.
-    parser.set_defaults(seconds=math.inf, effort=_EFFORT, environment=environment, tries=False, remedies=False)
+    asked = {
+        "nodes": max(1, world // node),
+        "gpus_per_node": node,
+        "gpu": gpu.estimated,
+        "gpu_memory": gpu.memory,
+        "memory_limit": None if limit == AUTO_LIMIT else limit,
+        # Rows are checked by ``_refused``, with the schedules that the run begins with; it plans their order itself.
+        "effort": _EFFORT,
+        "environment": environment,
+        "tries": False,
+        # No overlap is dropped that is in no figure.
+        "remedies": False,
+    }
 
-    def ask(more: Sequence[str] = ()) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = json.loads(advise(parser.parse_args([*words, *more, "--", *others])))
-        return found
+    def ask(file: Path | None) -> Advised:
+        measured = None if file is None else CostsInput(str(file))
+        return advised(argparse.Namespace(**{**vars(defaults()), **asked, "costs": measured}), others)
 
     remarks: list[str] = []
     with _deciding():
         if costs is not None:
-            try:
-                found = ask(["--costs", str(costs.file)])
-            except UserError as error:
-                remarks.append(unused(costs.file, error))
-            else:
+            found = attempted(partial(ask, costs.file))
+            if not isinstance(found, Refusal):
                 said = f"{costs.file} does not say of which job it is, and is taken as of this one"
                 return found, [] if costs.names_its_job else [said]
-        return ask(), remarks
+            remarks.append(unused(costs.file, found.reason))
+        return ask(None), remarks
 
 
 def _folder(others: Sequence[str], flag: str) -> Path | None:

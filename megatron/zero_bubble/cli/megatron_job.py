@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.formats.layout import layout_text
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.integration.megatron_lm import checks
@@ -17,10 +20,12 @@ from megatron.zero_bubble.integration.megatron_lm.batches import (
     num_microbatches,
 )
 from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
-from megatron.zero_bubble.planning.job.flags import has_schedule, parse_ours
+from megatron.zero_bubble.planning.codecs import parse
+from megatron.zero_bubble.planning.job.flags import decide, has_schedule, parse_ours
 from megatron.zero_bubble.planning.job.pattern import pattern_of
 from megatron.zero_bubble.planning.job.planned import adopt
 from megatron.zero_bubble.planning.job.rules import Job, check_costs_file, check_flags
+from megatron.zero_bubble.planning.setup import Setup
 
 
 class MegatronJob(NamedTuple):
@@ -37,28 +42,97 @@ class MegatronJob(NamedTuple):
     replaced: tuple[str, ...]
 
 
-def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -> MegatronJob:
-    """Parse and check the flags of the script.
+@dataclass(frozen=True)
+class ParsedJob:
+    """The flags of a job, parsed once, with which it and its changes are checked.
+
+    Attributes:
+        arguments: the flags as they were parsed, those of the authors' fork replaced.
+        args, unread, replaced: as in ``MegatronJob``, before any check.
+        world_size: processes of the job.
+        node_size: processes per node.
+    """
+
+    arguments: tuple[str, ...]
+    args: argparse.Namespace
+    unread: tuple[str, ...]
+    replaced: tuple[str, ...]
+    world_size: int
+    node_size: int
+
+    @cached_property
+    def setup(self) -> Setup:
+        """What it runs, of a job that has been checked."""
+        return parse(self.arguments)
+
+    def checked(self) -> MegatronJob:
+        """Check the job as it is.
+
+        Raises:
+            UserError: the error that a run with these flags ends with.
+        """
+        return _checked(copy.copy(self.args), self)
+
+    def changed(self, setup: Setup, adds: Sequence[str], drops: Sequence[str]) -> MegatronJob:
+        """Check the job with another setup.
+
+        Args:
+            adds: flags of Megatron's own to add, with their values.
+            drops: flags of Megatron's own to leave out.
+
+        Raises:
+            UserError: the error that a run with these flags ends with.
+        """
+        from megatron.zero_bubble.planning.job.arguments.parser import with_megatron_flags
+
+        args = with_megatron_flags(self.args, adds, drops)
+        decide(args, setup)
+        return _checked(args, self)
+
+    def refused(self, setup: Setup, adds: Sequence[str], drops: Sequence[str]) -> str | None:
+        """Return why the changed job would be refused; None if it would run."""
+        job = attempted(partial(self.changed, setup, adds, drops))
+        return job.reason if isinstance(job, Refusal) else None
+
+
+def parsed_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -> ParsedJob:
+    """Parse the flags of the script.
 
     Args:
         world_size: processes of the job.
         node_size: processes per node.
 
     Raises:
-        UserError: the error that a run with these flags ends with.
+        UserError: flags that cannot be parsed.
     """
-    from megatron.zero_bubble.planning.job.arguments.checks import check_model, check_sizes
     from megatron.zero_bubble.planning.job.arguments.parser import parse_megatron
 
     arguments, replaced = modernize(argv)
     parse_ours(arguments)  # its errors are those of the launcher, which does not know the other flags
     args, unread = parse_megatron(arguments)
+    return ParsedJob(tuple(arguments), args, unread, tuple(replaced), world_size, node_size)
+
+
+def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -> MegatronJob:
+    """Parse and check the flags of the script; see ``parsed_megatron_job``.
+
+    Raises:
+        UserError: the error that a run with these flags ends with.
+    """
+    return parsed_megatron_job(argv, world_size, node_size).checked()
+
+
+def _checked(args: argparse.Namespace, job: ParsedJob) -> MegatronJob:
+    """Check flags, in the order of a run."""
+    from megatron.zero_bubble.planning.job.arguments.checks import check_model, check_sizes
+
+    world_size, node_size = job.world_size, job.node_size
     checks.check_format(args, args.yaml_cfg)
     adopt(args)
     check_flags(Job(args, under_launcher=True, train_iters=last_iteration(args)))
     if (pattern := pattern_of(args)) is not None:
         args.num_layers, args.mtp_num_layers = len(pattern.layers), len(pattern.predictions) or args.mtp_num_layers
-    replaced = [*replaced, *_without_sequence_parallelism(args)]
+    replaced = [*job.replaced, *_without_sequence_parallelism(args)]
     check_sizes(args, world_size)
     _place(args)
     _read_pattern(args)
@@ -67,7 +141,7 @@ def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -
     if args.source is not None:
         checks.check(args, args, args.source, num_microbatches(args))
         checks.check_offload(args, args.zero_bubble, args.source, max(in_training(args)), node_size)
-    return MegatronJob(args, unread, tuple(replaced))
+    return MegatronJob(args, job.unread, tuple(replaced))
 
 
 def _without_sequence_parallelism(args: argparse.Namespace) -> list[str]:

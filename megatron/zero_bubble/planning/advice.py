@@ -7,17 +7,15 @@ plan than is known already.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from megatron.zero_bubble.core.analysis.score import ROUNDING, length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.core.errors import PlanError, UserError
+from megatron.zero_bubble.core.errors import PlanError, Refusal, UserError, attempted
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.answer import Answer, answer, refusal_of
 from megatron.zero_bubble.planning.change import LARGE, SAME, Change, Need, Row, Today, need_of_plan
@@ -25,6 +23,7 @@ from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.plans import quick_bound
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant
+from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.uncertainty import gains
 
 WORTH = 0.01
@@ -48,7 +47,7 @@ class Advice:
     Attributes:
         rows: the best changes, the fastest first; empty if nothing can be gained.
         dropped: changes that are refused or have no plan, with the reason.
-        left_out: the changes that were not planned, because the time was up.
+        left_out: the changes that were not planned, because enough had been searched for.
         num_planned: the changes that have a plan.
         worth: the least gain that is worth a change, as a share of the time of the job as it is.
     """
@@ -113,13 +112,14 @@ class Adviser:
 
     Args:
         capacity: bytes of a GPU that a plan may take; None if unknown.
-        accepts: returns why a job with these flags, without those, would be refused; None if it would run.
+        refused: returns why a job with a change would be refused, given what it then runs; None if it would run.
         settings: what the job may be started with, the last can run the most; the first that can run a row counts;
             empty for any plan.
         tried: plans and proves the job with a row's change as its dry run does; raises ``UserError`` for what is
             refused, ``PlanError`` where another setting may help. None to prove rows as they were planned.
-        seconds: CPU time after which changes are left out, and no search is made again.
-        started: the CPU time at which planning began.
+        most_searched: passes of searched plans after which searches are left out. It is a count and no time, so that
+            the advice is the same on every machine.
+        searched: passes of the plans that were searched for so far.
         tell: is called with the name of each change before it is planned.
         most_activations: limit of activation memory alone, in the unit of the costs.
     """
@@ -127,9 +127,9 @@ class Adviser:
     today: Today
     objective: Metric
     capacity: float | None
-    accepts: Callable[[Sequence[str], Sequence[str]], str | None]
+    refused: Callable[[Change, Setup], str | None]
     worth: float
-    seconds: float = math.inf
+    most_searched: float = math.inf
     tell: Callable[[str], None] = lambda _: None
     most_activations: float = math.inf
     settings: tuple[Setting, ...] = ()
@@ -137,7 +137,7 @@ class Adviser:
     rows: list[Row] = field(default_factory=list)
     dropped: list[DroppedVariant] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    started: float = field(default_factory=time.process_time)
+    searched: int = 0
 
     def advise(self, changes: Iterable[Change | DroppedVariant]) -> Advice:
         """Plan the changes, those that need no search first; then prove those that are to be shown."""
@@ -149,7 +149,7 @@ class Adviser:
                 saves_weights = change.question.shards is not None  # of use also where it is slower
                 waiting.append((0.0 if saves_weights else self._least(change), change))
             else:
-                self._plan_in_time(change)
+                self._plan(change)
         searches = _in_order(waiting)
         while True:
             searches = [each for each in searches if not self._searched(*each)]
@@ -163,8 +163,13 @@ class Adviser:
 
     def _searched(self, least: float, change: Change) -> bool:
         """Make a search unless a row is known that it cannot beat, which is asked again once that row is refused."""
-        if is_of_use := least < self._to_beat(change) * (1 - ROUNDING):
-            self._plan_in_time(change)
+        if not (is_of_use := least < self._to_beat(change) * (1 - ROUNDING)):
+            return False
+        if self.searched >= self.most_searched:
+            self.left_out.append(change.name)
+        else:
+            self.searched += change.num_searched
+            self._plan(change)
         return is_of_use
 
     def _check(self, row: Row) -> None:
@@ -174,39 +179,39 @@ class Adviser:
         """
         place = next(at for at, own in enumerate(self.rows) if own.change is row.change)
         self.tell(f"{row.change.name}, as the job would run it")
-        try:
-            self.rows[place] = replace(self._as_run(row), titles=())
-        except UserError as error:
+        as_run = self._as_run(row)
+        if isinstance(as_run, Refusal):
             del self.rows[place]
-            self.dropped.append(DroppedVariant(row.change.name, str(error)))
+            self.dropped.append(DroppedVariant(row.change.name, as_run.reason))
+        else:
+            self.rows[place] = replace(as_run, titles=())
 
-    def _as_run(self, row: Row) -> Row:
-        """A row as the job runs it when it is started with the first of ``settings`` that can.
-
-        Raises:
-            UserError: none can.
-        """
+    def _as_run(self, row: Row) -> Row | Refusal:
+        """A row as the job runs it when it is started with the first of ``settings`` that can, or why none can."""
         if not self.settings or not row.change.is_ours:
-            return self._with_figures(row, None)
-        *less, most = self.settings
-        for setting in less:
-            with contextlib.suppress(PlanError):
-                return self._with_figures(replace(row, environment=setting.environment), setting.runs)
-        return self._with_figures(replace(row, environment=most.environment), most.runs)
+            return attempted(partial(self._with_figures, row, None))
+        for setting in self.settings:
+            started = replace(row, environment=setting.environment)
+            as_run = attempted(partial(self._with_figures, started, setting.runs))
+            if not isinstance(as_run, Refusal) or not as_run.is_of_plan:
+                break
+        return as_run
 
     def _with_figures(self, row: Row, runs: Feasibility | None) -> Row:
-        """A row with the figures of its dry run. A search whose plan cannot run is made again while there is time.
+        """A row with the figures of its dry run, which proves its plan. Where that does not have them, because it may
+        not know the bandwidths that the times of copies and collectives follow from, a search whose plan cannot run
+        is made again.
 
         Raises:
             UserError: it is refused.
         """
-        change, refused = row.change, None if runs is None else refusal_of(row.plan, runs)
-        if refused is not None and (self._is_late or not change.searches):
-            raise PlanError(refused)
-        tried = None if self.tried is None else self.tried(row)
-        # The dry run may not know the bandwidths that the times of copies and collectives follow from.
+        change, tried = row.change, None if self.tried is None else self.tried(row)
         if tried is None or row.plan.offloaded is not None or row.plan.shards is not None:
-            own = row if refused is None else self._row(change, replace(change.question, runs=runs))
+            own = row
+            if runs is not None and (refused := refusal_of(row.plan, runs)) is not None:
+                if not change.searches:
+                    raise PlanError(refused)
+                own = self._row(change, replace(change.question, runs=runs))
             return replace(own, environment=row.environment, is_checked=True)
         timeline, need, plan = tried
         ms, before = (length_ms(each, self.objective) for each in (timeline, self.today.timeline))
@@ -214,71 +219,62 @@ class Adviser:
         fits, plan = self._fits(need), plan or row.plan
         return replace(row, plan=plan, need=need, fits=fits, gain=gain, gap=gap, is_checked=True, as_run=timeline)
 
-    @property
-    def _is_late(self) -> bool:
-        return time.process_time() - self.started > self.seconds
-
     def _fits(self, need: Need) -> bool:
         fits = self.capacity is None or need.most <= self.capacity * (1 + ROUNDING)
         return fits and max(need.activations) <= self.most_activations * (1 + ROUNDING)
 
     def _least(self, change: Change) -> float:
         """A lower bound in ms on the plans of a change, in closed form."""
+        least = attempted(partial(self._bound, change))
+        return 0.0 if isinstance(least, Refusal) else least
+
+    def _bound(self, change: Change) -> float:
         question = change.question
         costs = question.variants[0].costs if question.variants else question.costs
-        try:
-            passes, _ = costs.on(change.placement)
-            work = math.fsum((*passes.forward_ms, *passes.backward_ms, *passes.wgrad_ms))
-            mean = costs.num_microbatches * work / costs.num_ranks
-            if question.by_cost or question.slices:  # they divide the work otherwise
-                return mean
-            return max(mean, quick_bound(costs, change.placement, None, self.objective))
-        except UserError:
-            return 0.0
+        passes, _ = costs.on(change.placement)
+        work = math.fsum((*passes.forward_ms, *passes.backward_ms, *passes.wgrad_ms))
+        mean = costs.num_microbatches * work / costs.num_ranks
+        if question.by_cost or question.slices:  # they divide the work otherwise
+            return mean
+        return max(mean, quick_bound(costs, change.placement, None, self.objective))
 
     def _to_beat(self, change: Change) -> float:
         """The length below which a change is of use: that of the best of its kind so far, and of the job as it is."""
         known = [row.ms for row in self.rows if row.fits and (row.change.reorders or not change.reorders)]
         return min([*known, length_ms(self.today.timeline, self.objective)])
 
-    def _plan_in_time(self, change: Change) -> None:
-        if self._is_late:
-            self.left_out.append(change.name)
-        else:
-            self._plan(change)
-
     def _plan(self, change: Change) -> None:
         self.tell(change.name)
-        try:
-            if (refused := self.accepts(change.flags, change.drops)) is not None:
-                raise UserError(refused)
-            self.rows.append(self._row(change, change.question))
-        except UserError as error:
-            self.dropped.append(DroppedVariant(change.name, str(error)))
+        refused = self.refused(change, change.setup)
+        row = attempted(partial(self._row, change, change.question)) if refused is None else Refusal(refused)
+        if isinstance(row, Refusal):
+            self.dropped.append(DroppedVariant(change.name, row.reason))
+        else:
+            self.rows.append(row)
 
     def _row(self, change: Change, question: Question) -> Row:
         """The row of a change whose plan answers a question.
 
         Raises:
-            UserError: there is no plan, or the job refuses its flags.
+            UserError: there is no plan, or the job refuses it.
         """
         question.costs.check(change.placement)
         plan = answer(question)
         need = need_of_plan(plan)
-        flags = change.of_plan(plan)
-        if flags and (refused := self.accepts((*change.flags, *flags), change.drops)) is not None:
+        setup = change.of_plan(change.setup, plan)
+        if setup != change.setup and (refused := self.refused(change, setup)) is not None:
             raise UserError(refused)
         ms, before = (length_ms(each, self.objective) for each in (plan.timeline, self.today.timeline))
         gap = None if plan.schedule.overlaps else max(0.0, 1 - self._least(change) / ms)
-        return Row(change, plan, need, self._fits(need), 1 - ms / before, gap, (*change.flags, *flags))
+        return Row(change, plan, need, self._fits(need), 1 - ms / before, gap, setup)
 
     def _certified(self, row: Row) -> Row:
-        """The row with the gap to the bound that ``plan`` certifies with, if that is for all its plans and in time."""
+        """The row with the gap to the bound that ``plan`` certifies with, if that is for all its plans."""
         asked, timeline = row.plan.question, row.timeline
         is_open = row.change.question.by_cost or asked.slices is not None
         is_within = asked.limit is not None and max(row.need.activations) <= asked.limit * (1 + ROUNDING)
-        is_late = sum(map(len, timeline.spans)) > LARGE or self._is_late
-        if row.gap is None or is_open or is_late or not is_within or (certificate := row.plan.certificate) is None:
+        is_large = sum(map(len, timeline.spans)) > LARGE  # then a bound takes as long as a search
+        if row.gap is None or is_open or is_large or not is_within or (certificate := row.plan.certificate) is None:
             return row
         return replace(row, gap=min(row.gap, max(0.0, certificate.gap(timeline))))
 

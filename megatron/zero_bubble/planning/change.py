@@ -11,9 +11,11 @@ from megatron.zero_bubble.core.analysis.score import length_ms
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.answer import Answer
+from megatron.zero_bubble.planning.codecs import spell
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import message_memory, rank_memory
 from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.setup import Setup
 
 SAME, ORDER, ROUNDED = "same bits", "same bits but for the norm", "rounded differently"
 """How the numbers of a change compare with those of the job as it is."""
@@ -27,6 +29,8 @@ MESSAGES = 4
 """Messages per stage of a rank that a plan leaves room for: two that it sends, and two that it receives."""
 LARGE = 20_000
 """Passes of a large plan."""
+_WITH_VOCABULARY = 10
+"""Plans of a search into which passes of the vocabulary are inserted, one after the other, each in several ways."""
 
 
 @dataclass(frozen=True)
@@ -37,28 +41,30 @@ class Change:
 
     Attributes:
         name: a short name for the table.
-        question: what the planner is asked; None for a schedule that is known, ``known``.
-        flags: the flags to add, but for those that depend on the plan (``of_plan``).
-        drops: the flags of the job to leave out, which contradict the change.
+        question: what the planner is asked.
+        setup: what the job runs then, but for what depends on the plan (``of_plan``).
+        adds: flags of Megatron's own to add, with their values.
+        drops: flags of Megatron's own to leave out, which contradict the change.
         numbers: a key of ``NUMBERS``.
         reorders: whether it changes only the order of passes: same stages, layers and sequences.
         placement: where the stages are.
-        of_plan: further flags, such as a layout that the planner chooses.
+        of_plan: completes the setup by what the planner has chosen, such as a layout.
     """
 
     name: str
     question: Question
-    flags: tuple[str, ...]
+    setup: Setup
     placement: Placement
+    adds: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
     numbers: str = SAME
     reorders: bool = False
-    of_plan: Callable[[Answer], tuple[str, ...]] = lambda _: ()
+    of_plan: Callable[[Setup, Answer], Setup] = lambda setup, _: setup
 
     @property
     def is_ours(self) -> bool:
         """Whether a schedule of this package runs it."""
-        return any(flag.startswith("--zero-bubble-") for flag in self.flags)
+        return self.setup.order is not None
 
     @property
     def searches(self) -> bool:
@@ -66,9 +72,17 @@ class Change:
         return self.question.searches
 
     @property
+    def num_searched(self) -> int:
+        """The passes of the plans that it searches among, by which the work of a search is counted."""
+        question = self.question
+        searches = 1 if question.offload is None else len(question.offload.limits)
+        plans = searches * (_WITH_VOCABULARY if question.variants else 1)
+        return plans * 3 * self.placement.num_stages * question.costs.num_microbatches
+
+    @property
     def effort(self) -> tuple[int, int]:
-        """What it asks of a user: how much the numbers change, and how many flags there are to add."""
-        return list(NUMBERS).index(self.numbers), len(self.flags)
+        """What it asks of a user: how much the numbers change, and how many words there are to add."""
+        return list(NUMBERS).index(self.numbers), len(self.adds) + len(spell(self.setup))
 
 
 @dataclass(frozen=True)
@@ -128,7 +142,7 @@ class Row:
             passes overlap, for which there is no bound.
         need: its memory.
         fits: whether it is within the memory.
-        flags: all flags to add.
+        setup: what the job runs with it.
         environment: variables to start the job with, as ``NAME=VALUE``.
         is_checked: whether it is proved, with the figures of its dry run.
         as_run: the timeline of its dry run, whose layers per stage may be others than the plan's; None if it has none.
@@ -140,16 +154,11 @@ class Row:
     fits: bool
     gain: float
     gap: float | None
-    flags: tuple[str, ...]
+    setup: Setup
     environment: tuple[str, ...] = ()
     titles: tuple[str, ...] = ()
     is_checked: bool = False
     as_run: Timeline | None = None
-
-    @cached_property
-    def drops(self) -> tuple[str, ...]:
-        """The flags of the job to leave out."""
-        return tuple(flag for flag in self.change.drops if flag not in self.flags)
 
     @property
     def timeline(self) -> Timeline:

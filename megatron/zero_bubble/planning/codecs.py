@@ -96,12 +96,14 @@ def parse(given: Sequence[str] | str | Mapping[str, Any], as_: Medium = "job") -
 
 
 def difference(old: Setup, new: Setup) -> Difference:
-    """The flags that a job with one setup adds and leaves out to run another; both, for those with another value."""
+    """The flags that a job with one setup adds and leaves out to run another; both, for those with another value. Flags
+    that are retired, of which a job may have some, are left out with those that replace them.
+    """
     before, after = _of_job(old), _of_job(new)
     added = {_row(name): value for name, value in after.items() if before.get(name) != value}
     words = tuple(word for row, value in added.items() for word in _words(_flag(row), value))
-    left = tuple(_flag(_row(name)) for name, value in before.items() if after.get(name) != value)
-    return Difference(words, left)
+    left = (_row(name) for name, value in before.items() if after.get(name) != value)
+    return Difference(words, tuple(flag for row in left for flag in (_flag(row), *_replaced_by(row))))
 
 
 def speller(as_: Medium | None = None) -> Spell:
@@ -168,6 +170,10 @@ def _flag(row: Decision, as_: Medium = "job") -> str:
     if as_ in ("plan", "query"):
         return f"--{row.flag if row.plan is None else row.plan.name}"
     return _own_flag(_row(row.within) if row.within else row)
+
+
+def _replaced_by(row: Decision) -> Iterator[str]:
+    return (_own_flag(each) for each in ROWS if each.within == row.name)
 
 
 def _own_flag(row: Decision) -> str:

@@ -1,4 +1,4 @@
-"""The changes of a job that ``advise`` plans: what this package can do with its pipeline, and the flags for it."""
+"""The changes of a job that ``advise`` plans: what this package can do with its pipeline."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.schedules.recipe import Recipe
-from megatron.zero_bubble.core.search.placements import label_of, name_of, placements
+from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, label_of, name_of, placements
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.change import MESSAGES, ORDER, ROUNDED, SAME, Change
 from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
+from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.setup import Cuts as SetupCuts
+from megatron.zero_bubble.planning.setup import Divided, Named, Offload, Searched, Setup, Shards
 from megatron.zero_bubble.planning.shards import Replicas, with_collectives
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import variants
 
-_SCHEDULE = "--zero-bubble-schedule"
 _STAGES = "--num-virtual-stages-per-pipeline-rank"
 _VIRTUAL = (_STAGES, "--num-layers-per-virtual-pipeline-stage")
 _LAYOUT = "--pipeline-model-parallel-layout"
@@ -36,29 +38,16 @@ _LAYERS = (
 )
 _OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 """Megatron's own overlap of experts, in place of which a schedule of this package has pairs."""
-_DECIDED = (
-    "--zero-bubble-offload",
-    "--zero-bubble-slices",
-    "--zero-bubble-slice-ends",
-    "--zero-bubble-vocabulary-parallel",
-    "--zero-bubble-recompute-logits",
-)
-"""What a job may have asked for that changes its stages or its passes."""
-_OF_OTHERS = (
-    "--zero-bubble-placement",
-    "--zero-bubble-num-chunks",
-    "--zero-bubble-memory-limit",
-    "--zero-bubble-keep-faster",
-    "--zero-bubble-overlap-experts",
-    "--zero-bubble-shard-weights",
-    "--zero-bubble-unit-microbatches",
-    "--zero-bubble-whole-stages",
-)
-DECIDABLE = frozenset((_SCHEDULE, *_VIRTUAL, *_LAYERS, *_OVERLAP, *_DECIDED, *_OF_OTHERS))
+_CHANGED = ("order", "unit", "cuts", "vocabulary", "offload", "shards", "pairs")
+"""The parts of a setup that a change replaces."""
+_OURS = (row for row in DECISIONS if row.path.partition(".")[0] in _CHANGED and row.path != "order.file")
+DECIDABLE = frozenset((*_VIRTUAL, *_LAYERS, *_OVERLAP, *(f"--zero-bubble-{row.flag}" for row in _OURS)))
 """All flags that a change, or ``auto``, gives to a job or leaves out."""
 _MOST_STAGES = 4
 """Most stages per rank of a change, unless the job has more."""
 _GIB = 2**30
+STOCK = Setup()
+"""A job without this package."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +62,7 @@ class Pipeline:
         host_bandwidth: bytes per ms of copies between a GPU and its host.
         most_activations: limit of activation memory alone, in the unit of the costs.
         effort: of searches, relative to the default.
+        setup: what the job runs now.
     """
 
     placement: Placement
@@ -83,11 +73,12 @@ class Pipeline:
     most_activations: float = math.inf
     effort: float = 1.0
     replicas: tuple[int, float] = (1, math.inf)
+    setup: Setup = STOCK
 
     def quick_changes(self, schedule: Schedule) -> Iterator[Change]:
         """Yield its own schedule, those by name, and searches without and with two stages per rank."""
         whole = Question(self.costs, None, 0.0, self.objective, fits=False, effort=self.effort)
-        yield Change(schedule.name, replace(whole, file=schedule), (), self.placement)
+        yield Change(schedule.name, replace(whole, file=schedule), self.setup, self.placement)
         yield from self._named(whole)
         for change in self._searched(whole):
             if name_of(change.placement) in ("linear", "vee"):
@@ -130,8 +121,8 @@ class Pipeline:
             on = Placement.interleaved(sizes[0], count)
             if on != self.placement:
                 asked = replace(whole, schedule="interleaved-1f1b", num_chunks=(count,), limit=self._limit(on))
-                flags, drops = (_STAGES, str(count)), (_SCHEDULE, *_DECIDED, *self._drops(on))
-                yield Change(f"Megatron's interleaving x{count}", asked, flags, on, drops, ORDER)
+                setup, adds = Setup(layout=self._layout_on(on)), (_STAGES, str(count))
+                yield Change(f"Megatron's interleaving x{count}", asked, setup, on, adds, self._drops(on), ORDER)
 
     def _named(self, whole: Question) -> Iterator[Change]:
         for recipe in SCHEDULES.values():
@@ -144,7 +135,7 @@ class Pipeline:
         on = recipe.placement(self.costs.num_ranks, recipe.num_chunks(count))
         asked = replace(whole, schedule=recipe.name, num_chunks=(count,), limit=self._limit(on))
         title = recipe.name if count is None else f"{recipe.name} x{count}"
-        yield self._change(title, asked, (_SCHEDULE, recipe.name), on)
+        yield self._change(title, asked, self._named_on(recipe, on), on)
 
     def _paired(self, whole: Question) -> Iterator[Change]:
         """Schedules whose forwards run together with backwards, to hide the all-to-all of experts."""
@@ -155,13 +146,12 @@ class Pipeline:
                 continue
             for count in self._counts if recipe.shape == "interleaved" else (None,):
                 for own in self._of_name(recipe, count, replace(whole, pairs=True)):
-                    flags = (*own.flags, "--zero-bubble-overlap-experts")
-                    yield replace(own, name=f"{own.name} with pairs", flags=flags)
+                    yield replace(own, name=f"{own.name} with pairs", setup=replace(own.setup, pairs=True))
 
     def _searched(self, whole: Question) -> Iterator[Change]:
         for on in self._placements:
             asked = replace(whole, schedule=ZB_AUTO, placement=(on,), limit=self._limit(on))
-            yield self._change(f"{ZB_AUTO} {label_of(on)}", asked, self._flags_of_search(on), on)
+            yield self._change(f"{ZB_AUTO} {label_of(on)}", asked, self._searched_on(on), on)
 
     @property
     def _placements(self) -> Iterator[Placement]:
@@ -177,9 +167,9 @@ class Pipeline:
         evenly = self.costs.evenly()
         for on in self._placements:
             asked = replace(whole, costs=evenly, schedule=ZB_AUTO, placement=(on,), by_cost=True, limit=self._limit(on))
-            own = self._change(f"{ZB_AUTO} {label_of(on)}, layout", asked, self._flags_of_search(on), on)
-            drops = tuple(dict.fromkeys((*own.drops, *_VIRTUAL, *_LAYERS)))
-            yield replace(own, drops=drops, numbers=ORDER, reorders=False, of_plan=_layout)
+            own = self._change(f"{ZB_AUTO} {label_of(on)}, layout", asked, self._searched_on(on), on)
+            drops, setup = tuple(dict.fromkeys((*own.drops, *_VIRTUAL, *_LAYERS))), replace(own.setup, layout=None)
+            yield replace(own, setup=setup, drops=drops, numbers=ORDER, reorders=False, of_plan=_laid_out)
 
     def _divided(self, searches: list[Change]) -> Iterator[Change]:
         """The vocabulary divided over all ranks."""
@@ -191,10 +181,10 @@ class Pipeline:
                 continue
             for each in variants(self.costs, "auto"):
                 if each.algorithm is not None:
-                    flags = (*change.flags, "--zero-bubble-vocabulary-parallel", str(each.algorithm))
+                    setup = replace(change.setup, vocabulary=Divided(each.algorithm))
                     asked = replace(change.question, variants=(each,))
                     name = f"{change.name}, vocabulary {each.algorithm}"
-                    yield replace(change, name=name, question=asked, flags=flags, numbers=ROUNDED, reorders=False)
+                    yield replace(change, name=name, question=asked, setup=setup, numbers=ROUNDED, reorders=False)
 
     def _sliced(self, whole: Question) -> Iterator[Change]:
         """Sequences cut into slices."""
@@ -206,8 +196,8 @@ class Pipeline:
             if recipe.sliced and recipe.shape == "linear" and cuts:
                 on = recipe.placement(self.costs.num_ranks, 1)
                 asked = replace(whole, schedule=recipe.name, slices=cuts, limit=self._limit(on))
-                own = self._change(f"{recipe.name}, slices", asked, (_SCHEDULE, recipe.name), on)
-                yield replace(own, numbers=ROUNDED, reorders=False, of_plan=self._slice_ends)
+                own = self._change(f"{recipe.name}, slices", asked, Named(recipe.name), on)
+                yield replace(own, numbers=ROUNDED, reorders=False, of_plan=self._cut)
 
     def _sharded(self, whole: Question) -> Iterator[Change]:
         """Weights and gradients divided over the replicas, in units of microbatches."""
@@ -220,36 +210,45 @@ class Pipeline:
                 on = recipe.placement(costs.num_ranks, stages)
                 over = Replicas(count, None, None, self.limit - self._messages(on), self.most_activations)
                 asked = replace(whole, costs=costs, schedule=recipe.name, num_chunks=(stages,), shards=over)
-                flags = (_SCHEDULE, recipe.name, "--zero-bubble-shard-weights")
-                own = self._change(f"{recipe.name} x{stages}, weights sharded", asked, flags, on)
-                yield replace(own, numbers=ROUNDED, reorders=False, of_plan=_sharding)
+                own = self._change(f"{recipe.name} x{stages}, weights sharded", asked, self._named_on(recipe, on), on)
+                setup = replace(own.setup, shards=Shards())
+                yield replace(own, setup=setup, numbers=ROUNDED, reorders=False, of_plan=_sharded)
 
     def _offloaded(self, change: Change) -> Change:
         """A change with activations that move to host memory."""
         limit = change.question.limit
         moving = Offloading(AUTO, (limit, 2.0 * (limit or 0.0)), limit, bytes_per_ms=self.host_bandwidth)
-        flags = (*change.flags, "--zero-bubble-offload", AUTO)
-        return replace(
-            change, name=f"{change.name}, offloading", question=replace(change.question, offload=moving), flags=flags
-        )
+        setup = replace(change.setup, offload=Offload(AUTO))
+        asked = replace(change.question, offload=moving)
+        return replace(change, name=f"{change.name}, offloading", question=asked, setup=setup)
 
-    def _change(self, title: str, asked: Question, flags: tuple[str, ...], on: Placement) -> Change:
-        """A change to whole sequences and layers."""
-        stages = on.num_stages // on.num_ranks
-        same = on == self.placement
-        loop = name_of(on) == "loop"
-        counted = ("--zero-bubble-num-chunks", str(stages)) if loop and flags[1] != ZB_AUTO and not same else ()
-        drops = (*_OVERLAP, *_DECIDED, *(() if same else self._drops(on)))
-        return Change(title, asked, (*flags, *counted), on, drops, SAME if same else ORDER, same)
+    def _change(self, title: str, asked: Question, order: Named | Searched, on: Placement) -> Change:
+        """A change to whole sequences and layers, with the job's own way to step and to sum."""
+        is_same, own = on == self.placement, self.setup
+        setup = Setup(order, layout=self._layout_on(on), step=own.step, exact=own.exact, messages=own.messages)
+        drops = (*_OVERLAP, *(() if is_same else self._drops(on)))
+        return Change(title, asked, setup, on, (), drops, SAME if is_same else ORDER, is_same)
 
     def _drops(self, on: Placement) -> tuple[str, ...]:
-        return stage_flags(self.placement, on)
+        """The flags that give the job another number of stages."""
+        return () if self._keeps_stages(on) else _VIRTUAL
 
-    def _flags_of_search(self, on: Placement) -> tuple[str, ...]:
-        name = str(name_of(on))
-        stages = ("--zero-bubble-num-chunks", str(on.num_stages // on.num_ranks)) if name in ("loop", "wave") else ()
-        flags = (_SCHEDULE, ZB_AUTO, "--zero-bubble-placement", name, *stages)
-        return (*flags, "--zero-bubble-memory-limit", self._limit_text(on))
+    def _layout_on(self, on: Placement) -> str | None:
+        return self.setup.layout if on == self.placement or self._keeps_stages(on) else None
+
+    def _keeps_stages(self, on: Placement) -> bool:
+        return keeps_stages(self.placement, on)
+
+    def _named_on(self, recipe: Recipe, on: Placement) -> Named:
+        """A schedule by name, with the stages per rank of an interleaved one that the job does not have."""
+        is_other = name_of(on) == "loop" and on != self.placement
+        return Named(recipe.name, on.num_stages // on.num_ranks if is_other else None)
+
+    def _searched_on(self, on: Placement) -> Searched:
+        name = name_of(on)
+        assert name is not None, "searches are tried on placements with a name"
+        stages = on.num_stages // on.num_ranks if name in HAS_CHUNKS else None
+        return Searched(name, stages, self._limit_text(on))
 
     def _limit(self, on: Placement) -> float:
         """The limit of activations on a placement: what weights and messages leave."""
@@ -275,27 +274,31 @@ class Pipeline:
             return f"{math.floor(limit / _GIB * 100) / 100}GiB"
         return f"{limit / costs.peak_of_1f1b:.4g}p"
 
-    def _slice_ends(self, plan: Answer) -> tuple[str, ...]:
+    def _cut(self, setup: Setup, plan: Answer) -> Setup:
         assert self.costs.sequence is not None, "slices are planned for known sequences"
-        return ("--zero-bubble-slices", ",".join(map(str, plan.schedule.slices.in_tokens(self.costs.sequence))))
+        return replace(setup, cuts=SetupCuts(None, plan.schedule.slices.in_tokens(self.costs.sequence)))
 
 
-def _layout(plan: Answer) -> tuple[str, ...]:
-    """The flag of a layout, unless the job has these layers without one."""
+def _laid_out(setup: Setup, plan: Answer) -> Setup:
+    """With the layout, unless the job has these layers without one."""
     assert plan.layouts is not None, "the layout was asked for"
     best, evenly, on = plan.layouts.best, plan.question.costs, plan.schedule.placement
     if evenly.needed_layout(on) is None and tuple(best.layout) == tuple(evenly.layout(on)):
-        return ()
-    return (_LAYOUT, best.text)
+        return setup
+    return replace(setup, layout=best.text)
 
 
-def _sharding(plan: Answer) -> tuple[str, ...]:
+def _sharded(setup: Setup, plan: Answer) -> Setup:
     assert plan.shards is not None, "weights are sharded"
-    own = plan.shards.sharding
-    sizes = str(own.unit_microbatches), str(own.open_chunks)
-    return "--zero-bubble-unit-microbatches", sizes[0], "--zero-bubble-whole-stages", sizes[1]
+    sharding = plan.shards.sharding
+    return replace(setup, unit=sharding.unit_microbatches, shards=Shards(sharding.open_chunks))
 
 
 def stage_flags(own: Placement, other: Placement) -> tuple[str, ...]:
     """Return the flags that a job leaves out to run on another placement: those that give its number of stages."""
-    return () if other.num_stages == own.num_stages and name_of(other) == "loop" else (*_VIRTUAL, _LAYOUT)
+    return () if keeps_stages(own, other) else (*_VIRTUAL, _LAYOUT)
+
+
+def keeps_stages(own: Placement, other: Placement) -> bool:
+    """Whether a job runs on another placement with the flags that give its number of stages."""
+    return other.num_stages == own.num_stages and name_of(other) == "loop"

@@ -9,8 +9,10 @@ from typing import Any, NoReturn
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.planning.codecs import StrictParser, speller
-from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
+from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT, REMOVED
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.planning.setup import Setup
+from megatron.zero_bubble.planning.values import ROWS, values_of
 
 HELP_ALL = "--zero-bubble-help-all"
 _DEVICE = "auto"
@@ -76,6 +78,18 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
     plan = options.zero_bubble_plan
     moves = plan is not None and plan.moves and options.zero_bubble_offload is None
     return choices | ({"moves": options.zero_bubble_schedule_file} if moves else {})
+
+
+def decide(options: argparse.Namespace, setup: Setup) -> None:
+    """Set the flags of a setup as if they, and no others that make up one, were given."""
+    for row in DECISIONS:
+        if row.path:
+            setattr(options, row.dest, None)
+    options.zero_bubble_plan, options.pipeline_model_parallel_layout = None, None
+    for name, value in values_of(setup).items():
+        row = next(row for row in ROWS if row.name == name)
+        dest = "pipeline_model_parallel_layout" if row is LAYOUT else row.dest
+        setattr(options, dest, str(value) if name == "vocabulary" else value)
 
 
 as_given = speller("job")

@@ -8,7 +8,9 @@ torch, so that a wrong flag is reported at once.
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Sequence
+from functools import cache
 from typing import NoReturn
 
 from megatron.zero_bubble.core.errors import UserError
@@ -103,16 +105,36 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
     """
     parser = _megatrons_parser()
     args, others = parser.parse_known_args(argv)
-    for ours, megatrons in _MEGATRONS_NAMES.items():
-        setattr(args, megatrons, getattr(args, ours))
-    if args.expert_tensor_parallel_size is None:
-        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
+    _name_as_megatron(args)
     unread = [token.partition("=")[0] for token in others if token.startswith("--")]
     return args, tuple(unread if args.config is None else ["--config", *unread])
 
 
+def with_megatron_flags(args: argparse.Namespace, adds: Sequence[str], drops: Sequence[str]) -> argparse.Namespace:
+    """Return a copy of what ``parse_megatron`` has parsed, with flags of Megatron's own added and others left out.
+
+    Raises:
+        UserError: values of the wrong type.
+    """
+    parser, changed = _megatrons_parser(), copy.copy(args)
+    for flag in drops:
+        action = parser._option_string_actions[flag]
+        setattr(changed, action.dest, parser.get_default(action.dest))
+    added, _ = parser.parse_known_args(list(adds), changed)
+    _name_as_megatron(added)
+    return added
+
+
+def _name_as_megatron(args: argparse.Namespace) -> None:
+    for ours, megatrons in _MEGATRONS_NAMES.items():
+        setattr(args, megatrons, getattr(args, ours))
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
+
+
+@cache
 def _megatrons_parser() -> _Parser:
-    """The parser of the flags of Megatron-LM's script that are known here."""
+    """The parser of the flags of Megatron-LM's script that are known here, which nothing changes."""
     parser = build_parser()
     for action in parser._actions:
         if not action.dest.startswith("zero_bubble"):
