@@ -17,15 +17,15 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.advice_text import text_of
 from megatron.zero_bubble.cli.advise import changed
 from megatron.zero_bubble.cli.job_runs import SEVERAL
-from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.planning.advice import Advice, Adviser, Setting, Tried
 from megatron.zero_bubble.planning.change import Row
+from megatron.zero_bubble.planning.codecs import difference
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.job.arguments import parser
-from megatron.zero_bubble.planning.setup import Setup
+from megatron.zero_bubble.planning.setup import Searched, Setup, Validated
 from tests.cli.test_advise import SMALL, Capture, advice, check_rows, job_of
 from tests.cli.test_joint_search import random_pipeline
 from tests.helpers.recipes import RECIPES
@@ -269,10 +269,13 @@ def test_what_is_left_out_has_a_line_each(capsys: Capture) -> None:
     assert all(f"\n  {name}\n" in text for name in found.left_out) and any(", " in name for name in found.left_out)
 
 
-def test_a_change_leaves_out_what_only_the_schedule_before_it_needs(capsys: Capture) -> None:
-    job = [*SMALL, "--zero-bubble-schedule", "zb-interleaved", "--zero-bubble-num-chunks", "2"]
-    found = advice(capsys, job, "--gpus-per-node", "4", "--quick")
-    assert all("has no effect" not in each["reason"] for each in found["dropped"])
-    rows = [row for row in found["advice"] if "--zero-bubble-num-chunks" not in row["flags"]]
-    assert rows and all(row["leave_out"] == ["--zero-bubble-num-chunks"] for row in rows if row["placement"] != "loop")
-    check_rows(capsys, {"advice": rows[:1]}, job, "--gpus-per-node", "4", "--gpu", ASSUMED)
+def test_a_change_leaves_out_what_only_the_schedule_before_it_needs() -> None:
+    """How the job steps and sums stays as it is."""
+    own = Setup(Searched("vee", keep_faster=True), step=Validated(), exact=True)
+    pipeline = replace(random_pipeline(1)[0], setup=own)
+    (change,) = (change for change in pipeline.named_changes() if change.name == "zb-h1")
+    add, leave_out = difference(own, change.setup)
+    assert add == ("--zero-bubble-schedule", "zb-h1")
+    assert {"--zero-bubble-placement", "--zero-bubble-keep-faster"} < set(leave_out)
+    assert not {"--zero-bubble-post-validation", "--zero-bubble-exact"} & set(leave_out)
+    assert (change.setup.step, change.setup.exact) == (own.step, True)

@@ -15,7 +15,7 @@ from tests.helpers.recipes import RECIPES
 STORED = Path(__file__).parents[2] / "tests/golden/advice.json"
 SLOW = ("256 GB200", "256 B300", "256 H100", "32 GB200")
 """How the names of recipes end whose plans take longer than some seconds."""
-SEARCHED = ("DeepSeek-V3, 4 microbatches",)
+SEARCHED = ("DeepSeek-V3, 4 microbatches", "Kimi K2, 256 GB300", "Llama 3.1 405B, 1024 H100")
 """Recipes that are also advised with searches."""
 
 
