@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 SHAPES = (
@@ -238,9 +239,7 @@ def test_slurm_script_passes_node_rank_and_master_address(stubs: Path, tasks: di
 @pytest.mark.full
 def test_two_nodes_train_with_the_slurm_script(stubs: Path, tmp_path: Path) -> None:
     """Two torchruns on this machine, with one process each, connect and train."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     metrics = tmp_path / "metrics.jsonl"
     allocation = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "there-[1-2]", "NPROC": "1"}
     schedule = ["--zero-bubble-schedule", "zb-h1", "--metrics-file", str(metrics)]

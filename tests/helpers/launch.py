@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.ports import free_port
 from tests.helpers.ranks import environment, start_server
 
 Setup = Callable[[int], object]
@@ -90,7 +90,7 @@ def run_training(
         TimeoutError: contains the output of every rank; ranks that are still running are killed.
     """
     context = start_server() if forked else get_context("spawn")
-    port = _free_port()
+    port = free_port()
     logs = [folder / f"rank-{rank}.log" for rank in range(num_ranks)]
     processes = [
         context.Process(target=_rank, args=(rank, num_ranks, port, list(flags), str(log), setup))
@@ -197,9 +197,3 @@ def _write_to(log: str) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tests.helpers.launch import LaunchedRank, LaunchServer
+from tests.helpers.ports import free_port
 from tests.helpers.warm_ranks import ForkedRank, WarmRanks
 
 Rank: TypeAlias = "subprocess.Popen[bytes] | ForkedRank | LaunchedRank"
@@ -180,10 +180,8 @@ class Job:
     @contextlib.contextmanager
     def running(self, warm: Forks | None = None) -> Iterator[RunningJob]:
         """Start all ranks; kill the remaining ones on exit from the context."""
-        with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-            probe.close()
+        with tempfile.TemporaryDirectory() as folder:
+            port = free_port()
             outputs = [Path(folder, f"rank-{rank}") for rank in range(self.num_ranks)]
             running = RunningJob(
                 [self._start(rank, port, output, warm) for rank, output in enumerate(outputs)], outputs

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from tests.helpers.launch import Death, RankExit, run_training
 from tests.helpers.parity import BASE_FLAGS, Layout
+from tests.helpers.ports import free_port
 from tests.helpers.ranks import REPOSITORY, RankPool
 
 pytestmark = pytest.mark.timeout(300)  # whole runs, some including imports; ten times the duration on an idle machine
@@ -143,7 +143,7 @@ def long_run(num_ranks: int, metrics: Path) -> list[str]:
 @pytest.mark.full  # TestKilledRank has the same ends, in forked processes
 def test_killed_rank_without_an_agent(tmp_path: Path) -> None:
     """Without an agent, the survivors' processes end by themselves."""
-    metrics, port = tmp_path / "metrics", _free_port()
+    metrics, port = tmp_path / "metrics", free_port()
     logs = [tmp_path / f"{rank}.log" for rank in range(4)]
     ranks = [
         real_script(
@@ -239,9 +239,3 @@ def bits(metrics: Path) -> list[tuple[int, str, str]]:
     """Return iteration, exact loss and exact gradient norm of every training record."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [(m["iteration"], m["lm_loss"].hex(), m["grad_norm"].hex()) for m in lines if m["kind"] == "train"]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
