@@ -55,7 +55,7 @@ def test_copies_take_as_long_as_their_microbatch_is(capsys: Capture) -> None:
     assert (
         main(["plan", "--num-ranks", "4", *PASSES, *command[:2], "--offload", "auto", "--host-ms", "1", *lengths]) == 2
     )
-    assert "; give offload=all" in capsys.readouterr().err
+    assert "; give --offload all" in capsys.readouterr().err
 
 
 def test_attention_of_packed_samples_is_their_own(capsys: Capture) -> None:
