@@ -165,7 +165,7 @@ def test_costs_file_equals_time_flags(capsys: Capture, tmp_path: Path) -> None:
         ),
         ([*PLAN[:5], *TIMES], "--num-microbatches is required without --config or --schedule-file; it is missing"),
         (PLAN, "--forward-ms is required without --costs or --config; it is missing"),
-        ([*PLAN, *TIMES, "--forward-ms", "-3"], "forward_ms of stage 0 must be a finite number, 0 or above; got -3.0"),
+        ([*PLAN, *TIMES, "--forward-ms", "-3"], "--forward-ms must be a finite number, 0 or above; got -3.0"),
         (
             [*PLAN, *TIMES, "--schedule", "zb-auto", "--forward-ms", "1e-320"],
             "some figures are too large or too small to plan with",

@@ -9,7 +9,6 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
 from megatron.zero_bubble.core.analysis.score import within
-from megatron.zero_bubble.core.costs.static import StageBytes
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
@@ -19,6 +18,7 @@ from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.shards import Replicas
+from tests.helpers.equal_weights import EqualStages
 
 P, M, MICROBATCH = 4, 16, 1000.0
 
@@ -32,10 +32,7 @@ def figures(parameters: float = 100.0) -> Figures:
         costs = PassCosts.uniform(placement, 10.0, 10.0, 10.0)
         return replace(costs, **times), PassMemory.uniform(placement, MICROBATCH, 0.3 * MICROBATCH)  # type: ignore[arg-type]
 
-    def sizes(placement: Placement) -> StageBytes:
-        return StageBytes.of((parameters * P / placement.num_stages,) * placement.num_stages, 2, 4, 12)
-
-    return Figures(P, M, on, stage_bytes=sizes)
+    return Figures(P, M, on, weights=EqualStages(lambda placement: parameters * P / placement.num_stages))
 
 
 def asked(name: str, limit: float, moves: bool, **more: object) -> Answer:
@@ -86,7 +83,7 @@ def test_a_plan_file_runs_the_plan_that_was_simulated(tmp_path: Path) -> None:
     config = ZeroBubbleConfig(schedule_file=str(file))
     source = config.sources()(P)
     select = config.selection(source)
-    assert select is not None and made.added.moves and config.shard_weights
+    assert select is not None and made.added.moves and config.setup.shards
     added = Additions(moves=tuple(select(made.schedule)), sharding=config.sharding(P))
     assert added == made.added
     assert plan_of(source.make(M), added).digest == plan_of(made.schedule, made.added).digest

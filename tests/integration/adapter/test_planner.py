@@ -10,6 +10,7 @@ import pytest
 
 from megatron.zero_bubble.integration.adapter.planner import Planner
 from megatron.zero_bubble.planning import worker
+from megatron.zero_bubble.planning.setup import Searched, Setup
 from tests.planning.test_worker import REQUEST
 
 
@@ -26,7 +27,7 @@ def test_plan_is_returned(folder: Path) -> None:
 
 
 def test_planning_error_is_returned(folder: Path) -> None:
-    schedule, said = Planner(replace(REQUEST, memory_limit="0.1p")).result()
+    schedule, said = Planner(replace(REQUEST, setup=Setup(Searched(limit="0.1p")))).result()
     assert schedule is None
     assert said.startswith("no plan, the schedule stays as it is: the memory limit admits no schedule: ")
     assert not list(folder.iterdir())
