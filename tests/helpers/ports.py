@@ -9,10 +9,10 @@ _BELOW_EPHEMERAL = range(20_000, 32_000)
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below those that the system gives to connections.
+    """Return a port on which no process listens, below the system's ephemeral ports.
 
-    A job binds it only after seconds of imports. Until then, one of the many connections of other ranks could get it,
-    if the system chose it.
+    A job binds its port only after seconds of imports. Until then, a connection of another rank could take an ephemeral
+    port.
     """
     draw = random.SystemRandom()  # tests seed the other generator
     while True:
