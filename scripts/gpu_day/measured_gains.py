@@ -36,7 +36,7 @@ from megatron.zero_bubble.planning.job.arguments.parser import parse
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.question import Question, of_run
-from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT
+from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT, Named, Setup
 from megatron.zero_bubble.planning.source import ZB_AUTO
 
 STOCK, AUTO = "stock", "auto"
@@ -158,7 +158,7 @@ def _plan(options: argparse.Namespace, costs: PassCosts, folder: Path) -> dict[t
     file = CostsFile.parse(text)
     for count in options.batches:
         figures = measured(file, options.num_ranks, count)
-        stock = answer(Question(figures, "1f1b", objective="makespan"))
+        stock = answer(Question(figures, Setup(Named("1f1b"))))
         plans = {name: _answer(config, figures) for name, config in NAMED.items()}
         if (config := _auto(options, count, text, folder / str(count))) is not None:
             plans[AUTO] = _answer(config, figures)
@@ -172,7 +172,7 @@ def _plan(options: argparse.Namespace, costs: PassCosts, folder: Path) -> dict[t
 def _answer(config: ZeroBubbleConfig, figures: Figures) -> Answer:
     """The plan of a run with this configuration and these costs."""
     if config.setup.name != ZB_AUTO:
-        return answer(Question(figures, config.setup.name, objective="makespan"))
+        return answer(Question(figures, Setup(config.setup.order)))
     return answer(of_run(figures, config.setup))
 
 

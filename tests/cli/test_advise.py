@@ -291,7 +291,7 @@ def test_bounds_are_below_plans() -> None:
     pipeline, today = random_pipeline(7)
     adviser = Adviser(today, "makespan", None, lambda *_: None, 0.01)
     for change in pipeline.changes():
-        if change.searches and not change.question.offload:
+        if change.searches and not change.question.offloading:
             plan = answer(replace(change.question, limit=2 * (change.question.limit or 0.0)))
             assert adviser._least(change) <= plan.timeline.makespan_ms * (1 + 1e-9), change.name
 

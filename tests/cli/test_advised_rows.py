@@ -150,7 +150,7 @@ def test_only_what_is_to_be_shown_is_proved(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_search_that_a_refused_row_had_beaten_is_made() -> None:
     pipeline, today = random_pipeline(0)
-    changes = [each for each in pipeline.changes() if each.question.offload is None]
+    changes = [each for each in pipeline.changes() if each.question.offloading is None]
     names: list[str] = []
 
     def tried(row: Row) -> Tried:
@@ -232,7 +232,7 @@ def test_the_job_as_it_is_is_printed_before_planning(capsys: Capture, monkeypatc
 def test_effort_is_counted_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and what is left out are the same on a slower machine; a smaller number searches for less."""
     pipeline, today = random_pipeline(0)
-    changes = [each for each in pipeline.changes() if each.question.offload is None]
+    changes = [each for each in pipeline.changes() if each.question.offloading is None]
 
     def advised(most_searched: float) -> Advice:
         return Adviser(today, "makespan", None, lambda *_: None, 0.01, most_searched).advise(changes)

@@ -157,7 +157,7 @@ class Asked:
     def __call__(self, options: argparse.Namespace, argv: Sequence[str]) -> Advised:
         self.times += 1
         job = read_job(options, argv)
-        pipeline = Pipeline(job.today.timeline.schedule.placement, job.costs, math.inf, job.objective, 1e6)
+        pipeline = Pipeline(job.today.timeline.schedule.placement, job.costs, math.inf, 1e6)
         change = next(change for change in pipeline.named_changes() if change.name == self.name)
         plan = answer(change.question)
         row = Row(change, plan, need_of_plan(plan), True, 0.2, None, change.setup)

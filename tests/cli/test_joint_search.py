@@ -18,12 +18,11 @@ from megatron.zero_bubble.core.schedules import SCHEDULES, build
 from megatron.zero_bubble.planning.advice import Adviser, _in_order
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import Today, need_of
-from megatron.zero_bubble.planning.cuts import Cuts
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.changes import Pipeline
 from megatron.zero_bubble.planning.question import Offloading, Question
-from megatron.zero_bubble.planning.vocabulary import variants
+from megatron.zero_bubble.planning.setup import Cuts, Divided, Named, Offload, Searched, Setup
 
 
 def random_pipeline(seed: int) -> tuple[Pipeline, Today]:
@@ -44,7 +43,7 @@ def random_pipeline(seed: int) -> tuple[Pipeline, Today]:
     schedule = build("1f1b", num_ranks=ranks, num_microbatches=count)
     timeline = timeline_of(schedule, *on(schedule.placement))
     limit = draw.choice((1.0, 2.0)) * costs.limit("1p")
-    return Pipeline(schedule.placement, costs, limit, "makespan", 1e6), Today(timeline, costs, need_of(timeline, costs))
+    return Pipeline(schedule.placement, costs, limit, 1e6), Today(timeline, costs, need_of(timeline, costs))
 
 
 def seeds(number: int, default: int) -> list[Any]:
@@ -80,16 +79,17 @@ def test_pruned_search_finds_what_all_questions_find(seed: int, is_short: bool, 
 def single_features(pipeline: Pipeline) -> Iterator[Question]:
     """What ``plan`` is asked, one feature at a time."""
     costs, limit = pipeline.costs, pipeline.limit
-    whole = Question(costs, limit=limit, objective="makespan", effort=pipeline.effort)
+    whole = Question(costs, Setup(Searched()), limit, effort=pipeline.effort)
     yield whole
-    yield replace(whole, costs=costs.evenly(), by_cost=True)
-    yield replace(whole, variants=variants(costs, "auto"))
-    yield replace(whole, offload=Offloading("auto", (limit,), limit, bytes_per_ms=pipeline.host_bandwidth))
+    yield replace(whole.deciding(layout="auto"), costs=costs.evenly())
+    yield whole.deciding(vocabulary=Divided("auto"))
+    copies = costs.with_copies(bytes_per_ms=pipeline.host_bandwidth)
+    yield replace(whole.deciding(offload=Offload("auto")), costs=copies, offloading=Offloading((limit,), limit))
     for name, recipe in SCHEDULES.items():
         if recipe.sliced and recipe.shape == "linear":
-            yield replace(whole, schedule=name, slices=Cuts(None))
+            yield whole.deciding(order=Named(name), cuts=Cuts("auto"))
         elif not (recipe.sliced or recipe.has_units or recipe.only_compared):
-            yield replace(whole, schedule=name)
+            yield whole.deciding(order=Named(name))
 
 
 @pytest.mark.parametrize(("seed", "is_short"), seeds(200, default=20))
@@ -129,7 +129,7 @@ def test_a_layout_is_a_flag_only_where_it_differs_from_the_even_split(loss: floa
     layer, last = Part(1.0, 1.0, 1.0, 2.0**20, 2.0**19), Part(loss, loss, loss, 2.0**20, 2.0**19)
     layers, division = LayerCosts((layer,) * 8, Part(), last if loss else Part()), Division(8)
     costs = Figures(2, 4, lambda on: layers.on(division.on(on)), True, layers=layers, division=division, most_layers=4)
-    pipeline = Pipeline(Placement.linear(2), costs, 2 * costs.limit("1p"), "makespan", 1e6)
+    pipeline = Pipeline(Placement.linear(2), costs, 2 * costs.limit("1p"), 1e6)
     (change,) = (each for each in pipeline.changes() if each.name == "zb-auto linear, layout")
     laid_out = change.of_plan(change.setup, answer(change.question))
     assert (laid_out.layout is not None) is bool(loss)

@@ -19,6 +19,7 @@ from megatron.zero_bubble.core.search.placements import placements
 from megatron.zero_bubble.planning.candidates import Comparison
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.flags import add_flags
+from megatron.zero_bubble.planning.setup import Setup
 from tests.helpers.rows import some
 from tests.helpers.settings import LAYER_COSTS, LAYERS
 
@@ -61,7 +62,7 @@ def test_the_last_line_makes_the_shortest_plan(
 def test_a_published_schedule_is_run_by_name() -> None:
     """A job accepts the flags of every row that is a schedule by name."""
     figures = Figures(2, 4, lambda on: (PassCosts.uniform(on, 4, 5, 3), PassMemory.uniform(on)))
-    comparison = Comparison(2, 2.0, placements("auto", 2), "makespan", refit=False)
+    comparison = Comparison(2, 2.0, placements("auto", 2), False, Setup())
     job = argparse.ArgumentParser()
     add_flags(job)
     found = {}

@@ -15,6 +15,7 @@ from megatron.zero_bubble.core.analysis.score import is_less
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile
+from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import Slices
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning import choosers
@@ -23,6 +24,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offer import Ask, Offer
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant, best
+from megatron.zero_bubble.planning.setup import Divided, Given, Named, Setup
 from megatron.zero_bubble.planning.vocabulary import Variant, with_times
 
 SIZES = "--num-ranks 3 --num-microbatches 3"
@@ -73,17 +75,19 @@ def test_one_slice_is_no_slice(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(vocabulary " in capsys.readouterr().out
 
 
-def test_a_variant_that_drops_out_is_reported_with_its_reason() -> None:
+def test_a_variant_that_drops_out_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of a file's schedule cannot be divided; the whole vocabulary is answered."""
     costs = with_times(figures(), VocabularyCosts.uniform(3, 0.8, 0.6))
     file = build("seq-zb-h1", num_ranks=3, num_microbatches=3, num_slices=Slices.even(2))
-    variants = Variant(None, costs), Variant(1, costs)
-    made = answer(Question(costs, None, file=file, variants=variants))
+    order = Given("seq-zb-h1", PlanFile(file))
+    monkeypatch.setattr(choosers, "variants", lambda costs, _: (Variant(None, costs), Variant(1, costs)))
+    made = answer(Question(costs, Setup(order, vocabulary=Divided("auto"))))
     assert algorithm_of(made.schedule) is None
     (dropped,) = made.dropped
     assert str(dropped).startswith("vocabulary parallelism 1 dropped out: vocabulary parallelism does not support")
+    monkeypatch.undo()
     with pytest.raises(UserError, match="vocabulary parallelism does not support"):
-        answer(Question(costs, None, file=file, variants=variants[1:]))
+        answer(Question(costs, Setup(order, vocabulary=Divided(1))))
 
 
 def test_plan_prints_what_dropped_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,5 +138,5 @@ def test_choosers_pass_on_what_they_do_not_choose() -> None:
         yield Offer(build("zb-h1", num_ranks=3, num_microbatches=3), question.costs)
 
     order = choosers.shards, choosers.offload, choosers.layout, choosers.vocabulary, choosers.slices, make
-    made = answer(Question(figures(), "zb-h1"), order)
+    made = answer(Question(figures(), Setup(Named("zb-h1"))), order)
     assert (made.schedule.name, len(asked), made.dropped, made.certificate) == ("zb-h1", 1, (), None)

@@ -14,6 +14,7 @@ from megatron.zero_bubble.planning.choosers import slices
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offer import Offer
 from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.setup import Cuts, Searched, Setup, Synchronous, Validated
 
 
 def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
@@ -29,11 +30,13 @@ def chosen(
     """The schedule that is taken where ``make`` makes one for each of the cuts."""
 
     def ask(question: Question) -> Iterator[Offer]:
-        assert isinstance(question.slices, tuple)
-        (cut,) = question.slices
+        assert question.setup.cuts is not None
+        (cut,) = question.setup.cuts.among
         yield Offer(make(cut), question.costs)
 
-    *_, best = slices(Question(COSTS, limit=limit, objective=objective, slices=tuple(candidates)), ask)
+    step = Validated() if objective == "span" else Synchronous()
+    setup = Setup(Searched(), cuts=Cuts(among=tuple(candidates)), step=step)
+    *_, best = slices(Question(COSTS, setup, limit), ask)
     assert isinstance(best, Offer)
     return best.schedule
 

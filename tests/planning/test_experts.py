@@ -33,6 +33,7 @@ from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.job.options import _NEEDED_BY_PAIRS
 from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.setup import Named, Setup, Validated
 from tests.helpers.rows import some
 
 SMALL = (4, 16, 4)
@@ -55,8 +56,7 @@ def test_no_plan_with_pairs_is_longer_than_megatrons_combined_schedule(
     combined = build("interleaved-1f1b", **sizes, pairs=True)
     stock = simulate(combined, *figures.on(combined.placement))
     limit = max(stock.peak_activation) * figures.microbatch
-    asked = Question(figures, "interleaved-1f1b", limit, "makespan", num_chunks=(num_chunks,), pairs=True)
-    made = answer(asked)
+    made = answer(Question(figures, Setup(Named("interleaved-1f1b", num_chunks), pairs=True), limit))
     assert made.timeline.makespan_ms <= stock.makespan_ms
     assert max(made.timeline.peak_activation) <= max(stock.peak_activation)
     assert made.schedule.pairs and made.certificate is None
@@ -66,7 +66,9 @@ def test_no_plan_with_pairs_is_longer_than_megatrons_combined_schedule(
 def test_a_small_all_to_all_is_better_with_split_backwards_alone() -> None:
     """And a large one with fused ones, beneath whose weight gradients it runs."""
     split, fused = (
-        answer(Question(measured(costs_file(scale, 4), 4, 8), "dualpipe-v", pairs=True)).schedule
+        answer(
+            Question(measured(costs_file(scale, 4), 4, 8), Setup(Named("dualpipe-v"), pairs=True, step=Validated()))
+        ).schedule
         for scale in (0.25, None)
     )
     alone = [

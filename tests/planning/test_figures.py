@@ -19,8 +19,8 @@ from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.setup import Named, Searched, Setup
 from megatron.zero_bubble.planning.shards import with_collectives
-from megatron.zero_bubble.planning.source import ZB_AUTO
 from tests.helpers.equal_weights import EqualStages
 
 
@@ -49,10 +49,8 @@ def test_1p_is_the_peak_of_1f1b(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_search_in_1p_is_never_longer_than_1f1b(seed: int) -> None:
     costs = uneven(seed)
-    plain = answer(Question(costs, "1f1b", None, "makespan", fits=False)).timeline
-    found = answer(
-        Question(costs, ZB_AUTO, costs.limit("1p"), "makespan", placement=(Placement.linear(costs.num_ranks),))
-    )
+    plain = answer(Question(costs, Setup(Named("1f1b")))).timeline
+    found = answer(Question(costs, Setup(Searched("linear")), costs.limit("1p")))
     assert within(found.timeline.makespan_ms, plain.makespan_ms)
     assert within(peak_memory(found.timeline, costs), peak_memory(plain, costs))
 

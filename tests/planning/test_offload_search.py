@@ -11,16 +11,20 @@ import pytest
 from megatron.zero_bubble import PassCosts, PassMemory, build
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.planning import choosers
 from megatron.zero_bubble.planning.answer import Answer, answer
-from megatron.zero_bubble.planning.choosers import offload, schedules, search_limits, vocabulary
+from megatron.zero_bubble.planning.choosers import offload, schedules, vocabulary
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offer import Ask, Offer, score
-from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.question import Offloading, Question, search_limits
 from megatron.zero_bubble.planning.score import best
-from megatron.zero_bubble.planning.vocabulary import variants
+from megatron.zero_bubble.planning.setup import Divided, Given, Offload, Setup, Validated
+from megatron.zero_bubble.planning.vocabulary import Variant
 
 RANKS, MICROBATCHES = 4, 12
+MOVING = Setup(Given("plan.json"), offload=Offload("auto"), step=Validated())
 
 
 def figures(host_ms: float = 1.0, wgrad: float = 0.3) -> Figures:
@@ -39,7 +43,7 @@ def of(costs: Figures, *names: str) -> Iterator[Offer]:
 def moved(limit: float | None, names: Sequence[str] = ("1f1b", "zb-h1", "zb-h2", "zb-h2")) -> list[str]:
     """The schedules that were offloaded, in order, and the one that was taken."""
     costs = figures()
-    question = Question(costs, None, limit, offload=Offloading("auto", tuple(map(float, range(len(names)))), limit))
+    question = Question(costs, MOVING, limit, Offloading(tuple(map(float, range(len(names)))), limit))
     found = [*offload(question, lambda asked: of(costs, names[int(asked.limit or 0)]))]
     offers = [each for each in found if isinstance(each, Offer)]
     return [*(each.schedule.name for each in offers), best(offers, partial(score, question)).offer.schedule.name]
@@ -72,7 +76,7 @@ def test_searches_that_admit_nothing_are_reported_unless_all_do() -> None:
                 raise UserError(f"nothing within {question.limit:g}")
             yield from of(costs, "1f1b")
 
-        return answer(Question(costs, None, 0.5, offload=Offloading("auto", limits, 0.5)), (offload, make))
+        return answer(Question(costs, MOVING, 0.5, Offloading(limits, 0.5)), (offload, make))
 
     found = asked(0.5, 2.0)
     assert found.schedule.name == "1f1b"
@@ -89,16 +93,16 @@ def test_limits_of_searches() -> None:
     assert search_limits(figures(), 9.0) == (9.0, 13.5, 18.0)
 
 
-def test_every_variant_is_offloaded_with_its_own_costs() -> None:
+def test_every_variant_is_offloaded_with_its_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes of algorithm 2 are 1 ms longer here, and so the copies of its variant are."""
     given = figures()
     times = VocabularyCosts.uniform(RANKS, 0.5, 0.5)
     base = replace(given, make=lambda on: (replace(given.on(on)[0], vocabulary=times), given.on(on)[1]))
-    slow = [
-        replace(each, costs=base.with_copies(float(each.algorithm or 0))) for each in variants(base, "auto")
-    ]  # fmt: skip
+    slow = [Variant(number, base.with_copies(float(number))) for number in (1, 2)]
+    monkeypatch.setattr(choosers, "variants", lambda *_: slow)
     zb_h1 = build("zb-h1", num_ranks=RANKS, num_microbatches=MICROBATCHES)
-    question = Question(base, None, 0.5, file=zb_h1, variants=tuple(slow), offload=Offloading("auto", (None, 3.0), 3.0))
+    setup = replace(MOVING, order=Given("zb-h1", PlanFile(zb_h1)), vocabulary=Divided("auto"))
+    question = Question(base, setup, 0.5, Offloading((None, 3.0), 3.0))
     found = list(offload(question, lambda own: vocabulary(own, lambda one: schedules(one, lambda _: ()))))
     offers = [each for each in found if isinstance(each, Offer)]
     assert all(each.costs in [variant.costs for variant in slow] for each in offers)

@@ -17,10 +17,12 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.setup import Named, Offload, Searched, Setup, Shards
 from megatron.zero_bubble.planning.shards import Replicas
 from tests.helpers.equal_weights import EqualStages
 
 P, M, MICROBATCH = 4, 16, 1000.0
+UNITS, SEARCHED = Named("zero-pp"), Searched()
 
 
 def figures(parameters: float = 100.0) -> Figures:
@@ -35,28 +37,27 @@ def figures(parameters: float = 100.0) -> Figures:
     return Figures(P, M, on, weights=EqualStages(lambda placement: parameters * P / placement.num_stages))
 
 
-def asked(name: str, limit: float, moves: bool, **more: object) -> Answer:
-    limits = (limit, 2 * limit) if name == "zb-auto" else (None, limit, 2 * limit)  # a search has a limit
-    offload = Offloading("auto", limits, limit) if moves else None
-    shards = Replicas(8, None, 2, limit, limit)
-    question = Question(figures(), name, limit, "makespan", offload=offload, shards=shards)
-    return answer(replace(question, **more))  # type: ignore[arg-type]
+def asked(order: Named | Searched, limit: float, moves: bool) -> Answer:
+    limits = (limit, 2 * limit) if order == SEARCHED else (None, limit, 2 * limit)  # a search has a limit
+    setup = Setup(order, offload=Offload("auto") if moves else None, shards=Shards())
+    replicas = Replicas(8, None, 2, limit, limit)
+    return answer(Question(figures(), setup, limit, Offloading(limits, limit) if moves else None, replicas))
 
 
-@pytest.mark.parametrize("name", ["zero-pp", "zb-auto"])
-def test_offloading_makes_units_shorter_within_a_limit_that_includes_weights(name: str) -> None:
+@pytest.mark.parametrize("order", [UNITS, SEARCHED], ids=["zero-pp", "zb-auto"])
+def test_offloading_makes_units_shorter_within_a_limit_that_includes_weights(order: Named | Searched) -> None:
     limit = 5.0 * MICROBATCH
-    kept, moved = (asked(name, limit, moves) for moves in (False, True))
+    kept, moved = (asked(order, limit, moves) for moves in (False, True))
     assert kept.shards is not None and moved.shards is not None and moved.offloaded is not None
     assert within(max(moved.shards.peaks), limit), "shards, what is whole at a time, and activations"
     assert moved.timeline.makespan_ms <= kept.timeline.makespan_ms
-    if name == "zero-pp":
+    if order == UNITS:
         assert moved.offloaded.moves
         assert moved.timeline.makespan_ms < 0.95 * kept.timeline.makespan_ms
 
 
 def test_the_timeline_and_all_figures_are_those_of_one_plan() -> None:
-    made = asked("zero-pp", 5.0 * MICROBATCH, moves=True)
+    made = asked(UNITS, 5.0 * MICROBATCH, moves=True)
     assert made.shards is not None and made.offloaded is not None
     again = timeline_of(made.schedule, *made.costs.on(made.schedule.placement), made.added)
     assert again == made.timeline == made.offloaded.timeline == made.shards.timeline
@@ -68,16 +69,16 @@ def test_the_timeline_and_all_figures_are_those_of_one_plan() -> None:
 
 def test_a_search_for_units_takes_several_stages_per_rank() -> None:
     limit = 8.0 * MICROBATCH
-    made = asked("zb-auto", limit, moves=False)
+    made = asked(SEARCHED, limit, moves=False)
     assert made.schedule.num_stages > P and made.shards is not None
     assert within(max(made.shards.peaks), limit)
-    assert made.timeline.makespan_ms <= asked("zero-pp", limit, moves=False).timeline.makespan_ms
+    assert made.timeline.makespan_ms <= asked(UNITS, limit, moves=False).timeline.makespan_ms
     with pytest.raises(UserError, match="sharded units need 2 or more stages per rank"):
-        asked("zb-auto", limit, moves=False, placement=(Placement.linear(P),))
+        asked(Searched("linear"), limit, moves=False)
 
 
 def test_a_plan_file_runs_the_plan_that_was_simulated(tmp_path: Path) -> None:
-    made = asked("zero-pp", 5.0 * MICROBATCH, moves=True)
+    made = asked(UNITS, 5.0 * MICROBATCH, moves=True)
     file = tmp_path / "plan.json"
     file.write_text(written(made))
     config = ZeroBubbleConfig(schedule_file=str(file))

@@ -169,7 +169,6 @@ def advised(
         own.today.timeline.schedule.placement,
         costs,
         limit,
-        own.objective,
         bandwidth,
         most,
         options.effort,
@@ -293,7 +292,7 @@ def _changes_of(variant: Variant, options: argparse.Namespace, argv: Sequence[st
     """The changes of a job with other sizes."""
     other = read_job(options, changed(argv, variant.flags, variant.drops))
     schedule = other.today.timeline.schedule
-    sizes = schedule.placement, other.costs, limit, other.objective, options.host_bandwidth * 1e6
+    sizes = schedule.placement, other.costs, limit, options.host_bandwidth * 1e6
     pipeline = Pipeline(*sizes, setup=other.parsed.setup)
     for change in pipeline.quick_changes(schedule):
         yield replace(

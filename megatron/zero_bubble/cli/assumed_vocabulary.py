@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from megatron.zero_bubble.core.analysis.idle import idle_of
 from megatron.zero_bubble.core.analysis.score import length_ms
@@ -13,7 +13,8 @@ from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.change import Row, Today
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE
-from megatron.zero_bubble.planning.vocabulary import Choice, variants
+from megatron.zero_bubble.planning.setup import Divided
+from megatron.zero_bubble.planning.vocabulary import divided_costs
 
 OTHER_SIZES = (32_000, 256_000)
 """Vocabularies of Llama 2, and about those of Gemma and of Llama 4: the range of public models."""
@@ -58,9 +59,8 @@ def _costs_of(row: Row, costs: Figures) -> Figures:
     schedule, layouts = row.timeline.schedule, row.plan.layouts
     if layouts is not None:
         return costs.evenly().laid_out(schedule.placement, layouts.best.layout)
-    if (algorithm := algorithm_of(schedule)) is not None:
-        return variants(costs, cast("Choice", str(algorithm)))[0].costs
-    return costs
+    algorithm = algorithm_of(schedule)
+    return costs if algorithm is None else divided_costs(costs, Divided(algorithm))
 
 
 def remark(others: Iterable[OtherVocabulary]) -> str:

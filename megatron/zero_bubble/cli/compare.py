@@ -15,14 +15,15 @@ from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
 from megatron.zero_bubble.cli.choices import choices_of, choices_of_files, common_choices
 from megatron.zero_bubble.cli.compare_table import Row, Table, short_text, table_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
-from megatron.zero_bubble.cli.layouts import BY_COST, add_layout
-from megatron.zero_bubble.cli.offload import add_offload, offloading, offloads
+from megatron.zero_bubble.cli.figures import replicas as num_replicas
+from megatron.zero_bubble.cli.layouts import add_layout
+from megatron.zero_bubble.cli.offload import add_offload, host_limits, offloads, with_copies
 from megatron.zero_bubble.cli.plan import add_search, counts_in_p
 from megatron.zero_bubble.cli.plan_text import imbalance_text, picture
 from megatron.zero_bubble.cli.progress import progress, working
-from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shards
-from megatron.zero_bubble.cli.slices import add_slices, cuts_of
-from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
+from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shards, shards
+from megatron.zero_bubble.cli.slices import add_slices, check_cuts
+from megatron.zero_bubble.cli.vocabulary import add_vocabulary, divided_of, with_vocabulary
 from megatron.zero_bubble.cli.winner import how_to_run
 from megatron.zero_bubble.core.analysis.bounds import least_memory
 from megatron.zero_bubble.core.analysis.score import length_ms, within
@@ -32,17 +33,20 @@ from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.search.placements import label_of, name_of, placements
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, comparable, most_chunks
-from megatron.zero_bubble.planning.choosers import search_limits, with_costs
-from megatron.zero_bubble.planning.codecs import speller
+from megatron.zero_bubble.planning.choosers import with_costs
+from megatron.zero_bubble.planning.codecs import setup_of_options, speller
+from megatron.zero_bubble.planning.cuts import with_candidates
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.offer import Offer
 from megatron.zero_bubble.planning.plans import about_1p, bound, peak_memory, rank_memory
+from megatron.zero_bubble.planning.question import Offloading, replicas_of, search_limits
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
+from megatron.zero_bubble.planning.setup import BY_COST, Setup
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import ZB_AUTO
-from megatron.zero_bubble.planning.vocabulary import Variant
+from megatron.zero_bubble.planning.vocabulary import Variant, variants
 
 
 def add_compare(verb: argparse.ArgumentParser) -> None:
@@ -105,27 +109,32 @@ def compare(options: argparse.Namespace) -> str:
     costs = figures(options)
     if of_costs := choices_of_files(costs):  # then no row is without them
         refuse_excluded(choices_of(options) | of_costs, speller("plan"))
-    costs, replicas, rate = listed_shards(options, costs)
-    by_cost = options.layout == BY_COST
-    costs = costs.evenly() if by_cost else costs
+    rate, by_cost, sharded = None, options.layout == BY_COST, shards(options)
+    if sharded:
+        costs, rate = listed_shards(options, costs)
+    costs = with_vocabulary(options, costs.evenly() if by_cost else costs)
     limit = costs.limit(options.memory_limit or "1p")
     about_limit = about_1p(costs) if counts_in_p(options) else None
     searched, without = with_costs(costs, placements(options.placement or "auto", costs.num_ranks, options.num_chunks))
     chunks = most_chunks(options.max_chunks, costs)
-    cuts = cuts_of(options)
-    slices = () if cuts is None else cuts.candidates(costs)
-    variants = variants_of(options, costs, default="auto" if by_cost else None)
-    moving = None
+    check_cuts(options)
+    divided = divided_of(options, costs, default="auto" if by_cost else None)
+    costs = with_copies(options, costs) if moves else costs
+    setup = setup_of_options(options, vocabulary=divided and divided.algorithm)
+    choices, moving, replicas = variants(costs, divided), None, None
     if moves:
-        limits = search_limits(costs, limit, vocabulary=any(variant.algorithm for variant in variants))
+        limits = search_limits(costs, limit, vocabulary=divided is not None)
         # Without --memory-limit, offloading saves as much as it can; the table marks what is above the default.
-        moving = offloading(options, costs, limits, limit if options.memory_limit else None)
-        variants = tuple(replace(variant, costs=moving.on(variant.costs)) for variant in variants)
-    comparison = Comparison(chunks, limit, searched, options.objective, not options.equal_passes, moving)
+        moving = Offloading(limits, limit if options.memory_limit else None, host_limits(options, costs))
+    if sharded:
+        replicas = replicas_of(setup, costs, options.memory_limit, num_replicas(options))
+    cuts = None if setup.cuts is None else with_candidates(setup.cuts, costs)
+    alike = Setup(offload=setup.offload if moves else None, step=setup.step)
+    comparison = Comparison(chunks, limit, searched, not options.equal_passes, alike, moving)
     listed: list[Candidate | DroppedVariant] = [*without]
-    for variant in variants:
+    for variant in choices:
         if variant.algorithm is None:
-            listed += chain(comparison.whole(costs), comparison.sliced(costs, slices))
+            listed += chain(comparison.whole(costs), comparison.sliced(costs, cuts) if cuts else ())
         else:
             listed += comparison.divided(variant)
     listed += comparison.laid_out(costs) if by_cost else ()
@@ -136,9 +145,10 @@ def compare(options: argparse.Namespace) -> str:
     listed, hidden = comparable(listed, options.all)
     rows, absent, best, break_even = _simulated(listed, limit, options.objective, replicas)
     bounds_of = partial(_bounds, options.objective, () if options.pairs else searched, limit, moves)
+    alike_cut = () if cuts is None or len(cuts.among) > 1 else cuts.among
     with working("computing lower bounds"):
-        bounds = _least(bounds_of(variant) for variant in variants)
-        sliced_bounds = bounds_of(variants[0], *slices) if len(slices) == 1 and len(slices[0]) > 1 else {}
+        bounds = _least(bounds_of(variant) for variant in choices)
+        sliced_bounds = bounds_of(choices[0], *alike_cut) if any(len(slices) > 1 for slices in alike_cut) else {}
     table = Table(
         objective=options.objective,
         num_ranks=costs.num_ranks,
@@ -152,7 +162,7 @@ def compare(options: argparse.Namespace) -> str:
         break_even=break_even,
     )
     table = replace(table, gain_of_vocabulary=_gain(table))
-    costs = variants[-1].costs
+    costs = choices[-1].costs
     if options.format == "json":
         return json.dumps(asdict(table), indent=2) + "\n"
     text = table_text(table, costs, about_limit)
@@ -161,7 +171,7 @@ def compare(options: argparse.Namespace) -> str:
         return text
     timeline, candidate, row = best
     bound = " (a lower bound)" if costs.halves(timeline.schedule.placement) else ""
-    uneven = imbalance_text(timeline, costs, by_cost, any(variant.algorithm for variant in variants))
+    uneven = imbalance_text(timeline, costs, by_cost, divided is not None)
     run = how_to_run(options, candidate, row)
     return f"{text}\nShortest within the limit{bound}: {picture(timeline)}{uneven}{run}\n"
 

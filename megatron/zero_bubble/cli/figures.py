@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron.zero_bubble.cli.layouts import BY_COST
 from megatron.zero_bubble.cli.links import add_links, links_of
 from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.model_config import read_model
@@ -21,6 +20,7 @@ from megatron.zero_bubble.core.formats.costs import CostsFile, read_costs_file
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.sizes import check_size
 from megatron.zero_bubble.planning.figures import Figures, TensorModel, measured
+from megatron.zero_bubble.planning.setup import BY_COST
 from megatron.zero_bubble.planning.weights import ModelWeights
 
 

@@ -8,8 +8,6 @@ from megatron.zero_bubble.core.formats.layout import stages_text
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.layouts import LayoutPlan
 
-BY_COST = "auto"
-
 
 def add_layout(verb: argparse.ArgumentParser) -> None:
     """Add the flag for the layout."""

@@ -12,7 +12,6 @@ from megatron.zero_bubble.core.plan.offload import NO_SHARE, parse_share
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO, HostLimits, OffloadPlan, check_copies
-from megatron.zero_bubble.planning.question import Offloading
 
 
 def add_offload(verb: argparse.ArgumentParser) -> None:
@@ -66,32 +65,34 @@ def offloads(options: argparse.Namespace) -> bool:
     return True
 
 
-def offloading(
-    options: argparse.Namespace, costs: Figures, limits: tuple[float | None, ...], limit: float | None
-) -> Offloading:
-    """What may move by the flags.
-
-    Args:
-        limits, limit: as in ``Offloading``.
+def with_copies(options: argparse.Namespace, costs: Figures) -> Figures:
+    """Return the costs with the time of copies that the flags give.
 
     Raises:
-        UserError: for a time and a bandwidth, an invalid one, or sizes in bytes when memory is not.
+        UserError: for a time and a bandwidth, an invalid one, or none.
     """
     ms, bandwidth = options.host_ms, options.host_bandwidth
     if ms is not None and bandwidth is not None:
         raise UserError("--host-ms and --host-bandwidth both give the time of copies; leave out one of them")
     if ms is not None:
         positive_figure("--host-ms", ms)
-    rate = bytes_per_ms("--host-bandwidth", bandwidth)
-    host = HostLimits(
+    own = costs.with_copies(ms, bytes_per_ms("--host-bandwidth", bandwidth))
+    check_copies(own.on(Placement.linear(costs.num_ranks))[0], options.offload)
+    return own
+
+
+def host_limits(options: argparse.Namespace, costs: Figures) -> HostLimits:
+    """Return the limits of the host that the flags give.
+
+    Raises:
+        UserError: sizes in bytes when memory is not.
+    """
+    return HostLimits(
         _size(options, costs, "host_memory"),
         _size(options, costs, "node_memory"),
         1 if options.ranks_per_node is None else options.ranks_per_node,
         1 if options.ranks_per_link is None else options.ranks_per_link,
     )
-    found = Offloading(options.offload, limits, limit, host, ms, rate)
-    check_copies(found.on(costs).on(Placement.linear(costs.num_ranks))[0], options.offload)
-    return found
 
 
 def _size(options: argparse.Namespace, costs: Figures, name: str) -> float | None:

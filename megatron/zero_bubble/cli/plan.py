@@ -10,15 +10,15 @@ from functools import partial
 
 from megatron.zero_bubble.cli.choices import choices_of, choices_of_files
 from megatron.zero_bubble.cli.divisions import division_text
-from megatron.zero_bubble.cli.figures import add_figures, figures
-from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_summary
+from megatron.zero_bubble.cli.figures import add_figures, figures, replicas
+from megatron.zero_bubble.cli.layouts import add_layout, layout_summary
 from megatron.zero_bubble.cli.lengths import Lengths, add_lengths, loads_of
-from megatron.zero_bubble.cli.offload import add_offload, offload_summary, offloading, offloads
+from megatron.zero_bubble.cli.offload import add_offload, host_limits, offload_summary, offloads, with_copies
 from megatron.zero_bubble.cli.plan_text import imbalance_text, limit_text, period_text, plan_text
 from megatron.zero_bubble.cli.progress import working
-from megatron.zero_bubble.cli.shards import add_shards, replicas_of, shard_summary, shards, with_shards
-from megatron.zero_bubble.cli.slices import add_slices, cuts_of
-from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
+from megatron.zero_bubble.cli.shards import add_shards, shard_summary, shards, with_shards
+from megatron.zero_bubble.cli.slices import add_slices, check_cuts
+from megatron.zero_bubble.cli.vocabulary import add_vocabulary, divided_of, with_vocabulary
 from megatron.zero_bubble.core.costs.units import parse_memory_limit, refuse_huge
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.formats.plan import PlanFile, read_plan_file
@@ -27,23 +27,21 @@ from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan import lower_training
 from megatron.zero_bubble.core.render.svg import render_svg, zoomable
-from megatron.zero_bubble.core.schedules import SCHEDULES, recipe
+from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
-from megatron.zero_bubble.core.search.placements import placements
 from megatron.zero_bubble.planning.answer import answer
-from megatron.zero_bubble.planning.candidates import MOST_CHUNKS
-from megatron.zero_bubble.planning.choosers import search_limits
-from megatron.zero_bubble.planning.codecs import speller
+from megatron.zero_bubble.planning.choosers import MOST_CHUNKS
+from megatron.zero_bubble.planning.codecs import setup_of_options, speller
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.runnable import check_trainable
-from megatron.zero_bubble.planning.offload import AUTO
+from megatron.zero_bubble.planning.offload import AUTO, NO_LIMITS
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.plans import ADAPTING, about_1p, limit_verdict, slower_than_1f1b
-from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT
+from megatron.zero_bubble.planning.question import Question, asked
+from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT, Given
 from megatron.zero_bubble.planning.source import ZB_AUTO
 
 _OF_TORCH: dict[str, Callable[[Schedule], str]] = {
@@ -145,12 +143,12 @@ def plan(options: argparse.Namespace) -> str:
         return zoomable(render_svg(timeline))
     if options.format in _OF_TORCH:
         return _OF_TORCH[options.format](timeline.schedule)
-    layouts, offload_plan, units, over = made.layouts, made.offloaded, made.shards, made.question.shards
+    layouts, offload_plan, units, over = made.layouts, made.offloaded, made.shards, made.question.replicas
     if options.format == "json":
         return written(made)
     divided = division_text(costs, timeline.schedule.placement)
     text = plan_text(timeline, costs) + (divided if layouts is None else layout_summary(layouts))
-    neither = units is not None or made.question.pairs
+    neither = units is not None or made.question.setup.pairs
     divides = layouts is not None or neither, algorithm_of(timeline.schedule) is not None or neither
     text += imbalance_text(timeline, costs, *divides)
     text += "".join(f"{each}\n" for each in made.dropped)
@@ -188,44 +186,24 @@ def question_of(options: argparse.Namespace, of_job: Figures | None = None) -> Q
     """
     refuse_excluded(choices_of(options), speller("plan"))
     _check(options)
-    cuts = cuts_of(options)
-    if cuts is not None and options.schedule_file is not None:
+    check_cuts(options)
+    if options.schedule_file is not None and (options.num_slices or options.slice_cuts) is not None:
         raise UserError("--num-slices and --slice-cuts do not apply to a schedule file, which has its own; drop them")
     moves = offloads(options)
     planned = None if options.schedule_file is None else read_plan_file(options.schedule_file)
     file = None if planned is None else planned.schedule
     costs = _figures_of(options, planned) if of_job is None else of_job
-    by_cost, sharding = options.layout == BY_COST, shards(options)
     refuse_excluded(choices_of(options) | choices_of_files(costs, file), speller("plan"))
-    costs = with_shards(options, costs) if sharding else costs
-    if by_cost:
-        costs = costs.evenly()
-    variants = variants_of(options, costs, file)
-    text = options.memory_limit or (DEFAULT_LIMIT if options.schedule == ZB_AUTO else None)
-    limit = None if text is None else costs.limit(text)
-    limits: tuple[float | None, ...] = (None,) if limit is None else (None, limit)
-    if sharding and limit is not None:
-        limits = None, *search_limits(costs, limit)  # larger units may be within it once activations move
-    if options.schedule == ZB_AUTO and limit is not None:
-        limits = search_limits(costs, limit, vocabulary=any(each.algorithm for each in variants))
-    return Question(
-        costs,
-        options.schedule,
-        limit,
-        options.objective,
-        file,
-        placements(options.placement or "auto", costs.num_ranks, options.num_chunks),
-        _num_chunks(options, costs),
-        options.unit_microbatches or None,
-        cuts,
-        variants if any(each.algorithm for each in variants) else (),
-        offloading(options, costs, limits, limit) if moves else None,
-        replicas_of(options, costs) if sharding else None,
-        by_cost,
-        not options.equal_passes,
-        recompute_logits=bool(options.recompute_logits),
-        pairs=options.pairs,
-    )
+    costs = with_shards(options, costs) if shards(options) else costs
+    costs = with_vocabulary(options, costs)
+    costs = with_copies(options, costs) if moves else costs
+    setup = replace(setup_of_options(options), vocabulary=divided_of(options, costs, file))
+    if planned is not None:
+        setup = replace(setup, order=Given(options.schedule_file, planned))
+    if not moves:
+        setup = replace(setup, offload=None)
+    host = host_limits(options, costs) if moves else NO_LIMITS
+    return asked(setup, costs, options.memory_limit, host, replicas(options))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -248,15 +226,6 @@ def _check(options: argparse.Namespace) -> None:
             f"--step-ms must be a finite time, 0 or above; got {options.step_ms}; give the time of the optimizer step"
         )
     refuse_huge(**{"--step-ms": options.step_ms})
-
-
-def _num_chunks(options: argparse.Namespace, costs: Figures) -> tuple[int | None, ...]:
-    if options.schedule == ZB_AUTO:
-        return (None,)
-    if options.num_chunks != AUTO:
-        return (options.num_chunks,)
-    most = max(2, min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS))
-    return tuple(range(2, most + 1)) if recipe(options.schedule).shape == "interleaved" else (None,)
 
 
 def _figures_of(options: argparse.Namespace, planned: PlanFile | None) -> Figures:

@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from megatron.zero_bubble.cli.figures import replicas
 from megatron.zero_bubble.core.analysis.score import within
-from megatron.zero_bubble.core.costs.units import bytes_per_ms, checked_figure, parse_memory_limit, refuse_huge
+from megatron.zero_bubble.core.costs.units import bytes_per_ms, checked_figure, refuse_huge
 from megatron.zero_bubble.core.errors import UserError, as_flag
-from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.figures import Figures
@@ -105,19 +104,6 @@ def shards(options: argparse.Namespace) -> bool:
     return True
 
 
-def replicas_of(options: argparse.Namespace, costs: Figures) -> Replicas:
-    """The replicas that the flags give."""
-    text = options.memory_limit
-    limit = activations = math.inf if text is None else costs.limit(text)
-    if text is not None and costs.weights is not None and parse_memory_limit(text)[1] == "p":
-        limit = math.inf  # a limit in microbatches is one of activations
-    whole = options.whole_stages
-    if whole is None:
-        whole = AUTO if costs.weights is not None and limit < math.inf else DEFAULT_OPEN_CHUNKS
-    whole = None if whole == AUTO else int(whole)
-    return Replicas(replicas(options), options.unit_microbatches or None, whole, limit, activations)
-
-
 def with_shards(options: argparse.Namespace, costs: Figures) -> Figures:
     """Return the figures with the times of the collectives that the flags give.
 
@@ -132,15 +118,13 @@ def with_shards(options: argparse.Namespace, costs: Figures) -> Figures:
             refuse_huge(**{as_flag(name): figure})
             checked_figure(as_flag(name), figure)
     rate = bytes_per_ms("--replica-bandwidth", bandwidth)
-    return with_collectives(costs, replicas_of(options, costs).count, *times, rate)
+    return with_collectives(costs, replicas(options), *times, rate)
 
 
-def listed_shards(options: argparse.Namespace, costs: Figures) -> tuple[Figures, Replicas | None, float | None]:
-    """Return the figures, the replicas, and the bytes per ms of tensor parallelism that ``compare`` lists, if any."""
-    if not shards(options):
-        return costs, None, None
+def listed_shards(options: argparse.Namespace, costs: Figures) -> tuple[Figures, float | None]:
+    """Return the figures, and the bytes per ms of tensor parallelism that ``compare`` lists, if any."""
     costs, rate = with_shards(options, costs), tensor_rate(options, costs)
-    return replace(costs, notes=(*costs.notes, *_omitted(rate))), replicas_of(options, costs), rate
+    return replace(costs, notes=(*costs.notes, *_omitted(rate))), rate
 
 
 def _omitted(rate: float | None) -> Iterator[str]:
@@ -172,18 +156,6 @@ def shard_summary(over: Replicas, plan: ShardPlan, costs: Figures) -> str:
     least, why = sharded_bound(plan, costs)
     lines.append(f"lower bound {least:.3f} ms makespan, for units of any size ({why})")
     return "".join(f"{line}\n" for line in lines)
-
-
-def number_or_auto(text: str) -> int | str:
-    """Parse a number, whose size is checked later, or ``auto``.
-
-    Raises:
-        argparse.ArgumentTypeError: any other text.
-    """
-    try:
-        return text if text == AUTO else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"it is a number, or auto; got {text[:40]!r}") from None
 
 
 def _gib(amounts: Iterable[float]) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 from itertools import pairwise
-from typing import Literal
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import Slices
 from megatron.zero_bubble.core.ir.slices import MOST_SLICES
-from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
+from megatron.zero_bubble.planning.cuts import LEAST_TOKENS
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.offload import AUTO
 
@@ -32,49 +30,41 @@ def add_slices(verb: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def cuts_of(options: argparse.Namespace) -> Cuts | None:
-    """Return the cuts that the flags request; None without them.
+def check_cuts(options: argparse.Namespace) -> None:
+    """Check the flags.
 
     Raises:
         UserError: for flags of another form, or that contradict each other.
     """
-    number, least = _number(options.num_slices), options.min_slice_tokens
-    if least is not None and options.num_slices != AUTO:
+    number, least, places = options.num_slices, options.min_slice_tokens, options.slice_cuts
+    _check_number(number)
+    if least is not None and number != AUTO:
         raise UserError(f"--min-slice-tokens applies only to --num-slices {AUTO}; leave it out")
     if least is not None and least < 1:
         raise UserError(f"--min-slice-tokens must be 1 or more; got {least}")
-    if options.slice_cuts is None:
-        return None if options.num_slices is None else Cuts(number, None, least)
-    places = _places(options.slice_cuts)
-    if isinstance(places, Slices):
-        if options.num_slices is not None and number != len(places):
+    if places in ("even", "balanced"):
+        if number is None:
+            raise UserError(f"--slice-cuts {places} needs a number of slices; add --num-slices")
+    elif places is not None:
+        count = _number_of_ends(places)
+        if number not in (None, str(count)):
             raise UserError(
-                f"--slice-cuts {options.slice_cuts} has {len(places)} ends; got --num-slices {options.num_slices}; "
-                "leave out --num-slices"
+                f"--slice-cuts {places} has {count} ends; got --num-slices {number}; leave out --num-slices"
             )
-        return Cuts(len(places), places)
-    if options.num_slices is None:
-        raise UserError(f"--slice-cuts {places} needs a number of slices; add --num-slices")
-    return Cuts(number, places, least)
 
 
-def _number(text: str | None) -> int | None:
+def _check_number(text: str | None) -> None:
     if text in (None, AUTO):
-        return None
+        return
     try:
         number = int(text)
     except ValueError:
         number = 0
     if not 1 <= number <= MOST_SLICES:
         raise UserError(f"--num-slices must be a number from 1 to {MOST_SLICES}, or {AUTO}; got {text}")
-    return number
 
 
-def _places(text: str) -> Literal["even", "balanced"] | Slices:
-    if text == "even":
-        return "even"
-    if text == "balanced":
-        return "balanced"
+def _number_of_ends(text: str) -> int:
     try:
         ends = [float(end) for end in text.split(",")]
     except ValueError:
@@ -84,4 +74,4 @@ def _places(text: str) -> Literal["even", "balanced"] | Slices:
             "--slice-cuts must be even, balanced, or the ends of the slices as increasing shares of the sequence, of "
             f"which the last is 1, such as 0.3,0.6,1; got {text}"
         )
-    return Slices(tuple(end - start for start, end in pairwise((0.0, *ends))))
+    return len(ends)

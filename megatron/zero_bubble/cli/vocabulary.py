@@ -11,7 +11,8 @@ from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.vocabulary import Choice, Variant, variants, with_times
+from megatron.zero_bubble.planning.setup import Divided
+from megatron.zero_bubble.planning.vocabulary import Choice, divided_by, with_times
 
 _TIMES = ("output_ms", "output_wgrad_ms", "embedding_ms", "embedding_wgrad_ms", "collective_ms")
 
@@ -32,17 +33,16 @@ def add_vocabulary(verb: argparse.ArgumentParser) -> None:
     plan_flag("recompute_logits").add(verb)
 
 
-def variants_of(
+def divided_of(
     options: argparse.Namespace, costs: Figures, file: Schedule | None = None, default: Choice | None = None
-) -> tuple[Variant, ...]:
-    """Return the variants that the flags request; ``file`` is the schedule of a file, whose passes decide.
+) -> Divided | None:
+    """Return how the flags divide the vocabulary; ``file`` is the schedule of a file, whose passes decide.
 
     ``default`` is the choice if there is neither a file nor ``--vocabulary``.
 
     Raises:
-        UserError: for flags that contradict each other, the costs or the file, or if times are missing.
+        UserError: for flags that contradict each other, the costs or the file.
     """
-    costs = _with_flags(options, costs)
     choice: Choice | None = options.vocabulary or default
     own = None if file is None else algorithm_of(file)
     if own is not None:
@@ -51,10 +51,15 @@ def variants_of(
                 f"--vocabulary must be that of the schedule file, {own}; got {choice}; leave out --vocabulary"
             )
         choice = "1" if own == 1 else "2"
-    return variants(costs, choice, options.recompute_logits)
+    return divided_by(costs, choice, options.recompute_logits)
 
 
-def _with_flags(options: argparse.Namespace, costs: Figures) -> Figures:
+def with_vocabulary(options: argparse.Namespace, costs: Figures) -> Figures:
+    """Return the costs with the times of the passes of the vocabulary that the flags give.
+
+    Raises:
+        UserError: for flags that contradict each other, or if times are missing.
+    """
     times = {name: getattr(options, name) for name in _TIMES if getattr(options, name) is not None}
     if not times:
         return costs

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 from megatron.zero_bubble.cli.compare_table import Row
-from megatron.zero_bubble.cli.layouts import BY_COST
 from megatron.zero_bubble.cli.plan import add_plan
-from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.schedules import recipe
-from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, name_of
 from megatron.zero_bubble.planning.candidates import Candidate
-from megatron.zero_bubble.planning.plans import ADAPTING
+from megatron.zero_bubble.planning.codecs import plan_option, setup_of_options
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.source import ZB_AUTO
+from megatron.zero_bubble.planning.rule import shown
+from megatron.zero_bubble.planning.setup import Named, Setup
+from megatron.zero_bubble.planning.values import PLAN_ROWS, values_of_plan
 
 FILE = "plan.json"
 
@@ -55,44 +55,40 @@ def has_name(question: Question, vocabulary: int | None, needed_layout: str | No
     Args:
         vocabulary, needed_layout: the algorithm of vocabulary parallelism and the layout that its plan has.
     """
-    more = question.by_cost or question.pairs or question.slices or question.offload or question.shards
-    return question.schedule not in (None, ZB_AUTO) and not (question.adapts or more or vocabulary or needed_layout)
+    setup = question.setup
+    more = question.by_cost or setup.pairs or setup.cuts or setup.offload or setup.shards
+    return isinstance(setup.order, Named) and not (question.adapts or more or vocabulary or needed_layout)
 
 
 def flags_of_name(question: Question) -> tuple[str, ...]:
     """Return the flags of a job for a schedule by name."""
-    return tuple(_flags(question))
+    return tuple(_flags(question.setup))
 
 
-def _flags(question: Question) -> Iterator[str]:
-    known = recipe(str(question.schedule))
+def _flags(setup: Setup) -> Iterator[str]:
+    assert isinstance(setup.order, Named), "it has a name"
+    known = recipe(setup.order.name)
     if known.name != "1f1b":
         yield f"--zero-bubble-schedule {known.name}"
     if known.shape == "interleaved":
-        yield f"--zero-bubble-num-chunks {known.num_chunks(question.num_chunks[0])}"
+        stages = setup.order.stages
+        yield f"--zero-bubble-num-chunks {known.num_chunks(None if stages == 'auto' else stages)}"
     if known.has_units:
-        yield f"--zero-bubble-unit-microbatches {question.unit}"
+        yield f"--zero-bubble-unit-microbatches {setup.unit}"
 
 
 def _chosen(options: argparse.Namespace, winner: Candidate, row: Row) -> dict[str, Any]:
     """The flags of ``plan`` that make this row, by name: those of ``compare``, and what the row has chosen."""
-    question, named = winner.question, winner.question.schedule != ZB_AUTO
-    chosen = {**vars(options), "schedule": question.schedule, "placement": None, "num_chunks": None}
-    if named and recipe(str(question.schedule)).shape == "interleaved":
-        chosen["num_chunks"] = question.num_chunks[0]
-    elif not named:
-        on = cast(Placement, question.placement[0])  # a row has one placement
-        chosen["placement"] = name = name_of(on)
-        chosen["num_chunks"] = on.num_stages // on.num_ranks if name is not None and name in HAS_CHUNKS else None
-    chosen["equal_passes"] = question.schedule in ADAPTING and not question.fits
-    chosen["layout"] = BY_COST if question.by_cost else None
-    chosen["vocabulary"] = row.vocabulary or ("off" if options.vocabulary else None)
-    chosen["num_slices"] = row.num_slices if question.slices else None
-    chosen["slice_cuts"] = options.slice_cuts if question.slices else None
-    chosen["shard_weights"] = question.shards is not None
-    chosen["unit_microbatches"] = question.unit or options.unit_microbatches or None
-    chosen["pairs"] = question.pairs
-    return chosen
+    setup, asked = winner.question.setup, setup_of_options(options, vocabulary=None, recompute_logits=None)
+    if setup.shards is not None:
+        setup = replace(setup, shards=asked.shards, unit=asked.unit)
+    if setup.cuts is not None and asked.cuts is not None:
+        setup = replace(setup, cuts=replace(asked.cuts, number=row.num_slices))
+    values = values_of_plan(setup)
+    chosen = {plan_option(decision): values.get(decision.name) for decision in PLAN_ROWS}
+    kept = {name: getattr(options, name) for name in ("memory_limit", "recompute_logits")}
+    whole = "off" if options.vocabulary else None
+    return {**vars(options), **chosen, **kept, "vocabulary": row.vocabulary or whole}
 
 
 def _command(chosen: Mapping[str, Any]) -> Iterator[str]:
@@ -106,4 +102,4 @@ def _command(chosen: Mapping[str, Any]) -> Iterator[str]:
             continue
         yield action.option_strings[-1]
         if value is not True:
-            yield shlex.quote(f"{value:.12g}" if isinstance(value, float) else str(value))
+            yield shlex.quote(f"{value:.12g}" if isinstance(value, float) else shown(value))

@@ -146,7 +146,7 @@ class Adviser:
             if isinstance(change, DroppedVariant):
                 self.dropped.append(change)
             elif change.searches:
-                saves_weights = change.question.shards is not None  # of use also where it is slower
+                saves_weights = change.question.setup.shards is not None  # of use also where it is slower
                 waiting.append((0.0 if saves_weights else self._least(change), change))
             else:
                 self._plan(change)
@@ -230,11 +230,11 @@ class Adviser:
 
     def _bound(self, change: Change) -> float:
         question = change.question
-        costs = question.variants[0].costs if question.variants else question.costs
+        costs = question.costs
         passes, _ = costs.on(change.placement)
         work = math.fsum((*passes.forward_ms, *passes.backward_ms, *passes.wgrad_ms))
         mean = costs.num_microbatches * work / costs.num_ranks
-        if question.by_cost or question.slices:  # they divide the work otherwise
+        if question.by_cost or question.setup.cuts:  # they divide the work otherwise
             return mean
         return max(mean, quick_bound(costs, change.placement, None, self.objective))
 
@@ -271,7 +271,7 @@ class Adviser:
     def _certified(self, row: Row) -> Row:
         """The row with the gap to the bound that ``plan`` certifies with, if that is for all its plans."""
         asked, timeline = row.plan.question, row.timeline
-        is_open = row.change.question.by_cost or asked.slices is not None
+        is_open = row.change.question.by_cost or asked.setup.cuts is not None
         is_within = asked.limit is not None and max(row.need.activations) <= asked.limit * (1 + ROUNDING)
         is_large = sum(map(len, timeline.spans)) > LARGE  # then a bound takes as long as a search
         if row.gap is None or is_open or is_large or not is_within or (certificate := row.plan.certificate) is None:

@@ -19,7 +19,6 @@ from megatron.zero_bubble.planning.offer import Ask, Chooser, Offer, score
 from megatron.zero_bubble.planning.plans import bound, peak_memory
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, attempt, best
-from megatron.zero_bubble.planning.source import ZB_AUTO
 
 CHOOSERS: tuple[Chooser, ...] = (offload, shards, layout, vocabulary, slices, schedules)
 """Who chooses what, in this order: a chooser sees what those after it offer for each of its values."""
@@ -44,7 +43,8 @@ class Answer(Offer):
     @property
     def recompute_logits(self) -> bool:
         """Whether the divided output layer computes the logits again."""
-        return self.question.recompute_logits and algorithm_of(self.schedule) is not None
+        divided = self.question.setup.vocabulary
+        return divided is not None and divided.recompute_logits and algorithm_of(self.schedule) is not None
 
     @cached_property
     def certificate(self) -> Certificate | None:
@@ -55,7 +55,7 @@ class Answer(Offer):
         if limit is None or self.shards is not None or self.schedule.overlaps:
             return None
         schedule = self.schedule
-        kinds = schedule.slices, algorithm_of(schedule), self.question.offload is not None
+        kinds = schedule.slices, algorithm_of(schedule), self.question.setup.offload is not None
         least = bound(self.costs, schedule.placement, limit, objective, *kinds)
         return Certificate(objective, limit, limit / self.costs.microbatch, least, self.seconds)
 
@@ -101,8 +101,7 @@ def _found(question: Question, ask: Ask) -> tuple[Best[Offer], float | None]:
             left = [
                 DroppedVariant(found.offer.schedule.name, refused) if each is found.offer else each for each in left
             ]
-        divides = any(variant.algorithm for variant in question.variants)
-        if not peaks or divides or asked.limit is None or question.schedule != ZB_AUTO:
+        if not peaks or question.setup.vocabulary or asked.limit is None or not question.is_search:
             if reason:
                 raise PlanError(reason)
             raise UserError(next(each.reason for each in left if isinstance(each, DroppedVariant)))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import Placement, Slices
+from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.sizes import check_size
 from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.schedules.recipe import Recipe
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, label_of, name_of
+from megatron.zero_bubble.planning.choosers import MOST_CHUNKS
 from megatron.zero_bubble.planning.experts import WITH_OVERLAP, WITH_PAIRS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
+from megatron.zero_bubble.planning.setup import BY_COST, Cuts, Divided, Named, Searched, Setup, Shards
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import Variant
@@ -31,8 +32,6 @@ _OVERLAPPED = ("zb-h1", "zb-v")
 """Schedules without pairs that are also listed with the all-to-all of experts beneath weight gradients."""
 LAID_OUT = "layout by cost"
 """Suffix for the name of a schedule whose layers per stage were chosen together with it."""
-MOST_CHUNKS = 4
-"""Most stages per rank to choose from, where nothing is given."""
 _MOST_TRIED = 64
 """Most stages per rank to try: every number up to it has a row per interleaved schedule."""
 
@@ -81,7 +80,8 @@ def comparable(
     kept, names = [], []
     for each in candidates:
         known = None if isinstance(each, DroppedVariant) else SCHEDULES.get(str(each.question.schedule))
-        if known is None or everything or not known.only_compared or each.question.pairs:  # type: ignore[union-attr]
+        pairs = not isinstance(each, DroppedVariant) and each.question.setup.pairs
+        if known is None or everything or not known.only_compared or pairs:
             kept.append(each)
         else:
             names.append(known.name)
@@ -95,8 +95,9 @@ class _Way(NamedTuple):
     title: str
     question: Question
 
-    def row(self, suffix: str = "", **chosen: object) -> Candidate:
-        return Candidate(self.name + suffix, self.title + suffix, replace(self.question, **chosen))  # type: ignore[arg-type]
+    def row(self, suffix: str = "", **decisions: Any) -> Candidate:
+        """The row with other decisions too."""
+        return Candidate(self.name + suffix, self.title + suffix, self.question.deciding(**decisions))
 
 
 @dataclass(frozen=True)
@@ -107,21 +108,23 @@ class Comparison:
         max_chunks: most stages per rank of interleaved schedules.
         limit: the memory limit per rank, in the unit of the costs.
         refit: whether schedules for equal passes are also refitted to the costs.
-        offload: what may move to host memory; None for nothing.
+        setup: what they decide alike.
+        offloading: limits for what moves to host memory, if anything may.
     """
 
     max_chunks: int
     limit: float
     placements: Sequence[Placement]
-    objective: Metric
     refit: bool
-    offload: Offloading | None = None
+    setup: Setup
+    offloading: Offloading | None = None
 
     def whole(self, costs: Figures) -> Iterator[Candidate]:
         """Yield the schedules of whole sequences. Only a search depends on the limit for which it is made."""
-        once = None if self.offload is None else replace(self.offload, limits=self.offload.limits[:1])
+        once = None if self.offloading is None else replace(self.offloading, limits=self.offloading.limits[:1])
         for way in self._ways(costs):
-            yield way.row() if way.question.schedule == ZB_AUTO else way.row(offload=once)
+            row = way.row()
+            yield row if row.question.is_search else row._replace(question=replace(row.question, offloading=once))
 
     def hidden(self, costs: Figures) -> Iterator[Candidate]:
         """Yield schedules that hide the all-to-all of experts: in pairs, or beneath weight gradients if it is known."""
@@ -135,9 +138,9 @@ class Comparison:
     def sharded(self, costs: Figures, replicas: Replicas) -> Iterator[Candidate]:
         """Yield the schedules of whole sequences with several stages per rank, with sharded units."""
         for recipe in SCHEDULES.values():
-            if not recipe.sliced and recipe.shape != "linear":
-                for way in self._named(recipe, costs):
-                    yield way.row(f" {SHARDED}", shards=replicas, unit=None)
+            for way in self._named(recipe, costs) if not recipe.sliced and recipe.shape != "linear" else ():
+                row = way.row(f" {SHARDED}", shards=Shards(), unit=None)
+                yield row._replace(question=replace(row.question, replicas=replicas))
 
     def tensor(self, costs: Figures, replicas: Replicas, bytes_per_ms: float) -> Iterator[Candidate | DroppedVariant]:
         """Yield schedules with tensor parallelism over the replicas, or over groups of them."""
@@ -153,18 +156,19 @@ class Comparison:
 
     def laid_out(self, costs: Figures) -> Iterator[Candidate]:
         """Yield them with layouts by cost; ``costs`` are those of the even split."""
-        return (way.row(f" ({LAID_OUT})", by_cost=True) for way in self._ways(costs))
+        return (way.row(f" ({LAID_OUT})", layout=BY_COST) for way in self._ways(costs))
 
     def divided(self, variant: Variant) -> Iterator[Candidate]:
         """Yield them with the passes of vocabulary parallelism; searches for these have more to choose from."""
-        suffix = f" (vocabulary {variant.algorithm})"
-        return (way.row(suffix, variants=(variant,)) for way in self._ways(variant.costs))
+        assert variant.algorithm is not None, "the others are whole"
+        suffix, divided = f" (vocabulary {variant.algorithm})", Divided(variant.algorithm)
+        return (way.row(suffix, vocabulary=divided) for way in self._ways(variant.costs))
 
-    def sliced(self, costs: Figures, slices: Sequence[Slices]) -> Iterator[Candidate]:
-        """Yield one candidate per schedule of slices, each with the best of ``slices``; none without any."""
+    def sliced(self, costs: Figures, cuts: Cuts) -> Iterator[Candidate]:
+        """Yield one candidate per schedule of slices, each with the best of the cuts."""
         named = (way for recipe in SCHEDULES.values() if recipe.sliced for way in self._named(recipe, costs))
-        for way in (*named, *self._searches(costs)) if slices else ():
-            row = way.row(slices=tuple(slices))
+        for way in (*named, *self._searches(costs)):
+            row = way.row(cuts=cuts)
             yield row._replace(name=f"{row.name} of slices", title=f"{row.title} n{{}}")
 
     def _ways(self, costs: Figures) -> Iterator[_Way]:
@@ -172,24 +176,25 @@ class Comparison:
             if recipe.sliced:
                 continue
             yield from self._named(recipe, costs)
-            for way in self._named(recipe, costs) if recipe.adapts and self.refit else ():
-                if costs.halves(recipe.placement(costs.num_ranks, recipe.num_chunks(way.question.num_chunks[0]))):
-                    continue  # the costs of its stages are not known, only a lower bound
-                name = f"{way.name} {FITTED}"
-                yield _Way(name, name, replace(way.question, fits=True))
+            if recipe.adapts and self.refit:
+                yield from self._named(recipe, costs, f" {FITTED}")
         yield from self._searches(costs)
 
-    def _named(self, recipe: Recipe, costs: Figures) -> Iterator[_Way]:
+    def _named(self, recipe: Recipe, costs: Figures, fitted: str = "") -> Iterator[_Way]:
+        """Yield a schedule by name with every number of stages, ``fitted`` to the costs or as published."""
         counts: Iterable[int | None] = range(2, self.max_chunks + 1) if recipe.shape == "interleaved" else (None,)
         unit = costs.num_ranks if recipe.has_units else None
         for chunks in counts:
-            name = recipe.name if chunks is None else f"{recipe.name} x{chunks}"
-            yield _Way(name, name, replace(self._question(costs, recipe.name), num_chunks=(chunks,), unit=unit))
+            if fitted and costs.halves(recipe.placement(costs.num_ranks, recipe.num_chunks(chunks))):
+                continue  # the costs of its stages are not known, only a lower bound
+            name = (recipe.name if chunks is None else f"{recipe.name} x{chunks}") + fitted
+            order = Named(recipe.name, chunks, equal_passes=recipe.adapts and not fitted)
+            yield _Way(name, name, self._question(costs, order, unit))
 
     def _searches(self, costs: Figures) -> Iterator[_Way]:
         for on in self.placements:
             title = f"{ZB_AUTO} x{on.num_stages // on.num_ranks}" if name_of(on) in HAS_CHUNKS else ZB_AUTO
-            yield _Way(f"{ZB_AUTO} {label_of(on)}", title, replace(self._question(costs, ZB_AUTO), placement=(on,)))
+            yield _Way(f"{ZB_AUTO} {label_of(on)}", title, self._question(costs, Searched.on(on)))
 
-    def _question(self, costs: Figures, schedule: str) -> Question:
-        return Question(costs, schedule, self.limit, self.objective, fits=False, offload=self.offload)
+    def _question(self, costs: Figures, order: Named | Searched, unit: int | None = None) -> Question:
+        return Question(costs, replace(self.setup, order=order, unit=unit), self.limit, self.offloading)

@@ -75,8 +75,8 @@ class Change:
     def num_searched(self) -> int:
         """The passes of the plans that it searches among, by which the work of a search is counted."""
         question = self.question
-        searches = 1 if question.offload is None else len(question.offload.limits)
-        plans = searches * (_WITH_VOCABULARY if question.variants else 1)
+        searches = 1 if question.offloading is None else len(question.offloading.limits)
+        plans = searches * (_WITH_VOCABULARY if question.setup.vocabulary else 1)
         return plans * 3 * self.placement.num_stages * question.costs.num_microbatches
 
     @property

@@ -11,10 +11,10 @@ from urllib.parse import parse_qsl, urlencode
 
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.planning.decision import NEGATABLE, Decision
-from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT
+from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT, OF_PLANS
 from megatron.zero_bubble.planning.rule import Spell, shown
 from megatron.zero_bubble.planning.setup import Setup
-from megatron.zero_bubble.planning.values import ROWS, setup_of, values_of, values_of_plan
+from megatron.zero_bubble.planning.values import PLAN_ROWS, ROWS, setup_of, values_of, values_of_plan
 
 Medium = Literal["job", "plan", "env", "query", "json"]
 _LAYOUT_FLAG = "--pipeline-model-parallel-layout"
@@ -85,14 +85,38 @@ def parse(given: Sequence[str] | str | Mapping[str, Any], as_: Medium = "job") -
             words = [word for row in ROWS for word in words_of_variable(row, given.get(variable(row), ""))]
         return parse(words)
     parser = StrictParser(add_help=False, allow_abbrev=False)
-    for row in ROWS:
-        if as_ == "job":
-            parser.add_argument(_own_flag(row), dest=row.dest, **row.arguments)
-        elif row.plan is not None:
+    rows = ROWS if as_ == "job" else PLAN_ROWS
+    for row in rows:
+        if as_ == "plan" and row.plan is not None:
             parser.add_argument(_flag(row, as_), dest=row.dest, **row.plan.arguments)
+        else:
+            parser.add_argument(_own_flag(row), dest=row.dest, **row.arguments)
     options, _ = parser.parse_known_args(list(given))
-    values = {row.name: getattr(options, row.dest, None) for row in ROWS}
-    return setup_of(values, speller(as_), of_plan=as_ == "plan")
+    return setup_of({row.name: getattr(options, row.dest) for row in rows}, speller(as_), of_plan=as_ == "plan")
+
+
+def setup_of_options(options: argparse.Namespace, **other: Any) -> Setup:
+    """The setup that the parsed flags of ``plan`` give, and those of ``compare``, which names no schedule.
+
+    Args:
+        other: values in place of those of the flags, by the names of decisions.
+
+    Raises:
+        UserError: as ``parse``.
+    """
+    named = getattr(options, "schedule", None) is not None
+    values = {
+        row.name: getattr(options, plan_option(row), None)
+        for row in PLAN_ROWS
+        if named or row.path in ("order.name", "order.file") or not row.path.startswith("order.")
+    }
+    steps = {"post_validation": options.objective == "span"}
+    return setup_of(values | steps | other, speller("plan"), of_plan=True)
+
+
+def plan_option(row: Decision) -> str:
+    """The attribute of the parsed flags of ``plan``."""
+    return _flag(row, "plan")[2:].replace("-", "_")
 
 
 def difference(old: Setup, new: Setup) -> Difference:
@@ -114,7 +138,7 @@ def speller(as_: Medium | None = None) -> Spell:
     """
 
     def spelled(name: str, value: object) -> str:
-        row = next((row for row in (*DECISIONS, LAYOUT) if row.name == name), None)
+        row = next((row for row in (*DECISIONS, LAYOUT, *OF_PLANS) if row.name == name), None)
         if as_ in ("plan", "query"):
             return " ".join(_words(as_flag(name) if row is None else _flag(row, as_), value))
         if row is None or as_ in (None, "json"):
@@ -187,7 +211,7 @@ def _words(flag: str, value: Any) -> Iterator[str]:
 
 
 def _row(name: str) -> Decision:
-    row = next((row for row in ROWS if row.name == name), None)
+    row = next((row for row in (*ROWS, *OF_PLANS) if row.name == name), None)
     if row is None:
         raise UserError(f"a setup decides {', '.join(row.name for row in ROWS)}; got {name}; leave it out")
     return row

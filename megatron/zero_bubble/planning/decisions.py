@@ -26,7 +26,7 @@ from megatron.zero_bubble.planning.decision import (
 )
 from megatron.zero_bubble.planning.observations import OBSERVATIONS
 from megatron.zero_bubble.planning.retired import RETIRED
-from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT
+from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT, LEAST_TOKENS
 
 _OF_SLICES = ", ".join(sliced())
 
@@ -340,10 +340,36 @@ LAYOUT = Decision(
     ),
 )
 """The decision for which a job has a flag of Megatron's own."""
+OF_PLANS = (
+    Decision(
+        "equal-passes",
+        "advanced",
+        SWITCH,
+        "the order for passes of equal length",
+        path="order.equal_passes",
+        plan=PlanFlag("equal-passes", SWITCH),
+    ),
+    Decision(
+        "min-slice-tokens",
+        "advanced",
+        "TOKENS",
+        "fewest tokens of a slice",
+        path="cuts.least_tokens",
+        plan=PlanFlag(
+            "min-slice-tokens",
+            "TOKENS",
+            int,
+            "fewest tokens per slice for --num-slices auto, with --config or a costs file that has the length of "
+            "sequences (default: what a run has measured for the costs file, else "
+            f"{LEAST_TOKENS}; if the length is unknown, up to 16 slices are tried)",
+        ),
+    ),
+)
+"""Decisions that only a plan makes: a job has what came of them."""
 
 
 def plan_flag(name: str) -> PlanFlag:
     """The flag of ``plan`` for a decision, by its name."""
-    flag = next(row.plan for row in (*DECISIONS, LAYOUT) if row.name == name)
+    flag = next(row.plan for row in (*DECISIONS, LAYOUT, *OF_PLANS) if row.name == name)
     assert flag is not None, f"plan decides {name}"
     return flag

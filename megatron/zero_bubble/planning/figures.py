@@ -314,7 +314,7 @@ class TensorModel:
             message_bytes=parallel.model.message_bytes,
             weights=replace(self.weights, model=parallel.model),
             counts_weights=False,
-            given=given.between_ranks,
+            given=given.of_any_stages,
         )
         return TensorFigures(own, parallel.sent(samples))
 

@@ -40,9 +40,9 @@ class Given:
     vocabulary: VocabularyCosts | None = None
 
     @property
-    def between_ranks(self) -> Given:
-        """Only what is of messages between ranks, which pipelines of other stages have as well."""
-        return Given(message_ms=self.message_ms, links=self.links)
+    def of_any_stages(self) -> Given:
+        """Only what is of messages between ranks and of copies, which pipelines of other stages have as well."""
+        return replace(self, gather_ms=None, reduce_ms=None, shards_bytes_per_ms=None, vocabulary=None)
 
     def replacing(
         self, costs: PassCosts, memory: PassMemory, sizes: StageBytes | None, placement: Placement

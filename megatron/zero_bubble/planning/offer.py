@@ -66,7 +66,7 @@ Chooser = Callable[[Question, Ask], Iterable[Offer | DroppedVariant]]
 def score(question: Question, offer: Offer) -> Score:
     """How good an offer is. Of plans with offloading that are equally long, the one with the lowest peak is better."""
     peak = peak_memory(offer.timeline, offer.costs) if question.limit is not None or offer.offloaded else 0.0
-    if question.shards is not None and question.shards.counts_weights:
+    if question.replicas is not None and question.replicas.counts_weights:
         peak += offer.static
     value = excess(peak, question.limit), length_ms(offer.timeline, question.objective)
     return value if offer.offloaded is None else (*value, peak)

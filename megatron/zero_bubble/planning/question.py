@@ -1,27 +1,28 @@
-"""What is asked of the planner: costs and sizes, limits, and what it may choose."""
+"""What is asked of the planner: costs and sizes, a setup of which some is left open, and limits."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 from operator import gt
+from typing import Any
 
 from megatron.zero_bubble.core.analysis.score import within
 from megatron.zero_bubble.core.analysis.timeline import Metric
-from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.core.costs.units import parse_memory_limit
+from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import recipe
-from megatron.zero_bubble.core.search.placements import Placements
-from megatron.zero_bubble.planning.cuts import Cuts, slices_of
+from megatron.zero_bubble.planning.cuts import slices_of
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import NO_LIMITS, HostLimits
 from megatron.zero_bubble.planning.plans import ADAPTING, peak_memory
-from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT, Searched, Setup
+from megatron.zero_bubble.planning.setup import BY_COST, DEFAULT_LIMIT, Cuts, Divided, Given, Named, Searched, Setup
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
-from megatron.zero_bubble.planning.vocabulary import Variant
 
 _DIGITS = 1e4
 """A limit in units of 1F1B's peak is rounded to so many parts, so that a command with it asks for the same plan."""
@@ -29,51 +30,33 @@ _DIGITS = 1e4
 
 @dataclass(frozen=True)
 class Offloading:
-    """What may move to host memory.
+    """Limits for what moves to host memory.
 
     Attributes:
-        choice: as in ``plan_offload``.
         limits: the memory limits to make schedules for, of which one is taken after offloading, in the unit of the
             costs; None for no limit.
         limit: the device memory that the moves are to meet, in the unit of the costs; None for the least peak.
-        host_ms, bytes_per_ms: the time of a copy, as in ``Figures.with_copies``; None for that of the costs.
     """
 
-    choice: str
     limits: tuple[float | None, ...]
     limit: float | None
     host: HostLimits = NO_LIMITS
-    host_ms: float | None = None
-    bytes_per_ms: float | None = None
-
-    def on(self, costs: Figures) -> Figures:
-        """The figures with the time of copies."""
-        is_given = self.host_ms is not None or self.bytes_per_ms is not None
-        return costs.with_copies(self.host_ms, self.bytes_per_ms) if is_given else costs
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. A field with several values leaves the choice among them to the planner.
+    """What is asked.
 
     Attributes:
-        costs: costs, pipeline ranks and microbatches; where the layout is chosen, ``Figures.evenly``.
-        schedule: ``zb-auto`` to search, the name of a schedule, or None for that of ``file``.
+        costs: costs, pipeline ranks and microbatches; where the layout is chosen, ``Figures.evenly``; where activations
+            move, with the times of copies.
+        setup: what is decided. What it leaves open, with ``auto``, None, or several cuts, is left to the planner.
         limit: memory limit per rank, in the unit of the costs; None for no limit. A search needs one.
-        placement: that of a search, or those to choose from.
-        num_chunks: stages per rank of an interleaved schedule; None for its default.
-        unit: microbatches of a unit of a schedule of units; None for the best.
-        slices: how to cut sequences, or the cuts to choose from; None for whole sequences, or a schedule's default.
-        variants: vocabulary parallelism, with its costs; empty for none.
-        offload: what may move to host memory; None for nothing.
-        shards: the replicas that shard weights; None for whole weights.
-        by_cost: whether the layers per stage are chosen together with the schedule.
-        fits: whether a schedule for equal passes is refitted to the costs.
-        starts: schedules of the variant that are known already, none of which may be better than the answer.
-        recompute_logits: whether a divided output layer computes the logits again, which ``variants`` account for.
+        offloading: limits for what moves to host memory, if the setup says that something may.
+        replicas: those that shard weights, if the setup says so.
+        starts: schedules that are known already, none of which may be better than the answer; with the passes of a
+            divided vocabulary, if the setup has them.
         known: whether a search also offers schedules that may be better once activations move to host memory.
-        pairs: whether the all-to-all of experts runs beneath computation: in pairs of a forward and a backward if the
-            schedule has them, else beneath weight gradients.
         ends: whether a search ends at a lower bound; for a schedule to which nothing is added (``adds_nothing``).
         effort: of a search for a schedule, as a share of the default.
         runs: what the answer must run on; None for any answer.
@@ -81,47 +64,121 @@ class Question:
     """
 
     costs: Figures
-    schedule: str | None = ZB_AUTO
+    setup: Setup
     limit: float | None = None
-    objective: Metric = "span"
-    file: Schedule | None = None
-    placement: Placements = "auto"
-    num_chunks: tuple[int | None, ...] = (None,)
-    unit: int | None = None
-    slices: Cuts | tuple[Slices, ...] | None = None
-    variants: tuple[Variant, ...] = ()
-    offload: Offloading | None = None
-    shards: Replicas | None = None
-    by_cost: bool = False
-    fits: bool = True
+    offloading: Offloading | None = None
+    replicas: Replicas | None = None
     starts: tuple[Schedule, ...] = ()
-    recompute_logits: bool = False
     known: bool = False
-    pairs: bool = False
     ends: bool = False
     effort: float = 1.0
     runs: Feasibility | None = None
     instead: tuple[Schedule, ...] = ()
 
+    def deciding(self, **decisions: Any) -> Question:
+        """The question with other fields of its setup."""
+        return replace(self, setup=replace(self.setup, **decisions))
+
+    @property
+    def schedule(self) -> str | None:
+        """The name of the schedule, ``zb-auto`` for a search; None for one that is given."""
+        return None if isinstance(self.setup.order, Given) else self.setup.name
+
+    @property
+    def objective(self) -> Metric:
+        """The length by which schedules are compared."""
+        return self.setup.objective
+
+    @property
+    def is_search(self) -> bool:
+        """Whether a schedule is searched for."""
+        return isinstance(self.setup.order, Searched)
+
+    @property
+    def by_cost(self) -> bool:
+        """Whether the layers per stage are chosen together with the schedule."""
+        return self.setup.layout == BY_COST
+
     @property
     def adds_nothing(self) -> bool:
         """Whether the answer is the schedule that a search finds, without passes or ops that are inserted later."""
-        return not (self.variants or self.offload or self.shards or self.by_cost or self.pairs or self.known)
+        setup = self.setup
+        return not (setup.vocabulary or setup.offload or setup.shards or self.by_cost or setup.pairs or self.known)
 
     @property
     def adapts(self) -> bool:
         """Whether the schedule is refitted to the costs."""
-        return self.fits and self.schedule in ADAPTING
+        order = self.setup.order
+        return isinstance(order, Named) and not order.equal_passes and order.name in ADAPTING
 
     @property
     def searches(self) -> bool:
         """Whether the answer needs a search, which takes seconds."""
-        return self.by_cost or self.schedule == ZB_AUTO or self.adapts or self.shards is not None
+        return self.by_cost or self.is_search or self.adapts or self.setup.shards is not None
 
     @property
     def has_units(self) -> bool:
         """Whether the schedule has units of microbatches."""
-        return self.schedule not in (None, ZB_AUTO) and recipe(str(self.schedule)).has_units
+        return isinstance(self.setup.order, Named) and recipe(self.setup.order.name).has_units
+
+
+def asked(
+    setup: Setup,
+    costs: Figures,
+    memory_limit: str | None = None,
+    host: HostLimits = NO_LIMITS,
+    num_replicas: int = 1,
+) -> Question:
+    """What a setup of ``plan`` asks.
+
+    Args:
+        costs: with the times of copies and of collectives, and of the passes of a divided vocabulary, if it has those.
+        memory_limit: as in ``plan --memory-limit``; None for the default of a search, and no limit for others.
+        host: limits of the host, where activations move.
+        num_replicas: those that shard weights, if they do.
+
+    Raises:
+        UserError: costs that do not suit the setup.
+    """
+    is_search = isinstance(setup.order, Searched)
+    costs = costs.evenly() if setup.layout == BY_COST else costs
+    text = memory_limit or (DEFAULT_LIMIT if is_search else None)
+    limit = None if text is None else costs.limit(text)
+    replicas = None if setup.shards is None else replicas_of(setup, costs, memory_limit, num_replicas)
+    if setup.offload is None:
+        return Question(costs, setup, limit, replicas=replicas)
+    limits: tuple[float | None, ...] = (None,) if limit is None else (None, limit)
+    if setup.shards is not None and limit is not None:
+        limits = None, *search_limits(costs, limit)  # larger units may be within it once activations move
+    if is_search and limit is not None:
+        limits = search_limits(costs, limit, vocabulary=setup.vocabulary is not None)
+    return Question(costs, setup, limit, Offloading(limits, limit, host), replicas)
+
+
+def replicas_of(setup: Setup, costs: Figures, memory_limit: str | None, count: int) -> Replicas:
+    """The replicas that shard the weights of a setup; its limit includes weights where their size is known."""
+    assert setup.shards is not None, "its weights are sharded"
+    limit = activations = math.inf if memory_limit is None else costs.limit(memory_limit)
+    if memory_limit is not None and costs.weights is not None and parse_memory_limit(memory_limit)[1] == "p":
+        limit = math.inf  # a limit in microbatches is one of activations
+    whole = setup.shards.whole_stages
+    if whole is None:
+        whole = "auto" if costs.weights is not None and limit < math.inf else DEFAULT_OPEN_CHUNKS
+    return Replicas(count, setup.unit, None if whole == "auto" else whole, limit, activations)
+
+
+def search_limits(costs: Figures, limit: float, vocabulary: bool = False) -> tuple[float, ...]:
+    """Return the memory limits to search with for schedules that ``limit`` bounds after offloading; itself first.
+
+    Twice the peak of 1F1B is enough for every schedule without idle time.
+
+    Args:
+        vocabulary: return every second one, because each search also inserts the passes of the vocabulary.
+    """
+    of_1f1b = costs.peak_of_1f1b
+    larger = {1.5 * limit, 2.0 * limit, of_1f1b, 2.0 * of_1f1b}
+    found = limit, *sorted(each for each in larger if not within(each, limit))
+    return found[::2] if vocabulary else found
 
 
 def of_run(costs: Figures, setup: Setup, runs: Feasibility | None = None) -> Question:
@@ -136,22 +193,17 @@ def of_run(costs: Figures, setup: Setup, runs: Feasibility | None = None) -> Que
     """
     assert isinstance(setup.order, Searched), "only a search asks during a run"
     first = _first(costs, setup, runs)
-    limit = costs.limit(_raised(setup.order.limit or DEFAULT_LIMIT, costs, first))
-    slices = slices_of(setup.cuts)
-    asked = Question(
-        costs,
-        ZB_AUTO,
-        limit,
-        setup.objective,
-        placement=(first.placement,),
-        slices=(slices,) if slices is not None and len(slices) > 1 else None,
-        runs=runs,
-        instead=(first,),
+    slices, algorithm = slices_of(setup.cuts), algorithm_of(first)
+    order = Setup(
+        Searched.on(first.placement),
+        cuts=Cuts(among=(slices,)) if slices is not None and len(slices) > 1 else None,
+        vocabulary=None if algorithm is None else Divided(algorithm),
+        step=setup.step,
     )
-    if (algorithm := algorithm_of(first)) is None:
-        return asked
-    named = replace(first, name=f"{ZB_AUTO} (vocabulary {algorithm})")
-    return replace(asked, variants=(Variant(algorithm, costs),), starts=(named,), instead=())
+    question = asked(order, costs, _raised(setup.order.limit or DEFAULT_LIMIT, costs, first))
+    if algorithm is None:
+        return replace(question, runs=runs, instead=(first,))
+    return replace(question, runs=runs, starts=(replace(first, name=f"{ZB_AUTO} (vocabulary {algorithm})"),))
 
 
 def _first(costs: Figures, setup: Setup, runs: Feasibility | None) -> Schedule:

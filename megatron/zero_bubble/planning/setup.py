@@ -12,16 +12,21 @@ from typing import Literal
 
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.formats.plan import CSV, PlanFile
+from megatron.zero_bubble.core.ir import Placement, Slices
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.plan import PostReceives
 from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS, Ctas
 from megatron.zero_bubble.core.schedules import ZB_AUTO
-from megatron.zero_bubble.core.search.placements import PlacementName
+from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, PlacementName, name_of, placements
 
 DEFAULT_LIMIT = "1p"
 """Memory limit of ``zb-auto`` where none is given."""
+LEAST_TOKENS = 1024
+"""The fewest tokens of a slice whose number is chosen, if neither the user nor a run gives a number."""
 AUTO_LIMIT = "auto"
 """Memory limit of ``zb-auto`` that the run measures: what is free on the fullest rank."""
+BY_COST = "auto"
+"""The layout of layers per stage that are chosen together with the schedule."""
 Auto = Literal["auto"]
 """A value that the planner chooses; a job has none of them left open."""
 Rollback = Literal["exact", "inverse"]
@@ -37,12 +42,15 @@ class Named:
         stages: per rank, of an interleaved schedule; None for its default.
         limit: activation-memory limit, by which units are chosen; None for no limit.
         costs: the costs file by which units are chosen; None for passes of equal length.
+        equal_passes: whether a plan has it as published, for passes of equal length, as a job always has, instead of
+            reordering its passes for the costs.
     """
 
     name: str
     stages: int | Auto | None = None
     limit: str | None = None
     costs: str | None = None
+    equal_passes: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,18 @@ class Searched:
     stages: int | Auto | None = None
     limit: str | None = None
     keep_faster: bool = False
+
+    @classmethod
+    def on(cls, placement: Placement, limit: str | None = None) -> Searched:
+        """The search on one placement, which has a name."""
+        name = name_of(placement)
+        assert name is not None, "searches are tried on placements with a name"
+        stages = placement.num_stages // placement.num_ranks if name in HAS_CHUNKS else None
+        return cls(name, stages, limit)
+
+    def placements(self, num_ranks: int) -> tuple[Placement, ...]:
+        """Those that a plan chooses from."""
+        return placements(self.placement or "auto", num_ranks, self.stages)
 
     @property
     def of_run(self) -> PlacementName:
@@ -94,10 +114,15 @@ class Cuts:
         places: equally long slices (``even``); slices that take equal time by the costs (``balanced``), or by the share
             of a forward that attention takes (a float); or their ends, as numbers of tokens or as shares of the
             sequence (a tuple). None leaves it to the planner.
+        least_tokens: the fewest tokens of a slice if the number is to be chosen; it needs a known sequence length. None
+            for what a run has measured, else ``LEAST_TOKENS``.
+        among: the slices to choose from, once costs are known; empty before.
     """
 
     number: int | Auto | None = None
     places: Literal["even", "balanced"] | float | tuple[float, ...] | None = None
+    least_tokens: int | None = None
+    among: tuple[Slices, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,6 +136,12 @@ class Divided:
 
     algorithm: Algorithm | Auto
     recompute_logits: bool = False
+
+    @property
+    def of_run(self) -> Algorithm:
+        """The algorithm of a run."""
+        assert self.algorithm != "auto", "a run has an algorithm"
+        return self.algorithm
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def _named(setup: Setup, order: Named, num_ranks: int, costs: CostsFile | None) 
         make = functools.cache(functools.partial(_with_units, build_units, num_ranks, choice))
     if setup.vocabulary is None:
         return ScheduleSource(known.name, placement, make, overlaps=setup.pairs, slices=slices)
-    algorithm = _algorithm(setup)
+    algorithm = setup.vocabulary.of_run
     divided = functools.cache(lambda count: _with_vocabulary(make(count), algorithm))
     return ScheduleSource(known.name, placement, divided, algorithm, slices=slices)
 
@@ -164,10 +164,10 @@ def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> S
     assert order.stages != "auto", "a run has a number of stages"
     (on,) = placements(placement, num_ranks, order.stages or DEFAULT_CHUNKS.get(placement))
     slices = slices_of(setup.cuts) or WHOLE
-    is_whole, is_divided = len(slices) == 1, setup.vocabulary is not None
+    is_whole, algorithm = len(slices) == 1, None if setup.vocabulary is None else setup.vocabulary.of_run
     chunks = on.num_stages // num_ranks if placement in DEFAULT_CHUNKS else None
     make: Callable[[int], Schedule]
-    if order.keep_faster and is_whole and not is_divided and placement in STOCK_SCHEDULE:
+    if order.keep_faster and is_whole and algorithm is None and placement in STOCK_SCHEDULE:
         own = ScheduleSource.of(Setup(Named(STOCK_SCHEDULE[placement], chunks)), num_ranks)
         make = functools.cache(lambda count: split_last(own.make(count)))
     elif is_whole and placement in FIRST_SCHEDULE:
@@ -177,22 +177,17 @@ def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> S
         make = ScheduleSource.of(Setup(Named("seq-zb-h1"), cuts=setup.cuts), num_ranks).make
     else:
         make = functools.cache(functools.partial(_searched, on, slices))
-        if is_divided:
+        if algorithm is not None:
             searched = make
-            make = functools.cache(lambda count: _with_vocabulary(searched(count), _algorithm(setup)))
-    if is_divided:
+            make = functools.cache(lambda count: _with_vocabulary(searched(count), algorithm))
+    if algorithm is not None:
         whole = make
         make = functools.cache(lambda count: fused_but_last(whole(count))) if fused else make
-        return ScheduleSource(ZB_AUTO, on, make, _algorithm(setup), slices=slices)
+        return ScheduleSource(ZB_AUTO, on, make, algorithm, slices=slices)
     make = functools.partial(_within, order.limit or DEFAULT_LIMIT, slices, make)
     runs = Feasibility(ONE_QUEUE, setup.messages.receives)
     make = functools.cache(functools.partial(_that_runs, runs, slices, fused, make))
     return ScheduleSource(ZB_AUTO, on, make, slices=slices)
-
-
-def _algorithm(setup: Setup) -> Algorithm:
-    assert setup.vocabulary is not None and setup.vocabulary.algorithm != "auto", "a run has an algorithm"
-    return setup.vocabulary.algorithm
 
 
 def fused_but_last(schedule: Schedule) -> Schedule:

@@ -7,7 +7,7 @@ sequence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
@@ -15,7 +15,7 @@ from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.schedules import ZB_AUTO
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.planning.decision import AUTO_UNIT, Decision
-from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT
+from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT, OF_PLANS
 from megatron.zero_bubble.planning.rule import Spell
 from megatron.zero_bubble.planning.setup import (
     Cuts,
@@ -34,7 +34,10 @@ from megatron.zero_bubble.planning.setup import (
 )
 
 ROWS = tuple(row for row in (*DECISIONS, LAYOUT) if row.path)
-"""The decisions that make up a setup."""
+"""The decisions that make up the setup of a job."""
+PLAN_ROWS = tuple(row for row in (*ROWS, *OF_PLANS) if row.plan is not None)
+"""Those for which ``plan`` has a flag."""
+_ALL = (*ROWS, *OF_PLANS)
 _SECTIONS: dict[str, type[Any]] = {"vocabulary": Divided, "offload": Offload, "shards": Shards, "messages": Messages}
 """The classes of the fields whose decisions all have a place of their own."""
 _ALWAYS = ("messages",)
@@ -42,7 +45,10 @@ _ALWAYS = ("messages",)
 _ALGORITHMS: dict[object, Algorithm] = {"1": 1, "2": 2}
 _OPEN = {"vocabulary": "off", "layout": "even", "unit_microbatches": AUTO_UNIT}
 """Values that choose nothing."""
-_NEITHER = ("slices", "schedule", "schedule_file", "num_slices", "slice_ends", "attention_share", "exact", "fuse_wgrad")
+_NEITHER = (
+    *("slices", "schedule", "schedule_file", "num_slices", "slice_ends", "attention_share", "min_slice_tokens"),
+    *("exact", "fuse_wgrad"),
+)
 """Decisions of which several make one field."""
 
 
@@ -83,15 +89,16 @@ def values_of(setup: Setup) -> dict[str, Any]:
 
 def values_of_plan(setup: Setup) -> dict[str, Any]:
     """Those for which ``plan`` has a flag; cuts as it has them."""
-    found = {row.name: value for row in ROWS if row.plan and (value := _values(setup).get(row.name)) is not None}
+    values, names = _values(setup, PLAN_ROWS), [row.name for row in PLAN_ROWS]
+    found = {name: values[name] for name in names if name in values}
     return found if setup.cuts is None else found | _values_of_cuts_of_plan(setup.cuts)
 
 
-def _values(setup: Setup) -> dict[str, Any]:
+def _values(setup: Setup, rows: Sequence[Decision] = ROWS) -> dict[str, Any]:
     found = (
         {} if setup.order is None else {"schedule_file" if isinstance(setup.order, Given) else "schedule": setup.name}
     )
-    for row in ROWS:
+    for row in rows:
         if row.name not in _NEITHER and (value := _at(setup, row.path)) is not None:
             found[row.name] = value
     return {**found, "exact": True} if setup.exact else found
@@ -143,7 +150,7 @@ def _order(values: Mapping[str, Any], spelled: Spell) -> Order | None:
     is_given = name is not None and ("schedule_file" in values or is_file(name))
     kind: type[Any] = Given if is_given else Searched if name == ZB_AUTO else Named
     leaves = {"file": name} if kind is Given else {"name": name} if kind is Named else {}
-    for row in ROWS:
+    for row in _ALL:
         top, _, leaf = row.path.partition(".")
         if top != "order" or row.name in _NEITHER or row.name not in values:
             continue
@@ -175,15 +182,16 @@ def _values_of_cuts(cuts: Cuts) -> dict[str, Any]:
 
 
 def _cuts_of_plan(values: Mapping[str, Any]) -> Cuts | None:
-    number, places = values.get("num_slices"), values.get("slice_ends")
+    number, places, least = (values.get(name) for name in ("num_slices", "slice_ends", "min_slice_tokens"))
     number = int(str(number)) if str(number).isdigit() else number
     if places not in (None, "even", "balanced"):
         places = tuple(map(float, places.split(",")))
-    return None if number is None and places is None else Cuts(number, places)
+    return None if number is None and places is None else Cuts(number, places, least)
 
 
 def _values_of_cuts_of_plan(cuts: Cuts) -> dict[str, Any]:
-    found: dict[str, Any] = {} if cuts.number is None else {"num_slices": cuts.number}
+    found = {"num_slices": cuts.number, "min_slice_tokens": cuts.least_tokens}
+    found = {name: value for name, value in found.items() if value is not None}
     if isinstance(cuts.places, tuple):
         return {**found, "slice_ends": tuple(end / cuts.places[-1] for end in cuts.places)}
     if cuts.places is None:

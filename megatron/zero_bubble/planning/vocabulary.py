@@ -20,12 +20,13 @@ from megatron.zero_bubble.core.search.placements import Placements, name_of, pla
 from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, fitted
-from megatron.zero_bubble.planning.setup import Divided
+from megatron.zero_bubble.planning.setup import Auto, Divided
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.weights import EqualWeights
 
 Choice = Literal["off", "1", "2", "auto"]
 CHOICES: tuple[Choice, ...] = ("off", "1", "2", "auto")
+_ALGORITHMS: dict[str, Algorithm | Auto] = {"1": 1, "2": 2, "auto": "auto"}
 _KNOWN: dict[str | None, tuple[str, ...]] = {
     "linear": ("1f1b", "zb-h1"),
     "vee": ("zb-v", "v-half"),
@@ -47,39 +48,50 @@ def are_divided(costs: Figures) -> bool:
     return costs.on(Placement.linear(costs.num_ranks))[0].vocabulary is not None
 
 
-def variants(costs: Figures, choice: Choice | None, recompute_logits: bool = False) -> tuple[Variant, ...]:
-    """Return the variants to choose from; more than one only for ``auto``, the default if the costs have S and T.
+def divided_by(costs: Figures, choice: Choice | None, recompute_logits: bool = False) -> Divided | None:
+    """How a choice of ``plan`` divides the vocabulary; by default, ``auto`` if the costs have S and T, else not at all.
 
     Costs that have the times of S and T are without the embedding and the output layer, so they do not suit a job that
     does not divide these. From costs per layer, both can be derived.
 
     Raises:
-        UserError: for ``off`` with the times of S and T, another choice with neither these nor costs per layer, or
-            logits that nobody or only a measurement recomputes.
+        UserError: for ``off`` with the times of S and T, or logits that nobody or only a measurement recomputes.
     """
     given = are_divided(costs)
     if choice is None:
         choice = "auto" if given else "off"
-    algorithms = [number for number in FLOWS if choice in ("auto", str(number))]
-    if given:
-        if choice == "off":
-            raise UserError(
-                "the costs have the times of S and T, so those of F, B and W are without the output layer and the "
-                "embedding, and do not suit a job that does not divide them; leave out --vocabulary off, or S and T"
-            )
-        if recompute_logits:
-            raise UserError("--recompute-logits changes only estimated times of S and T; the costs give them; drop it")
-        return tuple(Variant(number, costs) for number in algorithms)
+    if given and choice == "off":
+        raise UserError(
+            "the costs have the times of S and T, so those of F, B and W are without the output layer and the "
+            "embedding, and do not suit a job that does not divide them; leave out --vocabulary off, or S and T"
+        )
+    if given and recompute_logits:
+        raise UserError("--recompute-logits changes only estimated times of S and T; the costs give them; drop it")
     if recompute_logits and choice == "off":
         raise UserError("--recompute-logits applies only to --vocabulary 1, 2 or auto; leave it out")
-    without = [Variant(None, costs)] if choice in ("off", "auto") else []
-    return (*without, *(Variant(number, _divided(costs, number, recompute_logits)) for number in algorithms))
+    return None if choice == "off" else Divided(_ALGORITHMS[choice], recompute_logits)
+
+
+def variants(costs: Figures, divided: Divided | None) -> tuple[Variant, ...]:
+    """Return the variants to choose from; more than one only for ``auto``, which is also without vocabulary parallelism
+    for costs that have no times of S and T.
+
+    Raises:
+        UserError: costs with neither these nor costs per layer.
+    """
+    if divided is None:
+        return (Variant(None, costs),)
+    is_open = divided.algorithm == "auto"
+    algorithms = [number for number in FLOWS if is_open or number == divided.algorithm]
+    if are_divided(costs):
+        return tuple(Variant(number, costs) for number in algorithms)
+    without = [Variant(None, costs)] if is_open else []
+    return (*without, *(Variant(number, _divided(costs, number, divided.recompute_logits)) for number in algorithms))
 
 
 def divided_costs(costs: Figures, divided: Divided) -> Figures:
     """The costs of a job that divides its vocabulary so."""
-    assert divided.algorithm != "auto", "a job has an algorithm"
-    return _divided(costs, divided.algorithm, divided.recompute_logits)
+    return _divided(costs, divided.of_run, divided.recompute_logits)
 
 
 def _divided(costs: Figures, algorithm: Algorithm, recompute_logits: bool) -> Figures:

@@ -82,7 +82,7 @@ class PageJob:
 
     def how_to_run(self, asked: Question, made: Answer) -> str:
         """Return the sentence that says how the job runs a plan."""
-        if self.own is not None and asked.file is not None:
+        if self.own is not None and asked.schedule is None:
             return "It is the job's own schedule: add nothing."
         schedule = made.timeline.schedule
         needed = made.costs.needed_layout(schedule.placement)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -21,7 +20,7 @@ from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs import PassCosts
 from megatron.zero_bubble.core.costs.lengths import Load
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.formats.plan import plan_content
+from megatron.zero_bubble.core.formats.plan import PlanFile, plan_content
 from megatron.zero_bubble.core.ir import Compute, Pass, Schedule
 from megatron.zero_bubble.core.ir.flow import SAVED
 from megatron.zero_bubble.core.ir.ops import COPY_BACK, COPY_OUT
@@ -36,6 +35,7 @@ from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import offload_content, written
 from megatron.zero_bubble.planning.plans import limit_verdict, rank_memory
 from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.setup import Given
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import CHOICES
 
@@ -128,7 +128,7 @@ def _of_job(command: str | None, options: argparse.Namespace, job: PageJob, is_o
     asked = question_of(options, job.with_microbatches(count))
     if is_own:
         assert job.make is not None
-        asked = replace(asked, schedule=None, file=job.make(count))
+        asked = asked.deciding(order=Given(OWN, PlanFile(job.make(count))))
     return PageQuestion(command, asked, loads)
 
 

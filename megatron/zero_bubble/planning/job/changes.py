@@ -6,22 +6,35 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.schedules.recipe import Recipe
-from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, label_of, name_of, placements
+from megatron.zero_bubble.core.search.placements import label_of, name_of, placements
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.change import MESSAGES, ORDER, ROUNDED, SAME, Change
-from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
+from megatron.zero_bubble.planning.cuts import with_candidates
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.question import Offloading, Question
-from megatron.zero_bubble.planning.setup import Cuts as SetupCuts
-from megatron.zero_bubble.planning.setup import Divided, Named, Offload, Searched, Setup, Shards
+from megatron.zero_bubble.planning.setup import (
+    BY_COST,
+    LEAST_TOKENS,
+    Cuts,
+    Divided,
+    Given,
+    Named,
+    Offload,
+    Order,
+    Searched,
+    Setup,
+    Shards,
+)
 from megatron.zero_bubble.planning.shards import Replicas, with_collectives
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import variants
@@ -68,7 +81,6 @@ class Pipeline:
     placement: Placement
     costs: Figures
     limit: float
-    objective: Metric
     host_bandwidth: float
     most_activations: float = math.inf
     effort: float = 1.0
@@ -77,31 +89,29 @@ class Pipeline:
 
     def quick_changes(self, schedule: Schedule) -> Iterator[Change]:
         """Yield its own schedule, those by name, and searches without and with two stages per rank."""
-        whole = Question(self.costs, None, 0.0, self.objective, fits=False, effort=self.effort)
-        yield Change(schedule.name, replace(whole, file=schedule), self.setup, self.placement)
-        yield from self._named(whole)
-        for change in self._searched(whole):
+        given = Given(schedule.name, PlanFile(schedule))
+        yield Change(schedule.name, self._asking(given, self.placement, 0.0), self.setup, self.placement)
+        yield from self._named()
+        for change in self._searched():
             if name_of(change.placement) in ("linear", "vee"):
                 yield change
 
     def named_changes(self) -> Iterator[Change]:
         """Yield schedules by name, Megatron's own too."""
-        whole = Question(self.costs, None, 0.0, self.objective, fits=False, effort=self.effort)
-        yield from self._of_megatron(whole)
-        yield from self._named(whole)
-        yield from self._paired(whole)
+        yield from self._of_megatron()
+        yield from self._named()
+        yield from self._paired()
 
     def changes(self) -> Iterator[Change]:
         """Yield all changes: first schedules by name, then searches, then what else can be divided or moved."""
         yield from self.named_changes()
-        whole = Question(self.costs, None, 0.0, self.objective, fits=False, effort=self.effort)
-        searches = list(self._searched(whole))
+        searches = list(self._searched())
         yield from searches
-        yield from self._laid_out(whole)
+        yield from map(self._laid_out, searches if self.costs.layers is not None else ())
         yield from self._divided(searches)
-        yield from self._sliced(whole)
+        yield from self._sliced()
         if self.costs.in_bytes:
-            yield from self._sharded(whole)
+            yield from self._sharded()
             yield from map(self._offloaded, searches)
 
     @property
@@ -114,44 +124,40 @@ class Pipeline:
         layers = self.costs.most_layers or _MOST_STAGES
         return list(range(2, max(min(_MOST_STAGES, layers), self._own_stages) + 1))
 
-    def _of_megatron(self, whole: Question) -> Iterator[Change]:
+    def _of_megatron(self) -> Iterator[Change]:
         """Megatron's own schedules, without this package."""
-        sizes = whole.costs.num_ranks, whole.costs.num_microbatches
-        for count in self._counts if sizes[1] % sizes[0] == 0 and sizes[0] > 1 else ():
-            on = Placement.interleaved(sizes[0], count)
+        ranks, microbatches = self.costs.num_ranks, self.costs.num_microbatches
+        for count in self._counts if microbatches % ranks == 0 and ranks > 1 else ():
+            on = Placement.interleaved(ranks, count)
             if on != self.placement:
-                asked = replace(whole, schedule="interleaved-1f1b", num_chunks=(count,), limit=self._limit(on))
+                question = self._asking(Named("interleaved-1f1b", count, equal_passes=True), on)
                 setup, adds = Setup(layout=self._layout_on(on)), (_STAGES, str(count))
-                yield Change(f"Megatron's interleaving x{count}", asked, setup, on, adds, self._drops(on), ORDER)
+                yield Change(f"Megatron's interleaving x{count}", question, setup, on, adds, self._drops(on), ORDER)
 
-    def _named(self, whole: Question) -> Iterator[Change]:
+    def _named(self) -> Iterator[Change]:
         for recipe in SCHEDULES.values():
-            if recipe.sliced or recipe.has_units or recipe.only_compared:
-                continue
-            for count in self._counts if recipe.shape == "interleaved" else (None,):
-                yield from self._of_name(recipe, count, whole)
+            if not (recipe.sliced or recipe.has_units or recipe.only_compared):
+                yield from self._of_recipe(recipe)
 
-    def _of_name(self, recipe: Recipe, count: int | None, whole: Question) -> Iterator[Change]:
-        on = recipe.placement(self.costs.num_ranks, recipe.num_chunks(count))
-        asked = replace(whole, schedule=recipe.name, num_chunks=(count,), limit=self._limit(on))
-        title = recipe.name if count is None else f"{recipe.name} x{count}"
-        yield self._change(title, asked, self._named_on(recipe, on), on)
+    def _of_recipe(self, recipe: Recipe) -> Iterator[Change]:
+        for count in self._counts if recipe.shape == "interleaved" else (None,):
+            on = recipe.placement(self.costs.num_ranks, recipe.num_chunks(count))
+            question = self._asking(Named(recipe.name, count, equal_passes=True), on)
+            title = recipe.name if count is None else f"{recipe.name} x{count}"
+            yield self._change(title, question, self._named_on(recipe, on), on)
 
-    def _paired(self, whole: Question) -> Iterator[Change]:
+    def _paired(self) -> Iterator[Change]:
         """Schedules whose forwards run together with backwards, to hide the all-to-all of experts."""
         if not self.costs.on(Placement.linear(self.costs.num_ranks))[0].experts:
             return
         for recipe in SCHEDULES.values():
-            if not recipe.has_pairs or recipe.shape == "linear":
-                continue
-            for count in self._counts if recipe.shape == "interleaved" else (None,):
-                for own in self._of_name(recipe, count, replace(whole, pairs=True)):
-                    yield replace(own, name=f"{own.name} with pairs", setup=replace(own.setup, pairs=True))
+            for own in self._of_recipe(recipe) if recipe.has_pairs and recipe.shape != "linear" else ():
+                yield _deciding(own, f"{own.name} with pairs", pairs=True)
 
-    def _searched(self, whole: Question) -> Iterator[Change]:
+    def _searched(self) -> Iterator[Change]:
         for on in self._placements:
-            asked = replace(whole, schedule=ZB_AUTO, placement=(on,), limit=self._limit(on))
-            yield self._change(f"{ZB_AUTO} {label_of(on)}", asked, self._searched_on(on), on)
+            order = Searched.on(on, self._limit_text(on))
+            yield self._change(f"{ZB_AUTO} {label_of(on)}", self._asking(order, on), order, on)
 
     @property
     def _placements(self) -> Iterator[Placement]:
@@ -160,16 +166,16 @@ class Pipeline:
             if on.num_stages // on.num_ranks in (1, *self._counts):
                 yield on
 
-    def _laid_out(self, whole: Question) -> Iterator[Change]:
-        """Layers per stage chosen together with the schedule."""
-        if self.costs.layers is None:
-            return
-        evenly = self.costs.evenly()
-        for on in self._placements:
-            asked = replace(whole, costs=evenly, schedule=ZB_AUTO, placement=(on,), by_cost=True, limit=self._limit(on))
-            own = self._change(f"{ZB_AUTO} {label_of(on)}, layout", asked, self._searched_on(on), on)
-            drops, setup = tuple(dict.fromkeys((*own.drops, *_VIRTUAL, *_LAYERS))), replace(own.setup, layout=None)
-            yield replace(own, setup=setup, drops=drops, numbers=ORDER, reorders=False, of_plan=_laid_out)
+    def _laid_out(self, change: Change) -> Change:
+        """A search with layers per stage that are chosen together with the schedule."""
+        drops, setup = tuple(dict.fromkeys((*change.drops, *_VIRTUAL, *_LAYERS))), replace(change.setup, layout=None)
+        question = replace(change.question.deciding(layout=BY_COST), costs=self._evenly)
+        own = replace(change, name=f"{change.name}, layout", question=question, setup=setup, drops=drops)
+        return replace(own, numbers=ORDER, reorders=False, of_plan=_laid_out)
+
+    @cached_property
+    def _evenly(self) -> Figures:
+        return self.costs.evenly()
 
     def _divided(self, searches: list[Change]) -> Iterator[Change]:
         """The vocabulary divided over all ranks."""
@@ -179,55 +185,57 @@ class Pipeline:
         for change in searches:
             if name_of(change.placement) not in ("linear", "vee"):
                 continue
-            for each in variants(self.costs, "auto"):
+            for each in variants(self.costs, Divided("auto")):
                 if each.algorithm is not None:
-                    setup = replace(change.setup, vocabulary=Divided(each.algorithm))
-                    asked = replace(change.question, variants=(each,))
-                    name = f"{change.name}, vocabulary {each.algorithm}"
-                    yield replace(change, name=name, question=asked, setup=setup, numbers=ROUNDED, reorders=False)
+                    name, divided = f"{change.name}, vocabulary {each.algorithm}", Divided(each.algorithm)
+                    own = _deciding(change, name, vocabulary=divided)
+                    question = replace(own.question, costs=each.costs)
+                    yield replace(own, question=question, numbers=ROUNDED, reorders=False)
 
-    def _sliced(self, whole: Question) -> Iterator[Change]:
+    def _sliced(self) -> Iterator[Change]:
         """Sequences cut into slices."""
         tokens, least = self.costs.sequence, self.costs.least_slice_tokens or LEAST_TOKENS
         if tokens is None or tokens < 2 * least:
             return
-        cuts = tuple(each for each in Cuts(None).candidates(self.costs) if len(each) > 1)
+        cuts = Cuts(among=tuple(each for each in with_candidates(Cuts(), self.costs).among if len(each) > 1))
         for recipe in SCHEDULES.values():
-            if recipe.sliced and recipe.shape == "linear" and cuts:
-                on = recipe.placement(self.costs.num_ranks, 1)
-                asked = replace(whole, schedule=recipe.name, slices=cuts, limit=self._limit(on))
-                own = self._change(f"{recipe.name}, slices", asked, Named(recipe.name), on)
+            if recipe.sliced and recipe.shape == "linear" and cuts.among:
+                on, order = recipe.placement(self.costs.num_ranks, 1), Named(recipe.name)
+                question = self._asking(order, on).deciding(cuts=cuts)
+                own = self._change(f"{recipe.name}, slices", question, order, on)
                 yield replace(own, numbers=ROUNDED, reorders=False, of_plan=self._cut)
 
-    def _sharded(self, whole: Question) -> Iterator[Change]:
+    def _sharded(self) -> Iterator[Change]:
         """Weights and gradients divided over the replicas, in units of microbatches."""
         count, bytes_per_ms = self.replicas
-        if count < 2 or self.costs.weights is None or whole.objective != "makespan":
+        if count < 2 or self.costs.weights is None or self.setup.validates:
             return
         costs = with_collectives(self.costs, count, None, None, bytes_per_ms)
-        for recipe in (each for each in SCHEDULES.values() if each.has_units):
-            for stages in self._counts:
-                on = recipe.placement(costs.num_ranks, stages)
-                over = Replicas(count, None, None, self.limit - self._messages(on), self.most_activations)
-                asked = replace(whole, costs=costs, schedule=recipe.name, num_chunks=(stages,), shards=over)
-                own = self._change(f"{recipe.name} x{stages}, weights sharded", asked, self._named_on(recipe, on), on)
-                setup = replace(own.setup, shards=Shards())
-                yield replace(own, setup=setup, numbers=ROUNDED, reorders=False, of_plan=_sharded)
+        for own in (each for recipe in SCHEDULES.values() if recipe.has_units for each in self._of_recipe(recipe)):
+            limit = self.limit - self._messages(own.placement)
+            over = Replicas(count, None, None, limit, self.most_activations)
+            own = _deciding(own, f"{own.name}, weights sharded", shards=Shards())
+            question = replace(own.question, costs=costs, limit=0.0, replicas=over)
+            yield replace(own, question=question, numbers=ROUNDED, reorders=False, of_plan=_sharded)
 
     def _offloaded(self, change: Change) -> Change:
         """A change with activations that move to host memory."""
-        limit = change.question.limit
-        moving = Offloading(AUTO, (limit, 2.0 * (limit or 0.0)), limit, bytes_per_ms=self.host_bandwidth)
-        setup = replace(change.setup, offload=Offload(AUTO))
-        asked = replace(change.question, offload=moving)
-        return replace(change, name=f"{change.name}, offloading", question=asked, setup=setup)
+        own, limit = _deciding(change, f"{change.name}, offloading", offload=Offload(AUTO)), change.question.limit
+        costs = change.question.costs.with_copies(bytes_per_ms=self.host_bandwidth)
+        moving = Offloading((limit, 2.0 * (limit or 0.0)), limit)
+        return replace(own, question=replace(own.question, costs=costs, offloading=moving))
 
-    def _change(self, title: str, asked: Question, order: Named | Searched, on: Placement) -> Change:
+    def _asking(self, order: Order, on: Placement, limit: float | None = None) -> Question:
+        """The question for whole sequences and layers in an order of passes, within what is left for activations."""
+        limit = self._limit(on) if limit is None else limit
+        return Question(self.costs, Setup(order, step=self.setup.step), limit, effort=self.effort)
+
+    def _change(self, title: str, question: Question, order: Named | Searched, on: Placement) -> Change:
         """A change to whole sequences and layers, with the job's own way to step and to sum."""
         is_same, own = on == self.placement, self.setup
         setup = Setup(order, layout=self._layout_on(on), step=own.step, exact=own.exact, messages=own.messages)
         drops = (*_OVERLAP, *(() if is_same else self._drops(on)))
-        return Change(title, asked, setup, on, (), drops, SAME if is_same else ORDER, is_same)
+        return Change(title, question, setup, on, (), drops, SAME if is_same else ORDER, is_same)
 
     def _drops(self, on: Placement) -> tuple[str, ...]:
         """The flags that give the job another number of stages."""
@@ -243,12 +251,6 @@ class Pipeline:
         """A schedule by name, with the stages per rank of an interleaved one that the job does not have."""
         is_other = name_of(on) == "loop" and on != self.placement
         return Named(recipe.name, on.num_stages // on.num_ranks if is_other else None)
-
-    def _searched_on(self, on: Placement) -> Searched:
-        name = name_of(on)
-        assert name is not None, "searches are tried on placements with a name"
-        stages = on.num_stages // on.num_ranks if name in HAS_CHUNKS else None
-        return Searched(name, stages, self._limit_text(on))
 
     def _limit(self, on: Placement) -> float:
         """The limit of activations on a placement: what weights and messages leave."""
@@ -276,7 +278,13 @@ class Pipeline:
 
     def _cut(self, setup: Setup, plan: Answer) -> Setup:
         assert self.costs.sequence is not None, "slices are planned for known sequences"
-        return replace(setup, cuts=SetupCuts(None, plan.schedule.slices.in_tokens(self.costs.sequence)))
+        return replace(setup, cuts=Cuts(None, plan.schedule.slices.in_tokens(self.costs.sequence)))
+
+
+def _deciding(change: Change, name: str, **decisions: Any) -> Change:
+    """A change that also decides something else, which its job and its question have alike."""
+    question, setup = change.question.deciding(**decisions), replace(change.setup, **decisions)
+    return replace(change, name=name, question=question, setup=setup)
 
 
 def _laid_out(setup: Setup, plan: Answer) -> Setup:
