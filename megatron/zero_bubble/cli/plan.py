@@ -197,7 +197,8 @@ def question_of(options: argparse.Namespace, of_job: Figures | None = None) -> Q
     costs = with_shards(options, costs) if shards(options) else costs
     costs = with_vocabulary(options, costs)
     costs = with_copies(options, costs) if moves else costs
-    setup = replace(setup_of_options(options), vocabulary=divided_of(options, costs, file))
+    divided = divided_of(options, costs, file)
+    setup = setup_of_options(options, vocabulary=divided and divided.algorithm)
     if planned is not None:
         setup = replace(setup, order=Given(options.schedule_file, planned))
     if not moves:
