@@ -21,4 +21,10 @@ case "${1:-}" in
         shift
         ;;
 esac
-exec "${ZB_PYTHON:-python3}" -m "gpu_day.$module" "$@"
+python="${ZB_PYTHON:-python3}"
+if missing="$("$python" -c 'import psutil, torch' 2>&1)"; then
+    exec "$python" -m "gpu_day.$module" "$@"
+fi
+echo "gpu_day.sh: $python needs torch and psutil, got ${missing##*$'\n'}; run \`source .venv/bin/activate\` first, or set" \
+    "ZB_PYTHON to an interpreter that has both" >&2
+exit 2
