@@ -9,7 +9,7 @@ from megatron.zero_bubble.core.analysis.score import length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.ir import Schedule
-from megatron.zero_bubble.core.plan.timelines import timeline_of
+from megatron.zero_bubble.core.plan.timelines import timelines_of
 
 SHARE = 0.2
 """By how much of itself each figure is varied."""
@@ -26,13 +26,15 @@ def gains(
         before: a schedule and its costs.
         after: another one, and its costs.
     """
-    pairs = zip(_varied(before[1]), _varied(after[1]), strict=True)
-    found = [1 - _ms(after[0], own, objective) / _ms(before[0], stock, objective) for stock, own in pairs]
+    found = [
+        1 - own / stock for stock, own in zip(_lengths(*before, objective), _lengths(*after, objective), strict=True)
+    ]
     return min(found), max(found)
 
 
-def _ms(schedule: Schedule, costs: PassCosts, objective: Metric) -> float:
-    return length_ms(timeline_of(schedule, costs, PassMemory.uniform(schedule.placement)), objective)
+def _lengths(schedule: Schedule, costs: PassCosts, objective: Metric) -> list[float]:
+    timelines = timelines_of(schedule, _varied(costs), PassMemory.uniform(schedule.placement))
+    return [length_ms(timeline, objective) for timeline in timelines]
 
 
 def _varied(costs: PassCosts) -> Iterator[PassCosts]:

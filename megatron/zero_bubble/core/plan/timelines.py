@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
@@ -20,9 +22,19 @@ def timeline_of(
 
     Searches leave these waiting times out. Args and errors are those of ``simulate``.
     """
+    return next(timelines_of(schedule, (costs,), memory, added))
+
+
+def timelines_of(
+    schedule: Schedule, costs: Iterable[PassCosts], memory: PassMemory | None = None, added: Additions = NOTHING
+) -> Iterator[Timeline]:
+    """The same for several costs, of a plan that is made once."""
     if not added.ops and algorithm_of(schedule) is None:
-        return simulate(schedule, costs) if memory is None else timed(schedule, costs, memory)
+        for each in costs:
+            yield simulate(schedule, each) if memory is None else timed(schedule, each, memory)
+        return
     plan = plan_without_messages(schedule, added)
     if added.ops:
         prove(plan)
-    return simulate(plan, costs, memory)
+    for each in costs:
+        yield simulate(plan, each, memory)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -35,6 +35,8 @@ _SCREENED, _MOST_SEARCHED = 0.2, 2
 """The effort, relative to a search, with which several loops and waves are compared, and how many of them are then
 searched.
 """
+_MOST_KEPT = 64
+"""Results of searches that are kept."""
 Figures = tuple[PassCosts, PassMemory]
 
 
@@ -93,20 +95,13 @@ def zb_auto(
     feasible = [problem for problem in problems if problem.is_feasible]
     if not feasible:
         raise UserError(_too_tight(problems, limit, memory_limit))
-    known = [
-        _Known(problem.rows(start), problem) for problem in feasible if start and start.placement == problem.placement
-    ]
     bound = partial(_least, figures=of, limit=limit, objective=objective)
-    best, is_shortest = _planned_as_few(feasible, bound, effort, known)
-    if best is None or not is_shortest:
-        known += [best] if best is not None else []
-        found = _search(feasible, bound, effort, known, ends)
-        if not found:
-            raise UserError(
-                f"the search found no schedule within the memory limit of {max(limit):g} per rank, although one "
-                f"microbatch fits; got {num_microbatches} microbatches; raise the limit"
-            )
-        best = _Known(*found[0][1:])
+    best = _solved(_Task(tuple(feasible), effort, start, ends, bound))
+    if best is None:
+        raise UserError(
+            f"the search found no schedule within the memory limit of {max(limit):g} per rank, although one "
+            f"microbatch fits; got {num_microbatches} microbatches; raise the limit"
+        )
     return best.problem.schedule("zb-auto", best.rows)
 
 
@@ -140,6 +135,37 @@ class _Known(NamedTuple):
 
     rows: Rows
     problem: Problem
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a search depends on.
+
+    Attributes:
+        bound: a lower bound on a problem, which follows from the problem.
+    """
+
+    problems: tuple[Problem, ...]
+    effort: float
+    start: Schedule | None
+    ends: bool
+    bound: Callable[[Problem], float] = field(compare=False)
+
+
+@lru_cache(maxsize=_MOST_KEPT)
+def _solved(task: _Task) -> _Known | None:
+    """The best rows; None if there are none.
+
+    Plans that differ only in what is added to a schedule, such as vocabulary parallelism, search for the same one.
+    """
+    start, problems, bound, effort = task.start, task.problems, task.bound, task.effort
+    known = [_Known(p.rows(start), p) for p in problems if start and start.placement == p.placement]
+    best, is_shortest = _planned_as_few(problems, bound, effort, known)
+    if best is not None and is_shortest:
+        return best
+    known += [best] if best is not None else []
+    found = _search(problems, bound, effort, known, task.ends)
+    return _Known(*found[0][1:]) if found else None
 
 
 def _search(
