@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
@@ -87,7 +88,7 @@ def _searched(slices: Slices, limit: float) -> Timeline:
         return costs, memory
 
     figures = Figures(_SIZE["num_ranks"], _SIZE["num_microbatches"], given)
-    return simulate(auto(figures, limit, "vee", "makespan", slices), costs, memory)
+    return simulate(auto(figures, "vee", Goal(limit=limit), slices), costs, memory)
 
 
 def _costs(placement: Placement, attention: float, ms: float = 1.0) -> PassCosts:

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron.zero_bubble import Schedule, build
 from megatron.zero_bubble.cli.model_config import read_model
+from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.costs.estimate import DEVICES, layer_costs
 from megatron.zero_bubble.core.costs.layers import LayerCosts
 from megatron.zero_bubble.core.search.timed import timed
@@ -80,7 +81,7 @@ class PublishedRun:
     def schedule(self, name: str, figures: Figures) -> Schedule:
         """The schedule that the column ``name`` of the tables is of."""
         if name in LIMITS:
-            return auto(figures, figures.limit(LIMITS[name]), "linear", "span")
+            return auto(figures, "linear", Goal("span", figures.limit(LIMITS[name])))
         sizes: dict[str, Any] = {"num_ranks": self.num_ranks, "num_microbatches": self.num_microbatches}
         if name == INTERLEAVED:
             return build("interleaved-1f1b", **sizes, num_chunks=self.num_chunks)

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.zero_bubble import Placement, Schedule, build, simulate
 from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
 from megatron.zero_bubble.core.errors import UserError
@@ -47,7 +48,7 @@ def test_no_layout_and_no_baseline_is_better(seeds: range) -> None:
         layers = random_layers(dice, dice.randint(max(1, sum(least_layers(placement))), 12))
         costs = of(layers, p, m)
         limit = dice.choice((None, dice.uniform(0.4, 1.2) * p * costs.microbatch))
-        plan = lay_out(costs, [placement], lambda *_, made=schedule: made, limit, objective)
+        plan = lay_out(costs, [placement], lambda *_, made=schedule: made, Goal(objective, limit))
 
         def valued(
             layout: tuple[int, ...], layers: LayerCosts, schedule: Schedule, limit: float | None, objective: str
@@ -82,12 +83,12 @@ def test_searched_schedules_are_never_longer_than_those_of_the_baselines(name: s
 
     def make(own: Figures, placement: Placement) -> Schedule:
         if name == "zb-auto":
-            return auto(own, memory, "linear" if placement.num_stages == 3 else "vee", "span")
+            return auto(own, "linear" if placement.num_stages == 3 else "vee", Goal("span", memory))
         return fitted(build(name, num_ranks=3, num_microbatches=8), own, "span")
 
     placements = [Placement.vee(3), *([Placement.linear(3)] if name == "zb-auto" else [])]
-    search = auto_search(memory, "span") if name == "zb-auto" else fitting_search(name, "span")
-    plan = lay_out(costs, placements, make, memory, "span", search if drafts else None)
+    search = auto_search(Goal("span", memory)) if name == "zb-auto" else fitting_search(name)
+    plan = lay_out(costs, placements, make, Goal("span", memory), search if drafts else None)
     assert any(other.is_bound for other in plan.others.values()) == drafts
     assert all(other.excess or other.ms >= plan.best.ms * (1 - 1e-9) for other in plan.others.values())
     for placement in placements:
@@ -125,10 +126,10 @@ def test_without_any_schedule_the_reason_is_given() -> None:
     costs = of(LayerCosts((LAYER,) * 8, Part(), LOSS), 4, 8)
 
     def make(own: Figures, _: Placement) -> Schedule:
-        return auto(own, 1.0, "linear", "span")
+        return auto(own, "linear", Goal("span", 1.0))
 
     with pytest.raises(UserError, match="the memory limit admits no schedule"):
-        lay_out(costs, [Placement.linear(4)], make, 1.0, "span")
+        lay_out(costs, [Placement.linear(4)], make, Goal("span", 1.0))
 
 
 @pytest.mark.parametrize("loss", some([0.3, 3.0, 12.0], 3.0))
@@ -136,16 +137,15 @@ def test_searching_for_128_layers_on_32_ranks_takes_seconds(loss: float) -> None
     """Two seconds of processor time on one core of a server; the bound here is for slower ones."""
     layers = LayerCosts((LAYER,) * 128, Part(0.1, 0.0, 0.1), Part(loss, loss, loss, 1.0), 0.1)
     costs = of(layers, 32, 128)
-    limit = 32 * costs.microbatch
+    goal = Goal("span", 32 * costs.microbatch)
     names: dict[Placement, PlacementChoice] = {Placement.linear(32): "linear", Placement.vee(32): "vee"}
     began = time.process_time()
     plan = lay_out(
         costs,
         list(names),
-        lambda own, placement: auto(own, limit, names[placement], "span"),
-        limit,
-        "span",
-        auto_search(limit, "span"),
+        lambda own, placement: auto(own, names[placement], goal),
+        goal,
+        auto_search(goal),
     )
     assert time.process_time() - began < 6
     assert all(other.ms >= plan.best.ms * (1 - 1e-9) for other in plan.others.values())
@@ -158,6 +158,6 @@ def test_128_layers_on_32_ranks_take_seconds(name: str) -> None:
     layers = LayerCosts((kinds[0],) * 3 + (kinds[1],) * 125, Part(0.1, 0.0, 0.1), Part(3.0, 3.0, 3.0, 1.0), 0.1)
     schedule = build(name, num_ranks=32, num_microbatches=128)
     began = time.process_time()
-    plan = lay_out(of(layers, 32, 128), [schedule.placement], lambda *_: schedule, None, "span")
+    plan = lay_out(of(layers, 32, 128), [schedule.placement], lambda *_: schedule, Goal("span"))
     assert time.process_time() - began < 8
     assert min(plan.gains().values()) > 0.02

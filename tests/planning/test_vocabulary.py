@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import PassMemory, Placement, Schedule, build
+from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.analysis.validate import validate
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
@@ -84,7 +85,7 @@ def test_the_shortest_variant_within_the_limit_is_chosen() -> None:
 def test_zb_auto_is_never_longer_than_1f1b_at_its_memory(algorithm: Algorithm, name: str) -> None:
     (variant,) = variants(figures_of(name), Divided(algorithm))
     plain = build("1f1b", num_ranks=8, num_microbatches=24)
-    known = best_with_vocabulary(plain, *variant.costs.on(plain.placement), algorithm, "span")
+    known = best_with_vocabulary(plain, *variant.costs.on(plain.placement), algorithm, Goal("span"))
     limit = peak_memory(known, variant.costs)
     best = answer(
         Question(variant.costs, Setup(Searched("linear"), vocabulary=Divided(algorithm), step=Validated()), limit)
@@ -123,9 +124,9 @@ def _ms(timeline: Timeline, objective: Metric) -> float:
 
 def test_a_schedule_with_passes_of_the_vocabulary_stays() -> None:
     (variant,) = variants(figures_of("vocabulary_2_64k"), Divided(2))
-    made = inserted(_zb_h1(), variant, None, "span")
-    assert inserted(made, variant, None, "span") is made
-    assert inserted(_zb_h1(), Variant(None, variant.costs), None, "span") == _zb_h1()
+    made = inserted(_zb_h1(), variant, Goal("span"))
+    assert inserted(made, variant, Goal("span")) is made
+    assert inserted(_zb_h1(), Variant(None, variant.costs), Goal("span")) == _zb_h1()
 
 
 def _best(costs: Figures, limit: float | None, schedule: Schedule) -> Answer:
@@ -134,7 +135,7 @@ def _best(costs: Figures, limit: float | None, schedule: Schedule) -> Answer:
 
 
 def _inserted(schedule: Schedule, variant: Variant, objective: Metric) -> Timeline:
-    made = inserted(schedule, variant, None, objective)
+    made = inserted(schedule, variant, Goal(objective))
     return timeline_of(made, *variant.costs.on(made.placement))
 
 

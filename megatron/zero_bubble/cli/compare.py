@@ -26,7 +26,7 @@ from megatron.zero_bubble.cli.slices import add_slices, check_cuts
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, divided_of, with_vocabulary
 from megatron.zero_bubble.cli.winner import how_to_run
 from megatron.zero_bubble.core.analysis.bounds import least_memory
-from megatron.zero_bubble.core.analysis.score import length_ms, within
+from megatron.zero_bubble.core.analysis.score import Goal, length_ms, within
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
@@ -144,7 +144,7 @@ def compare(options: argparse.Namespace) -> str:
         listed += comparison.tensor(costs, replicas, rate) if rate is not None else ()
     listed, hidden = comparable(listed, options.all)
     rows, absent, best, break_even = _simulated(listed, limit, options.objective, replicas)
-    bounds_of = partial(_bounds, options.objective, () if options.pairs else searched, limit, moves)
+    bounds_of = partial(_bounds, Goal(options.objective, limit), () if options.pairs else searched, moves)
     alike_cut = () if cuts is None or len(cuts.among) > 1 else cuts.among
     with working("computing lower bounds"):
         bounds = _least(bounds_of(variant) for variant in choices)
@@ -248,9 +248,8 @@ def _least(bounds: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def _bounds(
-    objective: Metric,
+    goal: Goal,
     searched: Sequence[Placement],
-    limit: float,
     offload: bool,
     variant: Variant,
     slices: Slices = WHOLE,
@@ -259,10 +258,8 @@ def _bounds(
     bounds: dict[str, float] = {}
     costs = variant.costs
     for placement in searched:
-        if within(max(least_memory(costs.on(placement)[1], placement, fused=True)), limit):
-            bounds[label_of(placement)] = bound(
-                costs, placement, limit, objective, slices, variant.algorithm, offload
-            ).value_ms
+        if within(max(least_memory(costs.on(placement)[1], placement, fused=True)), goal.limit):
+            bounds[label_of(placement)] = bound(costs, placement, goal, slices, variant.algorithm, offload).value_ms
     return bounds
 
 

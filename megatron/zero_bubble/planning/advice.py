@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
-from megatron.zero_bubble.core.analysis.score import ROUNDING, length_ms
+from megatron.zero_bubble.core.analysis.score import ROUNDING, Goal, length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.errors import PlanError, Refusal, UserError, attempted
 from megatron.zero_bubble.core.ir import Placement
@@ -236,7 +236,7 @@ class Adviser:
         mean = costs.num_microbatches * work / costs.num_ranks
         if question.by_cost or question.setup.cuts:  # they divide the work otherwise
             return mean
-        return max(mean, quick_bound(costs, change.placement, None, self.objective))
+        return max(mean, quick_bound(costs, change.placement, Goal(self.objective)))
 
     def _to_beat(self, change: Change) -> float:
         """The length below which a change is of use: that of the best of its kind so far, and of the job as it is."""

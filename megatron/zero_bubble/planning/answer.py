@@ -56,7 +56,7 @@ class Answer(Offer):
             return None
         schedule = self.schedule
         kinds = schedule.slices, algorithm_of(schedule), self.question.setup.offload is not None
-        least = bound(self.costs, schedule.placement, limit, objective, *kinds)
+        least = bound(self.costs, schedule.placement, self.question.goal, *kinds)
         return Certificate(objective, limit, limit / self.costs.microbatch, least, self.seconds)
 
 

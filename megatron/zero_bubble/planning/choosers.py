@@ -143,7 +143,7 @@ def layout(question: Question, ask: Ask) -> Offers:
     if not question.by_cost:
         yield from ask(question)
         return
-    costs, limit, objective, order = question.costs, question.limit, question.objective, question.setup.order
+    costs, order = question.costs, question.setup.order
     if isinstance(order, Named):
         known = recipe(order.name)
         (count,) = _counts(costs, order)
@@ -158,11 +158,10 @@ def layout(question: Question, ask: Ask) -> Offers:
 
     search = None
     if own.setup.cuts is None and question.is_search:
-        assert limit is not None, "a search has a limit"
-        search = auto_search(limit, objective)
+        search = auto_search(question.goal)
     elif own.setup.cuts is None and question.adapts:
-        search = fitting_search(str(question.schedule), objective)
-    plan = lay_out(costs, choices, make, limit, objective, search)
+        search = fitting_search(str(question.schedule))
+    plan = lay_out(costs, choices, make, question.goal, search)
     yield from plan.dropped
     yield Offer(plan.best.schedule, plan.best.costs, plan, simulated=plan.best.timeline)
 
@@ -203,7 +202,7 @@ def schedules(question: Question, _ask: Ask) -> Offers:
         yield from dropped
     variant = Variant(None if question.setup.vocabulary is None else question.setup.vocabulary.of_run, question.costs)
     for schedule in _made(question, variant, choices):
-        yield Offer(inserted(schedule, variant, question.limit, question.objective), question.costs)
+        yield Offer(inserted(schedule, variant, question.goal), question.costs)
 
 
 def with_costs(
@@ -228,7 +227,7 @@ def _if_costed(costs: Figures, placement: Placement) -> tuple[Placement]:
 
 def _made(question: Question, variant: Variant, choices: Sequence[Placement]) -> Iterator[Schedule]:
     """Yield the schedules, of a search on the best of these placements."""
-    costs, limit, objective, slices = question.costs, question.limit, question.objective, _only_slices(question)
+    costs, slices = question.costs, _only_slices(question)
     yield from question.starts
     if isinstance(question.setup.order, Named):
         known = costs.on(Placement.linear(costs.num_ranks))[0].experts
@@ -237,13 +236,12 @@ def _made(question: Question, variant: Variant, choices: Sequence[Placement]) ->
     elif not question.is_search:
         yield _given(question)
     else:
-        assert limit is not None, "a search has a limit"
         if variant.algorithm is not None and slices is None:
-            yield from searched(variant, limit, choices, objective, question.effort)
+            yield from searched(variant, choices, question.goal, question.effort)
             return
         if question.known:
-            yield from known_schedules(costs, choices, objective)
-        yield auto(costs, limit, choices, objective, slices or WHOLE, question.effort, question.ends)
+            yield from known_schedules(costs, choices, question.objective)
+        yield auto(costs, choices, question.goal, slices or WHOLE, question.effort, question.ends)
 
 
 def _given(question: Question) -> Schedule:
@@ -261,8 +259,7 @@ def _named(question: Question) -> Schedule:
     if recipe(order.name).sliced:
         return make(num_slices=_only_slices(question))
     if question.has_units and unit is None:
-        limit = math.inf if question.limit is None else question.limit
-        return with_units(make, costs, question.objective, limit)
+        return with_units(make, costs, question.goal)
     schedule = make(unit_microbatches=unit if question.has_units else None)
     return fitted(schedule, costs, question.objective, question.ends) if question.adapts else schedule
 

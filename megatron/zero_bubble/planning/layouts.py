@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megatron.zero_bubble.core.analysis.bounds import least_memory
 from megatron.zero_bubble.core.analysis.memory import most_kept
-from megatron.zero_bubble.core.analysis.score import ROUNDING, excess, is_less, length_ms, within
-from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.analysis.score import ROUNDING, Goal, is_less, within
+from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs.layers import LayerCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import layout_text
@@ -105,18 +105,17 @@ class Search:
     """
 
     draft: Callable[[Figures, Placement], Schedule]
-    least: Callable[[Figures, Placement, float | None], float]
+    least: Callable[[Figures, Placement, Goal], float]
 
 
 def lay_out(
     costs: Figures,
     placements: Sequence[Placement],
     make: Callable[[Figures, Placement], Schedule],
-    limit: float | None,
-    objective: Metric,
+    goal: Goal,
     search: Search | None = None,
 ) -> LayoutPlan:
-    """Find the layout, the placement among ``placements`` and the schedule with the smallest ``objective``.
+    """Find the layout, the placement among ``placements`` and the schedule that are the best for a goal.
 
     The result is never longer than the even split, or than that with layers moved away from the last stage. If no
     layout is within the limit, it is planned without one.
@@ -124,7 +123,6 @@ def lay_out(
     Args:
         costs: the costs of the even split, ``Figures.evenly``.
         make: builds a schedule on a placement, or searches for one, for the costs of one layout.
-        limit: memory limit per rank, in the unit of the costs; None for no limit.
         search: if ``make`` searches: layouts are compared by drafts, and schedules are made for the best and for those
             that are about as good.
 
@@ -137,7 +135,7 @@ def lay_out(
     dropped: list[DroppedVariant] = []
     # First two stages per rank: mostly, their schedules are the shortest.
     for on in sorted(placements, key=lambda placement: -placement.num_stages):
-        desk = _Desk(costs, costs.layers, on, make, limit, objective, search, dropped)
+        desk = _Desk(costs, costs.layers, on, make, goal, search, dropped)
         for planned in attempt(f"{on.num_stages} stages", partial(desk.plan, list(options.values()))):
             if isinstance(planned, DroppedVariant):
                 dropped.append(planned)
@@ -153,7 +151,7 @@ def lay_out(
         options = _finished(options)
     best = _first(options.values())
     if best.excess:
-        return lay_out(costs, placements, make, None, objective, search)
+        return lay_out(costs, placements, make, replace(goal, limit=None), search)
     others: dict[str, Baseline] = {}
     for desk, known in desks:
         for name, layout in known.items():
@@ -193,8 +191,7 @@ class _Desk:
     layers: LayerCosts
     placement: Placement
     make: Callable[[Figures, Placement], Schedule]
-    limit: float | None
-    objective: Metric
+    goal: Goal
     search: Search | None
     dropped: list[DroppedVariant]
     bounds: dict[Layout, float] = field(default_factory=dict)
@@ -228,7 +225,7 @@ class _Desk:
         """Alternate between the best layout for a schedule and the best schedule for a layout, while this helps."""
         effort, starts = (1.0, starts) if self.search is None else (_EFFORT_BESIDES_SEARCH, ())
         for _ in range(_MOST_ROUNDS):
-            trials = LayoutTrials(self.layers, best.schedule, self.limit, self.objective, effort)
+            trials = LayoutTrials(self.layers, best.schedule, self.goal, effort)
             layout = best_layout(trials, self.layers.num_layers, (best.layout, *starts))
             if layout == best.layout:
                 return
@@ -258,8 +255,8 @@ class _Desk:
             if self.search is not None:
                 costs = self.costs.laid_out(self.placement, layout)
                 least = least_memory(costs.on(self.placement)[1], self.placement, fused=True)
-                if within(max(least), self.limit):
-                    self.bounds[layout] = self.search.least(costs, self.placement, self.limit)
+                if within(max(least), self.goal.limit):
+                    self.bounds[layout] = self.search.least(costs, self.placement, self.goal)
         return self.bounds[layout]
 
     def drafted(self, layout: Layout) -> list[LayoutSchedule]:
@@ -278,8 +275,7 @@ class _Desk:
         costs = self.costs.laid_out(self.placement, layout)
         timeline = timed(schedule, *costs.on(self.placement))
         peak = max(most_kept(timeline, costs.on(self.placement)[1]))
-        value = excess(peak, self.limit), length_ms(timeline, self.objective)
-        return LayoutSchedule(layout, value, schedule, timeline, costs)
+        return LayoutSchedule(layout, self.goal.value(timeline, peak), schedule, timeline, costs)
 
 
 def _finished(drafts: Mapping[tuple[_Desk, Layout], LayoutSchedule]) -> dict[tuple[_Desk, Layout], LayoutSchedule]:

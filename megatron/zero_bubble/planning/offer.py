@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.zero_bubble.core.analysis.score import excess, length_ms
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.plan import Additions
@@ -68,5 +67,5 @@ def score(question: Question, offer: Offer) -> Score:
     peak = peak_memory(offer.timeline, offer.costs) if question.limit is not None or offer.offloaded else 0.0
     if question.replicas is not None and question.replicas.counts_weights:
         peak += offer.static
-    value = excess(peak, question.limit), length_ms(offer.timeline, question.objective)
+    value = question.goal.value(offer.timeline, peak)
     return value if offer.offloaded is None else (*value, peak)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.zero_bubble.core.analysis.score import SHORTEST
 from megatron.zero_bubble.core.formats.facts import KEY_FACTS
 from megatron.zero_bubble.core.formats.layout import LAYERS, LAYOUT, NEEDED_LAYOUT
 from megatron.zero_bubble.core.formats.moves import OFFLOAD, moves_content
@@ -72,7 +72,7 @@ def offload_content(done: OffloadPlan) -> dict[str, Any]:
 def sharded_bound(plan: ShardPlan, costs: Figures) -> tuple[float, str]:
     """Return a lower bound in ms on the makespan with units of any size, and its reason."""
     schedule = plan.timeline.schedule
-    passes = bound(costs, schedule.placement, math.inf, "makespan", schedule.slices)
+    passes = bound(costs, schedule.placement, SHORTEST, schedule.slices)
     return least_ms(costs.on(schedule.placement)[0], schedule.placement, passes.value_ms)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+from collections.abc import Callable
 
 from megatron.zero_bubble.core.analysis.bounds import Bound, lower_bound, lower_bound_with_offload
 from megatron.zero_bubble.core.analysis.memory import message_peaks, most_kept
-from megatron.zero_bubble.core.analysis.score import length_ms, within
+from megatron.zero_bubble.core.analysis.score import Goal, length_ms, within
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.core.ir.sizes import check_size
@@ -31,9 +31,8 @@ ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
 
 def auto(
     costs: Figures,
-    limit: float,
     placement: Placements,
-    objective: Metric,
+    goal: Goal,
     slices: Slices = WHOLE,
     effort: float = 1.0,
     ends: bool = False,
@@ -47,30 +46,23 @@ def auto(
     sizes = costs.num_ranks, costs.num_microbatches
     check_size(*sizes, finest.num_stages // finest.num_ranks, len(slices))
     if len(slices) > 1:
-        return _sliced_auto(costs, limit, choices, objective, slices)
+        return sliced_auto(costs.on, choices, costs.num_microbatches, slices, goal, _sliced_on_a_line(costs, slices))
     on = costs.on(finest)
-    how = {"placement": choices, "objective": objective, "effort": effort, "figures": costs.on, "ends": ends}
-    return zb_auto(*on, *sizes, limit, **how)  # type: ignore[arg-type]
+    how = {"placement": choices, "objective": goal.objective, "effort": effort, "figures": costs.on, "ends": ends}
+    return zb_auto(*on, *sizes, goal.most, **how)  # type: ignore[arg-type]
 
 
-def _sliced_auto(
-    costs: Figures, limit: float, choices: Sequence[Placement], objective: Metric, slices: Slices
-) -> Schedule:
-    size = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
-    known = [
-        build(name, **size, num_slices=slices)
-        for name, recipe in SCHEDULES.items()
-        if recipe.sliced and recipe.shape == "linear"
-    ]
-    on, sizes = costs.on(choices[0]), (costs.num_microbatches, limit)
-    return sliced_auto(*on, choices, *sizes, slices, objective, known, figures=costs.on)
+def _sliced_on_a_line(costs: Figures, slices: Slices) -> list[Schedule]:
+    """The known schedules of slices with one stage per rank."""
+    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
+    known = (name for name, recipe in SCHEDULES.items() if recipe.sliced and recipe.shape == "linear")
+    return [build(name, **sizes, num_slices=slices) for name in known]
 
 
 def bound(
     costs: Figures,
     placement: Placement,
-    limit: float,
-    objective: Metric,
+    goal: Goal,
     slices: Slices = WHOLE,
     vocabulary: Algorithm | None = None,
     offload: bool = False,
@@ -80,35 +72,36 @@ def bound(
     """
     of = lower_bound_with_offload if offload else lower_bound
     sizes = placement, costs.num_microbatches
-    return of(*costs.on(placement), *sizes, limit, objective, slices=slices, vocabulary=vocabulary)
+    return of(*costs.on(placement), *sizes, goal.limit, goal.objective, slices=slices, vocabulary=vocabulary)
 
 
-def auto_search(limit: float, objective: Metric) -> Search:
+def auto_search(goal: Goal) -> Search:
     """Return how layouts are compared before schedules are searched for with ``auto``."""
 
     def draft(costs: Figures, placement: Placement) -> Schedule:
-        return auto(costs, limit, (placement,), objective, effort=_LITTLE)
+        return auto(costs, (placement,), goal, effort=_LITTLE)
 
-    return Search(draft, partial(quick_bound, objective=objective))
+    return Search(draft, quick_bound)
 
 
-def fitting_search(name: str, objective: Metric) -> Search:
+def fitting_search(name: str) -> Search:
     """Return the same for a schedule that is ``fitted``: its drafts are for equal passes."""
 
     def draft(costs: Figures, placement: Placement) -> Schedule:
         sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
         return build(name, **sizes, num_chunks=placement.num_stages // placement.num_ranks)
 
-    return Search(draft, partial(quick_bound, objective=objective))
+    return Search(draft, quick_bound)
 
 
-def quick_bound(costs: Figures, placement: Placement, limit: float | None, objective: Metric) -> float:
+def quick_bound(costs: Figures, placement: Placement, goal: Goal) -> float:
     """Return a lower bound in ms on whole sequences for one placement, in closed form, which takes little time.
 
     Raises:
         UserError: when the limit admits no schedule.
     """
-    return lower_bound(*costs.on(placement), placement, costs.num_microbatches, limit, objective, effort=None).value_ms
+    sizes = placement, costs.num_microbatches
+    return lower_bound(*costs.on(placement), *sizes, goal.limit, goal.objective, effort=None).value_ms
 
 
 def fitted(schedule: Schedule, costs: Figures, objective: Metric, ends: bool = False) -> Schedule:
@@ -118,7 +111,7 @@ def fitted(schedule: Schedule, costs: Figures, objective: Metric, ends: bool = F
     return fit(schedule, *costs.on(schedule.placement), objective=objective, ends=ends)
 
 
-def with_units(make: Callable[..., Schedule], costs: Figures, objective: Metric, limit: float) -> Schedule:
+def with_units(make: Callable[..., Schedule], costs: Figures, goal: Goal) -> Schedule:
     """Build a schedule of units: the shortest within a limit of activation memory, with the smallest of such units."""
 
     def timeline(unit: int) -> Timeline:
@@ -126,9 +119,10 @@ def with_units(make: Callable[..., Schedule], costs: Figures, objective: Metric,
         return timeline_of(schedule, *costs.on(schedule.placement))
 
     def rated(of: Timeline) -> tuple[float, float]:
-        return length_ms(of, objective), peak_memory(of, costs)
+        return length_ms(of, goal.objective), peak_memory(of, costs)
 
-    return best_within(costs.num_ranks, costs.num_microbatches, timeline, rated, limit).schedule
+    most = math.inf if goal.limit is None else goal.limit
+    return best_within(costs.num_ranks, costs.num_microbatches, timeline, rated, most).schedule
 
 
 def limit_verdict(timeline: Timeline, costs: Figures, memory_limit: float) -> tuple[bool, str]:

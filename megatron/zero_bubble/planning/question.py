@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from operator import gt
 from typing import Any
 
-from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.analysis.score import Goal, within
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs.units import parse_memory_limit
 from megatron.zero_bubble.core.ir import Placement, Schedule
@@ -88,6 +88,11 @@ class Question:
     def objective(self) -> Metric:
         """The length by which schedules are compared."""
         return self.setup.objective
+
+    @property
+    def goal(self) -> Goal:
+        """What schedules are compared by."""
+        return Goal(self.objective, self.limit)
 
     @property
     def is_search(self) -> bool:

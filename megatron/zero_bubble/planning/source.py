@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.core import schedules
 from megatron.zero_bubble.core.analysis.memory import peaks_in_order
-from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.analysis.score import Goal, within
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.units import parse_memory_limit
@@ -286,7 +286,7 @@ def _searched(on: Placement, slices: Slices, num_microbatches: int, limit: float
     costs, memory, ranks = PassCosts.uniform(on, 1.0, 1.0, 1.0), PassMemory.uniform(on), on.num_ranks
     if len(slices) > 1:
         limit = min(limit, 1 + ranks * max(slices.shares))
-        return sliced_auto(costs, memory, [on], num_microbatches, limit, slices, "makespan")
+        return sliced_auto(lambda _: (costs, memory), [on], num_microbatches, slices, Goal(limit=limit))
     limits = ranks, num_microbatches, min(limit, float(ranks))
     return zb_auto(costs, memory, *limits, placement=(on,), objective="makespan", effort=_LITTLE)
 

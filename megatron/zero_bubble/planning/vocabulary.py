@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.zero_bubble.core.analysis.bounds import least_memory
-from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.analysis.score import Goal, within
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.divided_vocabulary import divide, efficiency
@@ -125,17 +125,15 @@ def _divided(costs: Figures, algorithm: Algorithm, recompute_logits: bool) -> Fi
     )
 
 
-def inserted(schedule: Schedule, variant: Variant, limit: float | None, objective: Metric) -> Schedule:
+def inserted(schedule: Schedule, variant: Variant, goal: Goal) -> Schedule:
     """Insert the passes of the variant's algorithm into ``schedule``, unless it has passes of the vocabulary."""
     if variant.algorithm is None or algorithm_of(schedule) is not None:
         return schedule
     on = variant.costs.on(schedule.placement)
-    return best_with_vocabulary(schedule, *on, variant.algorithm, objective, limit).schedule
+    return best_with_vocabulary(schedule, *on, variant.algorithm, goal).schedule
 
 
-def searched(
-    variant: Variant, limit: float, placement: Placements, objective: Metric, effort: float = 1.0
-) -> Iterator[Schedule]:
+def searched(variant: Variant, placement: Placements, goal: Goal, effort: float = 1.0) -> Iterator[Schedule]:
     """Search for schedules into which the passes of the vocabulary are inserted.
 
     An insertion needs up to one more microbatch of memory per barrier, so there is one search with the limit, one with
@@ -145,15 +143,15 @@ def searched(
         UserError: when the limit admits no schedule.
     """
     costs = variant.costs
-    yield auto(costs, limit, placement, objective, effort=effort)
+    yield auto(costs, placement, goal, effort=effort)
     if variant.algorithm is None:
         return
     barriers = 2 if variant.algorithm == 1 else 1
     for on in placements(placement, costs.num_ranks):
-        less = limit - barriers * max(costs.on(Placement.linear(costs.num_ranks))[1].activation)
+        less = goal.most - barriers * max(costs.on(Placement.linear(costs.num_ranks))[1].activation)
         if within(max(least_memory(costs.on(on)[1], on, fused=True)), less):
-            yield auto(costs, less, (on,), objective, effort=effort)
-        yield from known_schedules(costs, (on,), objective)
+            yield auto(costs, (on,), replace(goal, limit=less), effort=effort)
+        yield from known_schedules(costs, (on,), goal.objective)
 
 
 def known_schedules(costs: Figures, placement: Placements, objective: Metric) -> Iterator[Schedule]:

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.zero_bubble import SCHEDULES, build, simulate
 from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.search import layout as module
 from megatron.zero_bubble.core.search.cut import cut, even, least_layers
 from megatron.zero_bubble.core.search.layout import LayoutTrials, best_layout, layouts, number_of_layouts
@@ -26,7 +27,7 @@ def test_layouts_are_valued_as_simulated(name: str, objective: str) -> None:
         timeline = simulate(schedule, costs, memory)
         peak = max(most_kept(timeline, memory))
         for limit, excess in ((peak * 1.001, 0.0), (peak * 0.999, peak), (None, 0.0)):
-            trial = LayoutTrials(layers, schedule, limit, objective)
+            trial = LayoutTrials(layers, schedule, Goal(objective, limit))
             value = trial.value(layout)
             assert value.ms == pytest.approx(getattr(timeline, f"{objective}_ms"), rel=1e-12)
             assert value.excess == pytest.approx(excess, rel=1e-12)
@@ -43,7 +44,7 @@ def test_no_layout_is_better(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     schedule = build(name, num_ranks=dice.choice([3, 4]), num_microbatches=dice.choice([4, 8]))
     layers = random_layers(dice, dice.randint(8, 11))
     n, placement = layers.num_layers, schedule.placement
-    trial = LayoutTrials(layers, schedule, None, "span")
+    trial = LayoutTrials(layers, schedule, Goal("span"))
     start = cut(placement, layers.work_ms, layers.embedding.work_ms, layers.loss.work_ms)
     best = min(trial.value(layout).ms for layout in all_layouts(placement, n))
     assert trial.value(best_layout(trial, n, [start])).ms == pytest.approx(best, rel=1e-9), "all are tried"
@@ -63,7 +64,7 @@ def test_single_moves_mostly_find_the_best(monkeypatch: pytest.MonkeyPatch) -> N
         schedule = build(name, num_ranks=dice.choice([3, 4]), num_microbatches=dice.choice([4, 8]))
         layers = random_layers(dice, dice.randint(8, 11))
         placement, n = schedule.placement, layers.num_layers
-        trial = LayoutTrials(layers, schedule, None, "span")
+        trial = LayoutTrials(layers, schedule, Goal("span"))
         evenly = even(placement, n)
         starts = [cut(placement, layers.work_ms, layers.embedding.work_ms, layers.loss.work_ms), evenly]
         starts.append(shifted_layers(layers, placement, evenly))
@@ -80,7 +81,7 @@ def test_the_budget_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = random_layers(Random(1), 11)
     start = even(schedule.placement, 11)
     monkeypatch.setattr(module, "_MOST_COMPARED", 0)
-    trial = LayoutTrials(layers, schedule, None, "span")
+    trial = LayoutTrials(layers, schedule, Goal("span"))
     trial.most = 1
     best_layout(trial, 11, [start])
     assert trial.value.cache_info().currsize == 2, "the start, and one more"
@@ -91,11 +92,11 @@ def test_the_limit_is_more_important_than_the_length() -> None:
     schedule = build("1f1b", num_ranks=3, num_microbatches=6)
     layers = random_layers(Random(2), 9)
     placement = schedule.placement
-    free = LayoutTrials(layers, schedule, None, "span")
+    free = LayoutTrials(layers, schedule, Goal("span"))
     start = even(placement, 9)
     shortest = best_layout(free, 9, [start])
     peak = max(most_kept(simulate(schedule, *layers.on(shortest)), layers.on(shortest)[1]))
-    limited = LayoutTrials(layers, schedule, peak * 0.99, "span")
+    limited = LayoutTrials(layers, schedule, Goal("span", peak * 0.99))
     found = best_layout(limited, 9, [start])
     allowed = [layout for layout in all_layouts(placement, 9) if not limited.value(layout).excess]
     assert found != shortest and not limited.value(found).excess

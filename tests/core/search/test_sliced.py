@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Slices, build, simulate, validate
 from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.plan import lower
 from megatron.zero_bubble.core.search.sliced import sliced_auto
@@ -41,7 +42,9 @@ def test_plans_are_valid_within_the_limit_and_not_below_the_bound(
     limit = room * least
     size = {"num_ranks": p, "num_microbatches": m, "num_slices": slices}
     known = [] if vee else [build(name, **size) for name in ("seq-1f1b", "seq-zb-h1")]  # type: ignore[arg-type]
-    found = sliced_auto(costs, memory, [placement], m, limit, slices, "makespan", known)
+    found = sliced_auto(
+        lambda on: (costs.fit(on), memory.fit(on)), [placement], m, slices, Goal("makespan", limit), known
+    )
     validate(found)
     lower(found)
     check_runnable(found, p, m)
@@ -61,7 +64,7 @@ def test_a_v_halves_the_bubble_of_slices(n: int, rate: float) -> None:
     vee = Placement.vee(8)
     costs, memory = PassCosts.uniform(vee, 1.0, 1.0, 1.0), PassMemory.uniform(vee)
     limit = 1 + 8 / n
-    found = sliced_auto(costs, memory, [vee], 8, limit, Slices.even(n), "makespan")
+    found = sliced_auto(lambda on: (costs.fit(on), memory.fit(on)), [vee], 8, Slices.even(n), Goal("makespan", limit))
     timeline = simulate(found, costs, memory)
     assert timeline.bubble_rate("makespan") <= rate
     assert max(timeline.peak_activation) <= limit
@@ -82,7 +85,9 @@ def test_several_ways_to_search_are_tried(
     placement: Placement, m: int, times: tuple[float, float, float], limit: float, ms: float
 ) -> None:
     costs, memory = PassCosts.uniform(placement, *times), PassMemory.uniform(placement)
-    found = sliced_auto(costs, memory, [placement], m, limit, Slices.even(3), "makespan")
+    found = sliced_auto(
+        lambda on: (costs.fit(on), memory.fit(on)), [placement], m, Slices.even(3), Goal("makespan", limit)
+    )
     assert simulate(found, costs, memory).makespan_ms <= ms * (1 + 1e-9)
 
 
@@ -108,7 +113,7 @@ def test_the_least_limit_is_enough(
     memory = replace(memory, history=tuple(history * one for one in memory.activation), recomputed=recomputed)
 
     def search(limit: float) -> None:
-        found = sliced_auto(costs, memory, [placement], m, limit, slices, "span")
+        found = sliced_auto(lambda on: (costs.fit(on), memory.fit(on)), [placement], m, slices, Goal("span", limit))
         assert max(most_kept(simulate(found, costs, memory), memory)) <= limit * (1 + 1e-9)
 
     with pytest.raises(UserError, match="raise the limit to that") as refused:
@@ -128,7 +133,7 @@ def test_backwards_are_fused_where_w_does_not_fit(place: Callable[[int], Placeme
     limit = max(most_kept(simulate(theirs, costs, memory), memory))
     known = [theirs] if placement == linear else []
     own = costs.fit(placement), memory.fit(placement)
-    found = sliced_auto(*own, [placement], 6, limit, slices, "makespan", known)
+    found = sliced_auto(lambda _: own, [placement], 6, slices, Goal(limit=limit), known)
     validate(found)
     check_runnable(found, 4, 6)
     assert max(most_kept(simulate(found, *own), own[1])) <= limit * (1 + 1e-9)
@@ -140,16 +145,9 @@ def test_backwards_are_fused_where_w_does_not_fit(place: Callable[[int], Placeme
 
 def test_least_memory_is_named() -> None:
     linear = Placement.linear(2)
+    costs, memory = PassCosts.uniform(linear, 1.0, 1.0, 1.0), PassMemory.uniform(linear)
     with pytest.raises(UserError, match=r"needs up to 1 on the fullest rank; raise the limit to that"):
-        sliced_auto(
-            PassCosts.uniform(linear, 1.0, 1.0, 1.0),
-            PassMemory.uniform(linear),
-            [linear],
-            2,
-            0.9,
-            Slices.even(4),
-            "span",
-        )
+        sliced_auto(lambda _: (costs, memory), [linear], 2, Slices.even(4), Goal("span", 0.9))
 
 
 @pytest.mark.parametrize("on", [Placement.interleaved(3, 3), Placement.wave(3, 4)], ids=["loop", "wave"])
@@ -159,7 +157,7 @@ def test_slices_run_on_loops_and_waves(on: Placement) -> None:
     size = {"num_ranks": 3, "num_microbatches": m, "num_slices": slices}
     is_loop = on == Placement.interleaved(3, 3)
     known = [build("seq-interleaved-1f1b", num_chunks=3, **size)] if is_loop else []  # type: ignore[arg-type]
-    found = sliced_auto(costs, memory, [on], m, limit, slices, "makespan", known)
+    found = sliced_auto(lambda on: (costs.fit(on), memory.fit(on)), [on], m, slices, Goal("makespan", limit), known)
     validate(found)
     lower(found)
     timeline = simulate(found, costs, memory)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement, Schedule, build, simulate, validate
 from megatron.zero_bubble.core.analysis.errors import ScheduleError
+from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import plan_to_json
@@ -125,7 +126,7 @@ def test_logits_count_from_s_to_t() -> None:
         max(simulate(with_vocabulary(schedule, costs, 2, lag), costs, memory).peak_activation) for lag in (0.0, 2.0)
     ]
     assert peaks[0] < peaks[1]
-    within = best_with_vocabulary(schedule, costs, memory, 2, limit=peaks[0])
+    within = best_with_vocabulary(schedule, costs, memory, 2, Goal(limit=peaks[0]))
     assert max(within.peak_activation) <= peaks[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.zero_bubble.core.analysis.timeline import Metric
@@ -34,6 +35,33 @@ def within(amount: float, limit: float | None) -> bool:
 def excess(peak: float, limit: float | None) -> float:
     """The peak of memory if it is above the limit, else 0, so that all plans within the limit are equally good."""
     return 0.0 if within(peak, limit) else peak
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What schedules are compared by.
+
+    Attributes:
+        objective: the length to minimize.
+        limit: memory limit per rank, in the unit of the memory figures; None for no limit.
+    """
+
+    objective: Metric = "makespan"
+    limit: float | None = None
+
+    @property
+    def most(self) -> float:
+        """The limit of a search, which needs one."""
+        assert self.limit is not None, "a search has a limit"
+        return self.limit
+
+    def value(self, of: Measured, peak: float) -> tuple[float, float]:
+        """How good a schedule with this peak of memory is; the least is the best."""
+        return excess(peak, self.limit), length_ms(of, self.objective)
+
+
+SHORTEST = Goal()
+"""The shortest makespan, within any memory."""
 
 
 def is_less(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.zero_bubble.core.analysis.memory import most_kept
-from megatron.zero_bubble.core.analysis.score import ROUNDING, excess, is_less, length_ms
+from megatron.zero_bubble.core.analysis.score import ROUNDING, Goal, excess, is_less, length_ms
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
@@ -60,7 +60,7 @@ class LayoutTrials:
 
     Args:
         layers: costs of the parts of the model.
-        limit: memory limit per rank, or None.
+        goal: what layouts are compared by.
         effort: the number of layouts to simulate, relative to the default.
 
     Attributes:
@@ -69,17 +69,10 @@ class LayoutTrials:
         most: the number of layouts to simulate at most, if not all are compared.
     """
 
-    def __init__(
-        self,
-        layers: LayerCosts,
-        schedule: Schedule,
-        limit: float | None,
-        objective: Metric,
-        effort: float = 1.0,
-    ) -> None:
-        self._layers, self.schedule, self._limit = layers, schedule, limit
-        by_loops = _by_loops(schedule, objective, limit is not None)
-        self._run = by_loops or _by_simulation(schedule, objective)
+    def __init__(self, layers: LayerCosts, schedule: Schedule, goal: Goal, effort: float = 1.0) -> None:
+        self._layers, self.schedule, self._limit = layers, schedule, goal.limit
+        by_loops = _by_loops(schedule, goal.objective, goal.limit is not None)
+        self._run = by_loops or _by_simulation(schedule, goal.objective)
         self._work = [0.0, *accumulate((layers.embedding.work_ms, *layers.work_ms, layers.loss.work_ms))]
         self.value = cache(self._evaluated)
         self.least_ms = cache(self._least_ms)

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import chain, product
+from typing import NamedTuple
 
 from megatron.zero_bubble.core.analysis.memory import most_kept
-from megatron.zero_bubble.core.analysis.score import ROUNDING, length_ms, within
+from megatron.zero_bubble.core.analysis.score import ROUNDING, Goal
 from megatron.zero_bubble.core.analysis.simulate import simulate
-from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.messages import occupied
 from megatron.zero_bubble.core.errors import UserError
@@ -36,63 +36,66 @@ _MANY = 12_000
 
 
 def sliced_auto(
-    costs: PassCosts,
-    memory: PassMemory,
+    figures: Callable[[Placement], tuple[PassCosts, PassMemory]],
     placements: Sequence[Placement],
     num_microbatches: int,
-    memory_limit: float,
     slices: Slices,
-    objective: Metric,
+    goal: Goal,
     known: Sequence[Schedule] = (),
-    figures: Callable[[Placement], tuple[PassCosts, PassMemory]] | None = None,
 ) -> Schedule:
-    """Search for the schedule of ``slices`` with the smallest ``objective`` within ``memory_limit``.
+    """Search for the best schedule of ``slices`` within a memory limit.
 
     Args:
-        costs: costs per stage, for a number of stages that ``fit`` converts to those of every placement.
-        memory: memory of a microbatch, likewise.
-        placements: the placements to try.
-        memory_limit: limit per rank, in the unit of ``memory``.
+        figures: the costs and the memory of a microbatch on each placement.
+        placements: those to try.
         known: schedules of these slices; the result is not longer than one of them that is within the limit.
-        figures: the figures for each placement, instead of ``costs`` and ``memory``.
 
     Raises:
         UserError: when not even one microbatch at a time fits; the message gives the least limit.
     """
     best: tuple[float, Schedule] | None = None
-    own = [figures(on) if figures else (costs.fit(on), memory.fit(on)) for on in placements]
-    for placement, (on, kept) in zip(placements, own, strict=True):
-        found = _candidates(on, kept, placement, num_microbatches, memory_limit, slices)
-        for schedule in chain((one for one in known if one.placement == placement), found):
-            timeline = simulate(schedule, on, kept)
-            ms = length_ms(timeline, objective)
-            fits = within(max(most_kept(timeline, kept)), memory_limit)
-            if fits and (best is None or ms < best[0] * (1 - ROUNDING)):
+    problems = [_Problem(*figures(on), on, num_microbatches, slices) for on in placements]
+    for problem in problems:
+        own = (schedule for schedule in known if schedule.placement == problem.placement)
+        for schedule in chain(own, _candidates(problem, goal.most)):
+            timeline = simulate(schedule, problem.costs, problem.memory)
+            over, ms = goal.value(timeline, max(most_kept(timeline, problem.memory)))
+            if not over and (best is None or ms < best[0] * (1 - ROUNDING)):
                 best = ms, schedule
     if best is None:
-        least = min(_enough(kept, on, slices) for on, (_, kept) in zip(placements, own, strict=True))
+        least = min(_enough(problem) for problem in problems)
         raise UserError(
-            f"the memory limit admits no schedule of {len(slices)} slices: it is {memory_limit:g} per rank, and one "
+            f"the memory limit admits no schedule of {len(slices)} slices: it is {goal.most:g} per rank, and one "
             f"whole microbatch at a time needs up to {least:.10g} on the fullest rank; raise the limit to that"
         )
     return replace(best[1], name="zb-auto")
 
 
-def _candidates(
-    costs: PassCosts, memory: PassMemory, placement: Placement, m: int, limit: float, slices: Slices
-) -> Iterator[Schedule]:
-    passes = 3 * placement.num_stages * m * len(slices)
+class _Problem(NamedTuple):
+    """What a search is given, but for its limit."""
+
+    costs: PassCosts
+    memory: PassMemory
+    placement: Placement
+    num_microbatches: int
+    slices: Slices
+
+
+def _candidates(problem: _Problem, limit: float) -> Iterator[Schedule]:
+    memory, slices = problem.memory, problem.slices
+    passes = 3 * problem.placement.num_stages * problem.num_microbatches * len(slices)
     grows = any(left > freed for left, freed in zip(memory.wgrad, memory.activation, strict=True))
-    may_fuse = (False, True) if grows or limit < _enough(memory, placement, slices, fused=False) else (False,)
+    may_fuse = (False, True) if grows or limit < _enough(problem, fused=False) else (False,)
     parts = _PARTS_OF_LIMIT[: 1 if passes > _MANY else None]
     for fused, part, eagerness in product(may_fuse, parts, _EAGERNESS):
-        found = _Search(costs, memory, placement, m, part * limit, slices, eagerness, fused).run()
+        found = _Search(problem, part * limit, eagerness, fused).run()
         if found is not None:
             yield found
 
 
-def _enough(memory: PassMemory, placement: Placement, slices: Slices, fused: bool = True) -> float:
+def _enough(problem: _Problem, fused: bool = True) -> float:
     """A limit that admits one microbatch at a time on every rank."""
+    memory, placement, slices = problem.memory, problem.placement, problem.slices
     ranks = (placement.stages_of(rank) for rank in range(placement.num_ranks))
     return max(_of_forwards(memory, stages, slices) + _of_backwards(memory, stages, slices, fused) for stages in ranks)
 
@@ -123,17 +126,8 @@ def _of_backwards(memory: PassMemory, stages: Sequence[int], slices: Slices, fus
 class _Search:
     """One run over all passes, in order of time."""
 
-    def __init__(
-        self,
-        costs: PassCosts,
-        memory: PassMemory,
-        placement: Placement,
-        num_microbatches: int,
-        limit: float,
-        slices: Slices,
-        eagerness: float,
-        fused: bool,
-    ) -> None:
+    def __init__(self, problem: _Problem, limit: float, eagerness: float, fused: bool) -> None:
+        costs, memory, placement, num_microbatches, slices = problem
         self._costs, self._memory, self._slices = occupied(costs, placement), memory, slices
         self._placement, self._num_microbatches = placement, num_microbatches
         self._eagerness, self._fused = eagerness, fused

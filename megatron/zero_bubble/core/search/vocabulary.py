@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, product
 
 from megatron.zero_bubble.core.analysis.memory import most_kept
-from megatron.zero_bubble.core.analysis.score import excess, length_ms
+from megatron.zero_bubble.core.analysis.score import SHORTEST, Goal, length_ms
 from megatron.zero_bubble.core.analysis.simulate import simulate
-from megatron.zero_bubble.core.analysis.timeline import Metric, Span, Timeline
+from megatron.zero_bubble.core.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.ir import Pass, Schedule
 from megatron.zero_bubble.core.ir.passes import BW, B, F, I, J, L, S, T, W
@@ -73,31 +73,23 @@ def best_with_vocabulary(
     costs: PassCosts,
     memory: PassMemory,
     algorithm: Algorithm,
-    objective: Metric = "makespan",
-    limit: float | None = None,
+    goal: Goal = SHORTEST,
 ) -> Timeline:
-    """Return the shortest of several insertions within the memory limit, or the one with the lowest peak if none is.
-
-    Args:
-        limit: the memory limit of every rank, in the unit of ``memory``.
-    """
+    """Return the shortest of several insertions within the memory limit, or the one with the lowest peak if none is."""
     even = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0)
     ways = (False, True) if schedule.num_stages == schedule.num_ranks else (True,)
     made = (_with_lags(schedule, clock, algorithm, delay, _LAGS) for delay, clock in product(ways, (costs, even)))
     orders = dict.fromkeys(chain.from_iterable(made))  # several ways may lead to one order
     found = [simulate(order, costs, memory) for order in orders]
-    return min(found, key=lambda timeline: _rank(timeline, memory, objective, limit))
+    if goal.limit is None:
+        return min(found, key=lambda timeline: length_ms(timeline, goal.objective))
+    return min(found, key=lambda timeline: goal.value(timeline, max(most_kept(timeline, memory))))
 
 
 def _positive(clock: PassCosts) -> PassCosts:
     """Replace forwards that take no time, so that S, which comes at their end, comes after them."""
     least = 2 * _SLACK * max(1.0, *map(sum, zip(clock.forward_ms, clock.backward_ms, clock.wgrad_ms, strict=True)))
     return replace(clock, forward_ms=tuple(max(least, ms) for ms in clock.forward_ms))
-
-
-def _rank(timeline: Timeline, memory: PassMemory, objective: Metric, limit: float | None) -> tuple[float, float]:
-    peak = max(most_kept(timeline, memory)) if limit is not None else 0.0
-    return excess(peak, limit), length_ms(timeline, objective)
 
 
 def forwards_ahead(schedule: Schedule, count: int) -> Schedule:
