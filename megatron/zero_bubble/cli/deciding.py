@@ -41,6 +41,7 @@ from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.formats.facts import Facts, all_differences, listed
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, name_of
 from megatron.zero_bubble.planning.change import ROUNDED, Row
+from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
 from megatron.zero_bubble.planning.job.facts import facts_of, job_facts
 from megatron.zero_bubble.planning.job.flags import given, has_schedule, parse_ours, retired
@@ -50,17 +51,6 @@ from megatron.zero_bubble.planning.source import ZB_AUTO
 AUTO = "auto"
 _SCHEDULE = "--zero-bubble-schedule"
 _RECORD = "--zero-bubble-record-costs"
-_DECIDED = (
-    "schedule_file",
-    "placement",
-    "num_chunks",
-    "num_slices",
-    "slice_ends",
-    "vocabulary_parallel",
-    "shard_weights",
-    "overlap_experts",
-)
-"""Flags that contradict ``auto``, because it decides what they do."""
 _EFFORT = 0.03
 """Effort of the searches that decide, because the run plans again from measured passes."""
 _ASIDE = (
@@ -95,9 +85,9 @@ def decided(argv: Sequence[str], environment: Mapping[str, str] = os.environ) ->
     options, others = parse_ours(argv)
     if options.zero_bubble_schedule != AUTO:
         return list(argv), retired(argv)
-    for name in _DECIDED:
-        if (value := getattr(options, f"zero_bubble_{name}")) is not None:
-            flag = f"--zero-bubble-{name.replace('_', '-')}"
+    for row in DECISIONS:
+        if row.by_auto and (value := getattr(options, row.dest)) is not None:
+            flag = f"--zero-bubble-{row.flag}"
             raise UserError(
                 f"{_SCHEDULE} {AUTO} decides what {flag} does; got {flag} {value}; leave it out, or name a schedule"
             )

@@ -12,7 +12,7 @@ from megatron.zero_bubble.cli.compare_table import Row
 from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.planning.candidates import Candidate
-from megatron.zero_bubble.planning.codecs import plan_option, setup_of_options
+from megatron.zero_bubble.planning.codecs import setup_of_options
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.rule import shown
 from megatron.zero_bubble.planning.setup import Named, Setup
@@ -85,7 +85,7 @@ def _chosen(options: argparse.Namespace, winner: Candidate, row: Row) -> dict[st
     if setup.cuts is not None and asked.cuts is not None:
         setup = replace(setup, cuts=replace(asked.cuts, number=row.num_slices))
     values = values_of_plan(setup)
-    chosen = {plan_option(decision): values.get(decision.name) for decision in PLAN_ROWS}
+    chosen = {decision.plan.option: values.get(decision.name) for decision in PLAN_ROWS if decision.plan}
     kept = {name: getattr(options, name) for name in ("memory_limit", "recompute_logits")}
     whole = "off" if options.vocabulary else None
     return {**vars(options), **chosen, **kept, "vocabulary": row.vocabulary or whole}

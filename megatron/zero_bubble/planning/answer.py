@@ -111,9 +111,8 @@ def _found(question: Question, ask: Ask) -> tuple[Best[Offer], float | None]:
 
 def refusal_of(offer: Offer, runs: Feasibility) -> str | None:
     """Why a plan cannot run; None if it can."""
-    moves = None if offer.offloaded is None else offer.added.moves
     memory = offer.costs.on(offer.schedule.placement)[1] if offer.costs.in_bytes else None
-    return runs.refusal(offer.schedule, moves, offer.added.sharding, memory)
+    return runs.refusal(offer.schedule, offer.added, memory)
 
 
 def _asking(choosers: Sequence[Chooser]) -> Ask:

@@ -106,17 +106,13 @@ def setup_of_options(options: argparse.Namespace, **other: Any) -> Setup:
     """
     named = getattr(options, "schedule", None) is not None
     values = {
-        row.name: getattr(options, plan_option(row), None)
+        row.name: getattr(options, row.plan.option, None)
         for row in PLAN_ROWS
-        if named or row.path in ("order.name", "order.file") or not row.path.startswith("order.")
+        if row.plan is not None
+        and (named or row.path in ("order.name", "order.file") or not row.path.startswith("order."))
     }
     steps = {"post_validation": options.objective == "span"}
     return setup_of(values | steps | other, speller("plan"), of_plan=True)
-
-
-def plan_option(row: Decision) -> str:
-    """The attribute of the parsed flags of ``plan``."""
-    return _flag(row, "plan")[2:].replace("-", "_")
 
 
 def difference(old: Setup, new: Setup) -> Difference:

@@ -31,12 +31,19 @@ class PlanFlag(NamedTuple):
         name: after ``--``.
         values, parse: as in ``Decision``.
         help: with the default; "" where the two commands differ.
+        on_page: whether the playground offers it.
     """
 
     name: str
     values: str | tuple[str, ...]
     parse: Callable[[str], Any] | None = None
     help: str = ""
+    on_page: bool = False
+
+    @property
+    def option(self) -> str:
+        """The attribute of the parsed flags."""
+        return self.name.replace("-", "_")
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -65,6 +72,7 @@ class Decision:
         path: its place in ``Setup``, such as ``vocabulary.algorithm``; "" for what says how a run is observed.
         plan: the flag of ``zero-bubble plan`` for it, if it has one.
         in_run: whether a run can change it.
+        by_auto: whether ``auto`` decides it, so that its flag contradicts a schedule that is decided.
         within: the name of the decision whose flag makes this one too, in place of its own flag, which is retired.
         planned: what a plan file has in its place, given the value that the user gave; None if it leaves it open.
         split: maps the value of a flag that makes several decisions to their values, by name.
@@ -80,6 +88,7 @@ class Decision:
     path: str = ""
     plan: PlanFlag | None = None
     in_run: bool = False
+    by_auto: bool = False
     within: str = ""
     planned: Callable[[PlanFile, Any], Any] | None = None
     split: Callable[[str | None], dict[str, Any]] | None = None

@@ -48,7 +48,7 @@ DECISIONS = (
         "in .csv",
         "Megatron's own schedule",
         path="order.name",
-        plan=PlanFlag("schedule", "NAME"),
+        plan=PlanFlag("schedule", "NAME", on_page=True),
     ),
     Decision(
         "memory-limit",
@@ -59,7 +59,7 @@ DECISIONS = (
         f"needs --zero-bubble-costs for; auto for {ZB_AUTO}: what is free on the fullest rank when measured",
         f"{DEFAULT_LIMIT} for {ZB_AUTO}",
         path="order.limit",
-        plan=PlanFlag("memory-limit", "LIMIT"),
+        plan=PlanFlag("memory-limit", "LIMIT", on_page=True),
         in_run=True,
     ),
     Decision(
@@ -98,6 +98,7 @@ DECISIONS = (
             "activations to keep in host memory between F and B: auto for the least peak that delays no pass (with "
             "--memory-limit: as few as meet it, with the least delay), all, a share of the microbatches such as 50%%, "
             "or none (default: none)",
+            True,
         ),
         in_run=True,
         planned=lambda plan, _: plan.offload or ("its moves" if plan.moves else None),
@@ -119,8 +120,10 @@ DECISIONS = (
             "vocabulary parallelism, which divides the output layer and the embedding over all ranks: off, with two "
             "barriers per microbatch (1) or one (2), or whichever is shortest within the memory limit (auto) (default: "
             "auto if the costs have the times of S and T, else off)",
+            True,
         ),
         planned=lambda plan, _: plan.vocabulary or "off",
+        by_auto=True,
     ),
     Decision(
         "overlap-experts",
@@ -132,7 +135,8 @@ DECISIONS = (
         "or dualpipe-v; other schedules with 2 or more stages per rank, such as zb-v, only run the weight gradients of "
         "experts beneath the dispatch of their own backward",
         path="pairs",
-        plan=PlanFlag("pairs", SWITCH),
+        plan=PlanFlag("pairs", SWITCH, on_page=True),
+        by_auto=True,
     ),
     Decision(
         "shard-weights",
@@ -155,6 +159,7 @@ DECISIONS = (
             "reduce gradients once per unit; needs 2 or more stages per rank",
         ),
         planned=lambda plan, _: True if plan.sharding else None,
+        by_auto=True,
     ),
     Decision(
         "slices",
@@ -210,8 +215,9 @@ DECISIONS = (
         "`zero-bubble plan --placement auto --num-chunks auto` shows which is best",
         "linear",
         path="order.placement",
-        plan=PlanFlag("placement", (*PLACEMENTS, "auto")),
+        plan=PlanFlag("placement", (*PLACEMENTS, "auto"), on_page=True),
         planned=_planned_placement,
+        by_auto=True,
     ),
     Decision(
         "num-chunks",
@@ -221,8 +227,9 @@ DECISIONS = (
         "what the job has as virtual stages, else 2, and 4 for a wave",
         int,
         path="order.stages",
-        plan=PlanFlag("num-chunks", "N|auto", number_or_auto),
+        plan=PlanFlag("num-chunks", "N|auto", number_or_auto, on_page=True),
         planned=lambda plan, _: plan.schedule.num_stages // plan.schedule.num_ranks,
+        by_auto=True,
     ),
     Decision(
         "host-memory",
@@ -347,7 +354,7 @@ OF_PLANS = (
         SWITCH,
         "the order for passes of equal length",
         path="order.equal_passes",
-        plan=PlanFlag("equal-passes", SWITCH),
+        plan=PlanFlag("equal-passes", SWITCH, on_page=True),
     ),
     Decision(
         "min-slice-tokens",

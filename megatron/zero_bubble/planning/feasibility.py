@@ -5,8 +5,7 @@ A schedule that cannot be lowered and proved for the GPUs of a job is no plan fo
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megatron.zero_bubble.core.analysis.memory import host_peaks
@@ -17,10 +16,16 @@ from megatron.zero_bubble.core.costs.units import format_bytes
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
-from megatron.zero_bubble.core.plan import Additions, PostReceives, plan_of, plan_of_evaluation, prove_for_queues
+from megatron.zero_bubble.core.plan import (
+    NOTHING,
+    Additions,
+    PostReceives,
+    plan_of,
+    plan_of_evaluation,
+    prove_for_queues,
+)
 from megatron.zero_bubble.core.plan.nccl import Ctas, collective_ctas
-from megatron.zero_bubble.core.plan.offload import Move, select_longest
-from megatron.zero_bubble.core.plan.shard import Sharding
+from megatron.zero_bubble.core.plan.offload import select_longest
 
 ONE_QUEUE = HardwareQueues(1, "one hardware queue per GPU", "CUDA_DEVICE_MAX_CONNECTIONS is 1", "32")
 """The fewest that a GPU has: what is proved for them ends with any number."""
@@ -52,27 +57,20 @@ class Feasibility:
     ctas: Ctas = field(default_factory=Ctas)
     num_multiprocessors: int | None = None
 
-    def check(
-        self,
-        schedule: Schedule,
-        moves: Collection[Move] | None = None,
-        sharding: Sharding | None = None,
-        memory: PassMemory | None = None,
-    ) -> Plan:
+    def check(self, schedule: Schedule, added: Additions = NOTHING, memory: PassMemory | None = None) -> Plan:
         """Lower and prove a schedule as the run does, for training and for evaluations; return the plan of training.
 
         Args:
-            moves: what moves to host memory; None for what the run itself selects.
-            sharding: how weights are sharded, if they are.
+            added: what moves to host memory, by default what the run itself selects, and how weights are sharded.
             memory: of microbatches, in bytes; None if unknown.
 
         Raises:
             UserError: why it cannot run.
         """
         validate(schedule)
-        if moves is None:
-            moves = select_longest(schedule, self.moved) if self.moved else ()
-        added = Additions(self.post_receives, self.post_validation, tuple(moves), sharding)
+        moves = added.moves or (tuple(select_longest(schedule, self.moved)) if self.moved else ())
+        own = {"post_receives": self.post_receives, "post_validation": self.post_validation, "moves": moves}
+        added = replace(added, **own)  # type: ignore[arg-type]
         training, evaluation = plan_of(schedule, added), plan_of_evaluation(schedule, added)
         if self.queues is not None:
             collective_ctas(self.ctas, training, self.num_multiprocessors)
@@ -89,15 +87,9 @@ class Feasibility:
                 f"{format_bytes(peak)}; raise --zero-bubble-host-memory, or move less with --zero-bubble-offload"
             )
 
-    def refusal(
-        self,
-        schedule: Schedule,
-        moves: Collection[Move] | None = None,
-        sharding: Sharding | None = None,
-        memory: PassMemory | None = None,
-    ) -> str | None:
+    def refusal(self, schedule: Schedule, added: Additions = NOTHING, memory: PassMemory | None = None) -> str | None:
         """Why a schedule cannot run, in one sentence; None if it can. The arguments are those of ``check``."""
-        refused = attempted(partial(self.check, schedule, moves, sharding, memory))
+        refused = attempted(partial(self.check, schedule, added, memory))
         return refused.reason.splitlines()[0] if isinstance(refused, Refusal) else None
 
 

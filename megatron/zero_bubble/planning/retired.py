@@ -32,6 +32,7 @@ RETIRED = (
         path="order.file",
         plan=PlanFlag("schedule-file", "FILE"),
         within="schedule",
+        by_auto=True,
     ),
     Decision(
         "num-slices",
@@ -40,9 +41,10 @@ RETIRED = (
         "give --zero-bubble-slices N",
         parse=int,
         path="cuts.number",
-        plan=PlanFlag("num-slices", "N"),
+        plan=PlanFlag("num-slices", "N", on_page=True),
         within="slices",
         planned=lambda plan, _: len(plan.schedule.slices),
+        by_auto=True,
     ),
     Decision(
         "slice-ends",
@@ -58,9 +60,11 @@ RETIRED = (
             "even: equally long slices; balanced: slices that take equal time, which differ in length because a token "
             "attends to all earlier ones; or the ends of all slices as shares of the sequence, such as 0.3,0.6,1 "
             "(default: balanced if attention takes more than a tenth of F and B, else even)",
+            True,
         ),
         within="slices",
         planned=_planned_ends,
+        by_auto=True,
     ),
     Decision(
         "fuse-wgrad",

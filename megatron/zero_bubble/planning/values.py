@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
@@ -19,15 +19,11 @@ from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT, OF_PLANS
 from megatron.zero_bubble.planning.rule import Spell
 from megatron.zero_bubble.planning.setup import (
     Cuts,
-    Divided,
     Given,
-    Messages,
     Named,
-    Offload,
     Order,
     Searched,
     Setup,
-    Shards,
     Synchronous,
     Validated,
     is_file,
@@ -38,8 +34,15 @@ ROWS = tuple(row for row in (*DECISIONS, LAYOUT) if row.path)
 PLAN_ROWS = tuple(row for row in (*ROWS, *OF_PLANS) if row.plan is not None)
 """Those for which ``plan`` has a flag."""
 _ALL = (*ROWS, *OF_PLANS)
-_SECTIONS: dict[str, type[Any]] = {"vocabulary": Divided, "offload": Offload, "shards": Shards, "messages": Messages}
-"""The classes of the fields whose decisions all have a place of their own."""
+_OF_SEVERAL = ("order", "cuts", "step")
+"""The fields of a setup that decisions make together."""
+_SECTIONS: dict[str, type[Any]] = {
+    name: kind
+    for name, hint in get_type_hints(Setup).items()
+    for kind in get_args(hint) or (hint,)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and name not in _OF_SEVERAL
+}
+"""The classes of the others whose decisions have a place of their own."""
 _ALWAYS = ("messages",)
 """Those of them that are never None."""
 _ALGORITHMS: dict[object, Algorithm] = {"1": 1, "2": 2}

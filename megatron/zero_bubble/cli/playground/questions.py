@@ -31,32 +31,27 @@ from megatron.zero_bubble.core.schedules import SCHEDULES, sliced
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.codecs import StrictParser
+from megatron.zero_bubble.planning.decision import SWITCH
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import offload_content, written
 from megatron.zero_bubble.planning.plans import limit_verdict, rank_memory
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.setup import Given
 from megatron.zero_bubble.planning.source import ZB_AUTO
+from megatron.zero_bubble.planning.values import PLAN_ROWS
 from megatron.zero_bubble.planning.vocabulary import CHOICES
 
-_FLAGS = (
-    *("schedule", "equal-passes", "num-chunks", "num-ranks", "num-microbatches", "placement", "objective"),
-    *("forward-ms", "backward-ms", "wgrad-ms", "comm-ms", "message-ms"),
-    *("activation-memory", "wgrad-memory", "memory-limit"),
-    *("num-slices", "slice-cuts", "attention-share"),
-    *("vocabulary", "output-ms", "output-wgrad-ms", "embedding-ms", "embedding-wgrad-ms", "collective-ms"),
-    *("offload", "host-ms"),
-    *("lengths", "pairs"),
-)
 _COSTS = (
     *("num-ranks", "forward-ms", "backward-ms", "wgrad-ms", "comm-ms", "message-ms", "activation-memory"),
     *("wgrad-memory", "attention-share", "output-ms", "output-wgrad-ms", "embedding-ms", "embedding-wgrad-ms"),
     *("collective-ms",),
 )
 """The flags that a job gives."""
+_OFFERED = [row.plan for row in PLAN_ROWS if row.plan is not None and row.plan.on_page]
+_FLAGS = (*(flag.name for flag in _OFFERED), "num-microbatches", "objective", *_COSTS, "host-ms", "lengths")
 OWN = "own"
 """The name of a job's own schedule in a question."""
-_WITHOUT_VALUE = ("equal-passes", "pairs")
+_WITHOUT_VALUE = [flag.name for flag in _OFFERED if flag.values == SWITCH]
 _TIMES = [flag for flag in _FLAGS if flag.endswith("-ms")]
 MOST = {"num-ranks": 64, "num-microbatches": 256, "num-chunks": 4, **dict.fromkeys(_TIMES, 1e6)}
 """Largest values. At the largest size, a plan without a search takes about two seconds and a search about five."""

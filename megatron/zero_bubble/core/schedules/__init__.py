@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError, nearest
 from megatron.zero_bubble.core.ir import Schedule, Slices
@@ -109,14 +110,11 @@ def build(
             raise UserError(f"{count} must be 1 or more; got {value}")
     chunks, slices = known.num_chunks(num_chunks), known.slices(num_slices)
     check_size(num_ranks, num_microbatches, chunks, len(slices))
-    return _built(known, num_ranks, num_microbatches, chunks, slices, unit_microbatches, bool(pairs))
+    sizes = num_ranks, num_microbatches, chunks
+    more = known.units(unit_microbatches) | known.pairs(bool(pairs))
+    return _built(known, (*sizes, slices) if known.sliced else sizes, tuple(more.items()))
 
 
 @lru_cache(maxsize=2)  # a plan and the checks of its job ask for the same schedule, which may be large
-def _built(
-    known: Recipe, num_ranks: int, num_microbatches: int, chunks: int, slices: Slices, unit: int | None, pairs: bool
-) -> Schedule:
-    units, paired = known.units(unit), known.pairs(pairs)
-    if known.sliced:
-        return known.build(num_ranks, num_microbatches, chunks, slices)
-    return known.build(num_ranks, num_microbatches, chunks, **units, **paired)
+def _built(known: Recipe, arguments: tuple[Any, ...], more: tuple[tuple[str, int], ...]) -> Schedule:
+    return known.build(*arguments, **dict(more))

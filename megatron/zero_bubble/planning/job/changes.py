@@ -51,9 +51,9 @@ _LAYERS = (
 )
 _OVERLAP = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
 """Megatron's own overlap of experts, in place of which a schedule of this package has pairs."""
-_CHANGED = ("order", "unit", "cuts", "vocabulary", "offload", "shards", "pairs")
-"""The parts of a setup that a change replaces."""
-_OURS = (row for row in DECISIONS if row.path.partition(".")[0] in _CHANGED and row.path != "order.file")
+_KEPT = ("", "step", "exact", "messages")
+"""The parts of a setup that a change keeps."""
+_OURS = (row for row in DECISIONS if row.path.partition(".")[0] not in _KEPT and row.path != "order.file")
 DECIDABLE = frozenset((*_VIRTUAL, *_LAYERS, *_OVERLAP, *(f"--zero-bubble-{row.flag}" for row in _OURS)))
 """All flags that a change, or ``auto``, gives to a job or leaves out."""
 _MOST_STAGES = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron.zero_bubble.core.errors import PlanError
+from megatron.zero_bubble.core.plan import Additions
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.runnable import check_runnable
@@ -28,7 +29,8 @@ def check_counts(
         schedule = source.make(count)
         check_runnable(schedule, num_ranks, count)
         try:
-            runs.check(schedule, () if select is None else select(schedule), sharding)
+            moves = () if select is None else tuple(select(schedule))
+            runs.check(schedule, Additions(moves=moves, sharding=sharding))
         except PlanError as error:
             if len(counts) == 1:
                 raise
