@@ -80,7 +80,7 @@ def test_a_variant_that_drops_out_is_reported_with_its_reason(monkeypatch: pytes
     costs = with_times(figures(), VocabularyCosts.uniform(3, 0.8, 0.6))
     file = build("seq-zb-h1", num_ranks=3, num_microbatches=3, num_slices=Slices.even(2))
     order = Given("seq-zb-h1", PlanFile(file))
-    monkeypatch.setattr(choosers, "variants", lambda costs, _: (Variant(None, costs), Variant(1, costs)))
+    monkeypatch.setattr(choosers, "variants", lambda costs, _: (Variant(None, costs), Variant(Divided(1), costs)))
     made = answer(Question(costs, Setup(order, vocabulary=Divided("auto"))))
     assert algorithm_of(made.schedule) is None
     (dropped,) = made.dropped

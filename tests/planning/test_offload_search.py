@@ -98,7 +98,7 @@ def test_every_variant_is_offloaded_with_its_own_costs(monkeypatch: pytest.Monke
     given = figures()
     times = VocabularyCosts.uniform(RANKS, 0.5, 0.5)
     base = replace(given, make=lambda on: (replace(given.on(on)[0], vocabulary=times), given.on(on)[1]))
-    slow = [Variant(number, base.with_copies(float(number))) for number in (1, 2)]
+    slow = [Variant(Divided(1), base.with_copies(1.0)), Variant(Divided(2), base.with_copies(2.0))]
     monkeypatch.setattr(choosers, "variants", lambda *_: slow)
     zb_h1 = build("zb-h1", num_ranks=RANKS, num_microbatches=MICROBATCHES)
     setup = replace(MOVING, order=Given("zb-h1", PlanFile(zb_h1)), vocabulary=Divided("auto"))

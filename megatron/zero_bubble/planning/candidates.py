@@ -17,7 +17,7 @@ from megatron.zero_bubble.planning.experts import WITH_OVERLAP, WITH_PAIRS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
-from megatron.zero_bubble.planning.setup import BY_COST, Cuts, Divided, Named, Searched, Setup, Shards
+from megatron.zero_bubble.planning.setup import BY_COST, Cuts, Named, Searched, Setup, Shards
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.vocabulary import Variant
@@ -160,9 +160,8 @@ class Comparison:
 
     def divided(self, variant: Variant) -> Iterator[Candidate]:
         """Yield them with the passes of vocabulary parallelism; searches for these have more to choose from."""
-        assert variant.algorithm is not None, "the others are whole"
-        suffix, divided = f" (vocabulary {variant.algorithm})", Divided(variant.algorithm)
-        return (way.row(suffix, vocabulary=divided) for way in self._ways(variant.costs))
+        suffix = f" (vocabulary {variant.algorithm})"
+        return (way.row(suffix, vocabulary=variant.divided) for way in self._ways(variant.costs))
 
     def sliced(self, costs: Figures, cuts: Cuts) -> Iterator[Candidate]:
         """Yield one candidate per schedule of slices, each with the best of the cuts."""

@@ -25,7 +25,7 @@ from megatron.zero_bubble.planning.offload import AUTO, plan_offload
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search, with_units
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, Score, attempt, best
-from megatron.zero_bubble.planning.setup import Cuts, Divided, Named, Searched
+from megatron.zero_bubble.planning.setup import Cuts, Named, Searched
 from megatron.zero_bubble.planning.shard_search import Maker, plan_shards
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.vocabulary import Variant, inserted, known_schedules, searched, variants
@@ -168,15 +168,9 @@ def layout(question: Question, ask: Ask) -> Offers:
 
 def vocabulary(question: Question, ask: Ask) -> Offers:
     """Choose the algorithm of vocabulary parallelism, or none."""
-    divided = question.setup.vocabulary
-    choices = variants(question.costs, divided)
+    choices = variants(question.costs, question.setup.vocabulary)
     for variant in choices:
-        own = (
-            None
-            if variant.algorithm is None
-            else Divided(variant.algorithm, divided is not None and divided.recompute_logits)
-        )
-        asked = partial(ask, replace(question.deciding(vocabulary=own), costs=variant.costs))
+        asked = partial(ask, replace(question.deciding(vocabulary=variant.divided), costs=variant.costs))
         name = f"vocabulary parallelism {variant.algorithm}" if variant.algorithm else "a whole vocabulary"
         yield from asked() if len(choices) < 2 else attempt(name, asked)
 
@@ -200,7 +194,7 @@ def schedules(question: Question, _ask: Ask) -> Offers:
     if question.is_search:
         choices, dropped = with_costs(question.costs, _placements(question))
         yield from dropped
-    variant = Variant(None if question.setup.vocabulary is None else question.setup.vocabulary.of_run, question.costs)
+    variant = Variant(question.setup.vocabulary, question.costs)
     for schedule in _made(question, variant, choices):
         yield Offer(inserted(schedule, variant, question.goal), question.costs)
 

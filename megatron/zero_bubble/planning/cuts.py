@@ -82,8 +82,8 @@ def slices_of(cuts: Cuts | None) -> Slices | None:
     Raises:
         UserError: fewer than one slice, ends that do not increase, or a share that is not between 0 and 1.
     """
-    if cuts is None:
-        return None
+    if cuts is None or cuts.among:
+        return None if cuts is None else cuts.among[0]
     if isinstance(cuts.places, tuple):
         return Slices.of_tokens(tuple(map(int, cuts.places)))
     assert isinstance(cuts.number, int) and cuts.places != "balanced", "a run has numbers to cut by"

@@ -30,7 +30,7 @@ from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.cuts import slices_of
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, ONE_QUEUE, Feasibility
 from megatron.zero_bubble.planning.figures import Figures, measured
-from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT, Given, Named, Searched, Setup
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT, Cuts, Divided, Given, Named, Searched, Setup
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, with_collectives
 from megatron.zero_bubble.planning.unit_sizes import smallest, unit_sizes
@@ -67,23 +67,41 @@ class ScheduleSource:
     """The schedules of a job for a known number of pipeline ranks; a schedule file is already read and validated.
 
     Attributes:
-        name: name of the schedule, or path of its file.
+        setup: what all its schedules have: cuts of sequences, vocabulary parallelism, the all-to-all of experts beneath
+            computation, and the content of the file.
         placement: placement of the stages, the same for every number of microbatches.
         make: returns the schedule for a number of microbatches. For a file, it returns the file's schedule whatever
             the number; for ``zb-auto``, the schedule that runs before the planned one.
-        vocabulary: the algorithm of vocabulary parallelism that all its schedules have; None without it.
-        moves: what moves to host memory between forward and backward by the schedule file.
-        overlaps: whether the all-to-all of experts runs beneath computation.
-        slices: the cuts of sequences.
     """
 
-    name: str
+    setup: Setup
     placement: Placement
     make: Callable[[int], Schedule]
-    vocabulary: Algorithm | None = None
-    moves: tuple[Move, ...] = ()
-    overlaps: bool = False
-    slices: Slices = WHOLE
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule, or the path of its file."""
+        return self.setup.name
+
+    @property
+    def vocabulary(self) -> Algorithm | None:
+        """The algorithm of vocabulary parallelism; None without it."""
+        return None if self.setup.vocabulary is None else self.setup.vocabulary.of_run
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """What moves to host memory between forward and backward by the schedule file."""
+        return () if self.setup.plan is None else self.setup.plan.moves
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the all-to-all of experts runs beneath computation."""
+        return self.setup.pairs
+
+    @property
+    def slices(self) -> Slices:
+        """The cuts of sequences."""
+        return WHOLE if self.setup.cuts is None else self.setup.cuts.among[0]
 
     @classmethod
     def of(cls, setup: Setup, num_ranks: int, costs: CostsFile | None = None, fused: bool = False) -> ScheduleSource:
@@ -109,9 +127,9 @@ class ScheduleSource:
     @classmethod
     def of_plan(cls, path: str, plan: PlanFile) -> ScheduleSource:
         """The schedule of a plan that was read from ``path``, and what it moves."""
-        schedule = plan.schedule
-        own = plan.vocabulary, plan.moves, schedule.overlaps, schedule.slices
-        return cls(path, schedule.placement, lambda _: schedule, *own)
+        schedule, divided = plan.schedule, None if plan.vocabulary is None else Divided(plan.vocabulary)
+        setup = Setup(Given(path, plan), None, Cuts(among=(schedule.slices,)), divided, pairs=schedule.overlaps)
+        return cls(setup, schedule.placement, lambda _: schedule)
 
 
 def _named(setup: Setup, order: Named, num_ranks: int, costs: CostsFile | None) -> ScheduleSource:
@@ -141,11 +159,10 @@ def _named(setup: Setup, order: Named, num_ranks: int, costs: CostsFile | None) 
         whole = None if setup.shards is None else setup.shards.whole_stages or DEFAULT_OPEN_CHUNKS
         choice = UnitChoice(order.limit, costs, None if whole == "auto" else whole)
         make = functools.cache(functools.partial(_with_units, build_units, num_ranks, choice))
-    if setup.vocabulary is None:
-        return ScheduleSource(known.name, placement, make, overlaps=setup.pairs, slices=slices)
-    algorithm = setup.vocabulary.of_run
-    divided = functools.cache(lambda count: _with_vocabulary(make(count), algorithm))
-    return ScheduleSource(known.name, placement, divided, algorithm, slices=slices)
+    own = ScheduleSource(replace(setup, cuts=Cuts(among=(slices,))), placement, make)
+    if (algorithm := own.vocabulary) is None:
+        return own
+    return replace(own, make=functools.cache(lambda count: _with_vocabulary(make(count), algorithm)))
 
 
 def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> ScheduleSource:
@@ -183,11 +200,11 @@ def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> S
     if algorithm is not None:
         whole = make
         make = functools.cache(lambda count: fused_but_last(whole(count))) if fused else make
-        return ScheduleSource(ZB_AUTO, on, make, algorithm, slices=slices)
-    make = functools.partial(_within, order.limit or DEFAULT_LIMIT, slices, make)
-    runs = Feasibility(ONE_QUEUE, setup.messages.receives)
-    make = functools.cache(functools.partial(_that_runs, runs, slices, fused, make))
-    return ScheduleSource(ZB_AUTO, on, make, slices=slices)
+    else:
+        make = functools.partial(_within, order.limit or DEFAULT_LIMIT, slices, make)
+        runs = Feasibility(ONE_QUEUE, setup.messages.receives)
+        make = functools.cache(functools.partial(_that_runs, runs, slices, fused, make))
+    return ScheduleSource(replace(setup, cuts=Cuts(among=(slices,))), on, make)
 
 
 def fused_but_last(schedule: Schedule) -> Schedule:

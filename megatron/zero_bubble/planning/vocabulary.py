@@ -39,8 +39,13 @@ _KNOWN: dict[str | None, tuple[str, ...]] = {
 class Variant:
     """The costs with one algorithm of vocabulary parallelism, or without it (None)."""
 
-    algorithm: Algorithm | None
+    divided: Divided | None
     costs: Figures
+
+    @property
+    def algorithm(self) -> Algorithm | None:
+        """That of vocabulary parallelism; None without it."""
+        return None if self.divided is None else self.divided.of_run
 
 
 def are_divided(costs: Figures) -> bool:
@@ -77,24 +82,23 @@ def variants(costs: Figures, divided: Divided | None) -> tuple[Variant, ...]:
     for costs that have no times of S and T.
 
     Raises:
-        UserError: costs with neither these nor costs per layer.
+        UserError: as ``divided_costs``.
     """
     if divided is None:
         return (Variant(None, costs),)
-    is_open = divided.algorithm == "auto"
-    algorithms = [number for number in FLOWS if is_open or number == divided.algorithm]
-    if are_divided(costs):
-        return tuple(Variant(number, costs) for number in algorithms)
-    without = [Variant(None, costs)] if is_open else []
-    return (*without, *(Variant(number, _divided(costs, number, divided.recompute_logits)) for number in algorithms))
+    is_open, given = divided.algorithm == "auto", are_divided(costs)
+    choices = [replace(divided, algorithm=number) for number in FLOWS if is_open or number == divided.algorithm]
+    whole = [Variant(None, costs)] if is_open and not given else []
+    return (*whole, *(Variant(each, costs if given else divided_costs(costs, each)) for each in choices))
 
 
 def divided_costs(costs: Figures, divided: Divided) -> Figures:
-    """The costs of a job that divides its vocabulary so."""
-    return _divided(costs, divided.of_run, divided.recompute_logits)
+    """The costs of a job that divides its vocabulary so.
 
-
-def _divided(costs: Figures, algorithm: Algorithm, recompute_logits: bool) -> Figures:
+    Raises:
+        UserError: costs with neither the times of S and T nor costs per layer.
+    """
+    algorithm = divided.of_run
     if costs.layers is None:
         raise UserError(
             "vocabulary parallelism needs the times of its passes; got costs without them; give --output-ms and "
@@ -102,7 +106,7 @@ def _divided(costs: Figures, algorithm: Algorithm, recompute_logits: bool) -> Fi
         )
     is_recorded = costs.division is not None and costs.division.given  # stages of equal layers differ by noise
     layers = costs.layers.averaged() if is_recorded else costs.layers
-    shards = divide(layers, costs.num_ranks, algorithm, recompute_logits)
+    shards = divide(layers, costs.num_ranks, algorithm, divided.recompute_logits)
 
     def make(placement: Placement) -> tuple[PassCosts, PassMemory]:
         times, memory = shards.layers.on(costs.layout(placement))

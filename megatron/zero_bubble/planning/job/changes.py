@@ -186,9 +186,8 @@ class Pipeline:
             if name_of(change.placement) not in ("linear", "vee"):
                 continue
             for each in variants(self.costs, Divided("auto")):
-                if each.algorithm is not None:
-                    name, divided = f"{change.name}, vocabulary {each.algorithm}", Divided(each.algorithm)
-                    own = _deciding(change, name, vocabulary=divided)
+                if each.divided is not None:
+                    own = _deciding(change, f"{change.name}, vocabulary {each.algorithm}", vocabulary=each.divided)
                     question = replace(own.question, costs=each.costs)
                     yield replace(own, question=question, numbers=ROUNDED, reorders=False)
 
