@@ -16,7 +16,6 @@ from megatron.zero_bubble.cli.choices import choices_of, choices_of_files, commo
 from megatron.zero_bubble.cli.compare_table import Row, Table, short_text, table_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.figures import replicas as num_replicas
-from megatron.zero_bubble.cli.layouts import add_layout
 from megatron.zero_bubble.cli.offload import add_offload, host_limits, offloads, with_copies
 from megatron.zero_bubble.cli.plan import add_search, counts_in_p
 from megatron.zero_bubble.cli.plan_text import imbalance_text, picture
@@ -34,7 +33,7 @@ from megatron.zero_bubble.core.search.placements import label_of, name_of, place
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, comparable, most_chunks
 from megatron.zero_bubble.planning.choosers import with_costs
-from megatron.zero_bubble.planning.codecs import setup_of_options, speller
+from megatron.zero_bubble.planning.codecs import setup_of_flags, speller
 from megatron.zero_bubble.planning.cuts import with_candidates
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
@@ -76,7 +75,6 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         "--config has fewer layers per rank)",
     )
     add_slices(verb, "default: no schedules of slices")
-    add_layout(verb)
     add_vocabulary(verb)
     add_offload(verb)
     add_shards(verb)
@@ -120,7 +118,7 @@ def compare(options: argparse.Namespace) -> str:
     check_cuts(options)
     divided = divided_of(options, costs, default="auto" if by_cost else None)
     costs = with_copies(options, costs) if moves else costs
-    setup = setup_of_options(options, vocabulary=divided and divided.algorithm)
+    setup = setup_of_flags(vars(options), vocabulary=divided and divided.algorithm)
     choices, moving, replicas = variants(costs, divided), None, None
     if moves:
         limits = search_limits(costs, limit, vocabulary=divided is not None)

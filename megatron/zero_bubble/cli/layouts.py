@@ -1,17 +1,9 @@
-"""The flag for layouts by cost, and what it prints."""
+"""What a layout by cost prints."""
 
 from __future__ import annotations
 
-import argparse
-
 from megatron.zero_bubble.core.formats.layout import stages_text
-from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.layouts import LayoutPlan
-
-
-def add_layout(verb: argparse.ArgumentParser) -> None:
-    """Add the flag for the layout."""
-    plan_flag("layout").add(verb)
 
 
 def layout_summary(plan: LayoutPlan) -> str:

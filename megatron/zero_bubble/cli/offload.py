@@ -9,14 +9,12 @@ from megatron.zero_bubble.core.costs.units import bytes_per_ms, parse_bytes, pos
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.plan.offload import NO_SHARE, parse_share
-from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO, HostLimits, OffloadPlan, check_copies
 
 
 def add_offload(verb: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    plan_flag("offload").add(verb)
     verb.add_argument(
         "--host-ms",
         type=float,
@@ -31,7 +29,6 @@ def add_offload(verb: argparse.ArgumentParser) -> None:
         help="bandwidth between a rank and its host in one direction, in GB/s, instead of --host-ms; needs activation "
         "memory in bytes",
     )
-    plan_flag("host_memory").add(verb)
     verb.add_argument(
         "--node-memory",
         metavar="SIZE",

@@ -11,7 +11,7 @@ from functools import partial
 from megatron.zero_bubble.cli.choices import choices_of, choices_of_files
 from megatron.zero_bubble.cli.divisions import division_text
 from megatron.zero_bubble.cli.figures import add_figures, figures, replicas
-from megatron.zero_bubble.cli.layouts import add_layout, layout_summary
+from megatron.zero_bubble.cli.layouts import layout_summary
 from megatron.zero_bubble.cli.lengths import Lengths, add_lengths, loads_of
 from megatron.zero_bubble.cli.offload import add_offload, host_limits, offload_summary, offloads, with_copies
 from megatron.zero_bubble.cli.plan_text import imbalance_text, limit_text, period_text, plan_text
@@ -31,7 +31,7 @@ from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.choosers import MOST_CHUNKS
-from megatron.zero_bubble.planning.codecs import setup_of_options, speller
+from megatron.zero_bubble.planning.codecs import setup_of_flags, speller
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
@@ -43,6 +43,7 @@ from megatron.zero_bubble.planning.plans import ADAPTING, about_1p, limit_verdic
 from megatron.zero_bubble.planning.question import Question, asked
 from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT, Given
 from megatron.zero_bubble.planning.source import ZB_AUTO
+from megatron.zero_bubble.planning.values import PLAN_ROWS
 
 _OF_TORCH: dict[str, Callable[[Schedule], str]] = {
     "csv": schedule_to_csv,
@@ -81,7 +82,6 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         f"{ZB_AUTO} on a loop or in a wave, where auto is the best of a few numbers; with --shard-weights, auto is the "
         f"best of 2 to {MOST_CHUNKS}, or fewer if --config has fewer layers per rank (default: 2, for {ZB_AUTO} auto)",
     )
-    add_layout(verb)
     add_slices(verb, f"default: {len(DEFAULT_SLICES)} for schedules whose name begins with seq-, else 1")
     add_vocabulary(verb)
     add_offload(verb)
@@ -112,7 +112,9 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
 
 
 def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> None:
-    """Add the flags for the search: memory limit, placement and objective, with the verb's use of the first two."""
+    """Add memory limit, placement and objective, with the verb's use of the first two, and the decisions for which both
+    verbs have the same flag.
+    """
     plan_flag("memory_limit").add(
         verb,
         "activation-memory limit per rank, in units of the peak of 1F1B with these costs (1p), or as a size "
@@ -129,6 +131,9 @@ def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> Non
         help="length to minimize: makespan if the optimizer step waits for all ranks, as Megatron's does, span if it "
         "does not wait for other ranks (--zero-bubble-post-validation) (default: makespan)",
     )
+    for row in PLAN_ROWS:
+        if row.plan is not None and row.plan.help:
+            row.plan.add(verb)
 
 
 @working("planning")
@@ -198,7 +203,7 @@ def question_of(options: argparse.Namespace, of_job: Figures | None = None) -> Q
     costs = with_vocabulary(options, costs)
     costs = with_copies(options, costs) if moves else costs
     divided = divided_of(options, costs, file)
-    setup = setup_of_options(options, vocabulary=divided and divided.algorithm)
+    setup = setup_of_flags(vars(options), vocabulary=divided and divided.algorithm)
     if planned is not None:
         setup = replace(setup, order=Given(options.schedule_file, planned))
     if not moves:

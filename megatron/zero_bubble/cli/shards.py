@@ -12,7 +12,6 @@ from megatron.zero_bubble.core.analysis.score import within
 from megatron.zero_bubble.core.costs.units import bytes_per_ms, checked_figure, refuse_huge
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.schedules import recipe
-from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.plan_file import sharded_bound
@@ -27,9 +26,6 @@ _FLAGS = ("whole_stages", "gather_ms", "reduce_ms", "replicas", "replica_bandwid
 
 def add_shards(verb: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    plan_flag("shard_weights").add(verb)
-    plan_flag("unit_microbatches").add(verb)
-    plan_flag("whole_stages").add(verb)
     verb.add_argument(
         "--gather-ms",
         type=float,

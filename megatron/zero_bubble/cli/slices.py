@@ -7,26 +7,16 @@ from itertools import pairwise
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.slices import MOST_SLICES
-from megatron.zero_bubble.planning.cuts import LEAST_TOKENS
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.offload import AUTO
 
 
 def add_slices(verb: argparse.ArgumentParser, default: str) -> None:
-    """Add the flags; ``default`` says what the verb does without a number of slices."""
+    """Add their number; ``default`` says what the verb does without a number of slices."""
     plan_flag("num_slices").add(
         verb,
         f"cut every sequence into N slices, or {AUTO}: 1, 2, 4, ... slices, whichever is shortest within the "
         f"memory limit ({default})",
-    )
-    plan_flag("slice_ends").add(verb)
-    verb.add_argument(
-        "--min-slice-tokens",
-        type=int,
-        metavar="TOKENS",
-        help=f"fewest tokens per slice for --num-slices {AUTO}, with --config or a costs file that has the length "
-        f"of sequences (default: what a run has measured for the costs file, else {LEAST_TOKENS}; if the length is "
-        "unknown, up to 16 slices are tried)",
     )
 
 

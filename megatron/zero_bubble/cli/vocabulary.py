@@ -9,7 +9,6 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.setup import Divided
 from megatron.zero_bubble.planning.vocabulary import Choice, divided_by, with_times
@@ -19,7 +18,6 @@ _TIMES = ("output_ms", "output_wgrad_ms", "embedding_ms", "embedding_wgrad_ms", 
 
 def add_vocabulary(verb: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    plan_flag("vocabulary").add(verb)
     for flag, metavar, text in (
         ("--output-ms", "S", ("time of S, the forward of a rank's shard of the output layer, in ms; the times of F, B "
          "and W are then without the output layer and the embedding")),
@@ -30,7 +28,6 @@ def add_vocabulary(verb: argparse.ArgumentParser) -> None:
          "(default: 0)")),
     ):  # fmt: skip
         verb.add_argument(flag, type=float, metavar=metavar, help=text)
-    plan_flag("recompute_logits").add(verb)
 
 
 def divided_of(

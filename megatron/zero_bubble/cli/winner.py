@@ -12,7 +12,7 @@ from megatron.zero_bubble.cli.compare_table import Row
 from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.planning.candidates import Candidate
-from megatron.zero_bubble.planning.codecs import setup_of_options
+from megatron.zero_bubble.planning.codecs import setup_of_flags
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.rule import shown
 from megatron.zero_bubble.planning.setup import Named, Setup
@@ -79,16 +79,15 @@ def _flags(setup: Setup) -> Iterator[str]:
 
 def _chosen(options: argparse.Namespace, winner: Candidate, row: Row) -> dict[str, Any]:
     """The flags of ``plan`` that make this row, by name: those of ``compare``, and what the row has chosen."""
-    setup, asked = winner.question.setup, setup_of_options(options, vocabulary=None, recompute_logits=None)
+    setup, asked = winner.question.setup, setup_of_flags(vars(options), vocabulary=None, recompute_logits=None)
     if setup.shards is not None:
         setup = replace(setup, shards=asked.shards, unit=asked.unit)
     if setup.cuts is not None and asked.cuts is not None:
         setup = replace(setup, cuts=replace(asked.cuts, number=row.num_slices))
     values = values_of_plan(setup)
     chosen = {decision.plan.option: values.get(decision.name) for decision in PLAN_ROWS if decision.plan}
-    kept = {name: getattr(options, name) for name in ("memory_limit", "recompute_logits")}
-    whole = "off" if options.vocabulary else None
-    return {**vars(options), **chosen, **kept, "vocabulary": row.vocabulary or whole}
+    chosen["vocabulary"] = row.vocabulary or ("off" if options.vocabulary else None)
+    return {**vars(options), **chosen, "memory_limit": options.memory_limit}
 
 
 def _command(chosen: Mapping[str, Any]) -> Iterator[str]:

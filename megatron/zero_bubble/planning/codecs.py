@@ -95,7 +95,7 @@ def parse(given: Sequence[str] | str | Mapping[str, Any], as_: Medium = "job") -
     return setup_of({row.name: getattr(options, row.dest) for row in rows}, speller(as_), of_plan=as_ == "plan")
 
 
-def setup_of_options(options: argparse.Namespace, **other: Any) -> Setup:
+def setup_of_flags(flags: Mapping[str, Any], **other: Any) -> Setup:
     """The setup that the parsed flags of ``plan`` give, and those of ``compare``, which names no schedule.
 
     Args:
@@ -104,14 +104,11 @@ def setup_of_options(options: argparse.Namespace, **other: Any) -> Setup:
     Raises:
         UserError: as ``parse``.
     """
-    named = getattr(options, "schedule", None) is not None
-    values = {
-        row.name: getattr(options, row.plan.option, None)
-        for row in PLAN_ROWS
-        if row.plan is not None
-        and (named or row.path in ("order.name", "order.file") or not row.path.startswith("order."))
-    }
-    steps = {"post_validation": options.objective == "span"}
+    named = flags.get("schedule") is not None
+    values = {row.name: flags.get(row.plan.option) for row in PLAN_ROWS if row.plan is not None}
+    if not named:
+        values = {row.name: values[row.name] for row in PLAN_ROWS if row.name == "schedule_file" or not row.of_order}
+    steps = {"post_validation": flags["objective"] == "span"}
     return setup_of(values | steps | other, speller("plan"), of_plan=True)
 
 

@@ -108,6 +108,11 @@ class Decision:
         return "zero_bubble_" + self.flag.replace("-", "_")
 
     @property
+    def of_order(self) -> bool:
+        """Whether it is part of the order of passes."""
+        return self.path.startswith("order.")
+
+    @property
     def is_in_plan(self) -> bool:
         """Whether a run takes it from the plan itself, so that its flag need not be set."""
         return self.path.partition(".")[0] in ("order", "cuts", "offload")
