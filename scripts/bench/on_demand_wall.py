@@ -37,7 +37,7 @@ from megatron.zero_bubble.core.plan import lower_training
 from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.engine.platforms.streams import Lane, ThreadLane
 from megatron.zero_bubble.engine.runtime.groups import Directions
-from megatron.zero_bubble.engine.runtime.on_demand import Exchange
+from megatron.zero_bubble.engine.runtime.on_demand import ShardExchange
 from megatron.zero_bubble.engine.runtime.shards import Sharder
 from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.emulate.execute import execute
@@ -80,7 +80,7 @@ def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     replica, turns, rows = dist.get_rank(), {}, []
     world = dist.group.WORLD
     assert world is not None
-    exchange, lane = Exchange(world), ThreadLane()
+    exchange, lane = ShardExchange(world), ThreadLane()
     alone = [dist.new_group([rank]) for rank in range(options.replicas)][replica]
     transport = Transport(Directions.of(alone), ())
     for data in DATA:
@@ -115,7 +115,7 @@ def in_turn(num_microbatches: int) -> Schedule:
 
 
 def _turn(
-    loads: Sequence[Load], cost: LengthCost, transport: Transport, lane: Lane, exchange: Exchange, on_demand: bool
+    loads: Sequence[Load], cost: LengthCost, transport: Transport, lane: Lane, exchange: ShardExchange, on_demand: bool
 ) -> Callable[[], float]:
     """What runs one iteration of this replica and returns its time in ms, until all replicas have ended."""
     schedule = in_turn(len(loads))
@@ -143,7 +143,7 @@ def _turn(
 class _Collective:
     """The weights and gradients of a unit, by collectives of all replicas; a ``runtime.shards.Chunk``."""
 
-    def __init__(self, unit: int, exchange: Exchange) -> None:
+    def __init__(self, unit: int, exchange: ShardExchange) -> None:
         whole, gradients = torch.ones(ELEMENTS), torch.zeros(ELEMENTS)
         self.weights, self.gradients = [whole], [gradients]
         own = exchange.rank

@@ -63,7 +63,7 @@ class _Variant:
 
         from megatron.zero_bubble import PassCosts, build
         from megatron.zero_bubble.core.plan import lower
-        from megatron.zero_bubble.engine.measure.recorder import Marks, Recorder
+        from megatron.zero_bubble.engine.measure.recorder import Recorder, UnreadMarks
         from megatron.zero_bubble.engine.platforms import select
         from tests.helpers.emulate.stages import SleepingStage
 
@@ -71,7 +71,7 @@ class _Variant:
         costs = PassCosts.uniform(schedule.placement, *[options.pass_ms] * 3)
         self._name, self._plan, self._transport = name, lower(schedule), transport
         self._stage = SleepingStage(schedule, costs, (options.kib * 1024 // 4,))
-        self._recorder, self._marks = Recorder(select("cpu")), list[Marks]()
+        self._recorder, self._marks = Recorder(select("cpu")), list[UnreadMarks]()
         self._group = dist.group.WORLD
         transport.open(self._plan.channels)
 

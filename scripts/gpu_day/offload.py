@@ -27,7 +27,7 @@ from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.ir import Kind, Pass, Placement, Schedule
 from megatron.zero_bubble.engine.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.engine.measure.recorder import Recorder
-from megatron.zero_bubble.integration.adapter.offloading import Offloading
+from megatron.zero_bubble.integration.adapter.offloading import OffloadPart
 from megatron.zero_bubble.integration.patching import revert
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 
@@ -105,7 +105,7 @@ def _measure(job: gpt.Gpt, file: Path, what: str | None, options: argparse.Names
         costs = median_costs([gather_trace("offload", recorder.stop(), job.group).timeline])
         assert pipeline.memory is not None
         size = pipeline.memory.gather(job.group).activation[0]
-        offloading = pipeline.part(Offloading)
+        offloading = pipeline.part(OffloadPart)
         host = 0 if offloading is None else offloading.host_peak
     finally:
         revert()

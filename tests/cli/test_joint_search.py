@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory
-from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.plan.timelines import timeline_of
@@ -29,11 +29,11 @@ def random_pipeline(seed: int) -> tuple[Pipeline, Today]:
     """A small job with uneven layers, a large output layer, and little or much memory."""
     draw = random.Random(seed)
     ranks, count = draw.choice((2, 3, 4)), draw.choice((2, 4, 6, 8))
-    layer = Part(
+    layer = LayerFigures(
         draw.uniform(0.5, 2), draw.uniform(0.5, 2), draw.uniform(0.2, 2), 2.0**20, draw.uniform(0.2, 1) * 2**20
     )
-    loss = Part(*(draw.uniform(0, 3) for _ in range(3)), 2.0**20, 2.0**19)
-    layers = LayerCosts((layer,) * (2 * ranks), Part(), loss, comm_ms=draw.choice((0.0, 0.1)))
+    loss = LayerFigures(*(draw.uniform(0, 3) for _ in range(3)), 2.0**20, 2.0**19)
+    layers = LayerCosts((layer,) * (2 * ranks), LayerFigures(), loss, comm_ms=draw.choice((0.0, 0.1)))
     division = Division(2 * ranks)
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
@@ -126,8 +126,8 @@ def test_an_order_alone_is_searched_before_what_adds_to_it(seed: int) -> None:
 
 @pytest.mark.parametrize("loss", [0.0, 4.0])
 def test_a_layout_is_a_flag_only_where_it_differs_from_the_even_split(loss: float) -> None:
-    layer, last = Part(1.0, 1.0, 1.0, 2.0**20, 2.0**19), Part(loss, loss, loss, 2.0**20, 2.0**19)
-    layers, division = LayerCosts((layer,) * 8, Part(), last if loss else Part()), Division(8)
+    layer, last = LayerFigures(1.0, 1.0, 1.0, 2.0**20, 2.0**19), LayerFigures(loss, loss, loss, 2.0**20, 2.0**19)
+    layers, division = LayerCosts((layer,) * 8, LayerFigures(), last if loss else LayerFigures()), Division(8)
     costs = Figures(2, 4, lambda on: layers.on(division.on(on)), True, layers=layers, division=division, most_layers=4)
     pipeline = Pipeline(Placement.linear(2), costs, 2 * costs.limit("1p"), 1e6)
     (change,) = (each for each in pipeline.changes() if each.name == "zb-auto linear, layout")

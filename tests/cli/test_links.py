@@ -9,7 +9,7 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.links import Given, with_transfers
 from megatron.zero_bubble.cli.rank_groups import RankGroups
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
-from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.figures import Figures
 
@@ -17,7 +17,7 @@ JOB = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
     "--lr 1e-3 --mock-data --pipeline-model-parallel-size 4 --global-batch-size 32"
 ).split()
-LAYERS = LayerCosts((Part(1.0, 1.0, 1.0, activation=1.0),) * 8, comm_ms=0.5)
+LAYERS = LayerCosts((LayerFigures(1.0, 1.0, 1.0, activation=1.0),) * 8, comm_ms=0.5)
 LINE = Placement.linear(4)
 NOTHING = Given(), Given()
 

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 from random import Random
 
 from megatron.zero_bubble import Placement
-from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 
 
 def all_layouts(placement: Placement, num_layers: int) -> Iterator[tuple[int, ...]]:
@@ -25,10 +25,10 @@ def all_layouts(placement: Placement, num_layers: int) -> Iterator[tuple[int, ..
 def random_layers(dice: Random, num_layers: int) -> LayerCosts:
     """Return one, two, or as many kinds of layers as there are, with an embedding and a loss of up to five layers."""
 
-    def part(largest: float = 1.0) -> Part:
+    def part(largest: float = 1.0) -> LayerFigures:
         f, b, w = (dice.uniform(0.2, 2.0) * largest for _ in range(3))
         activation = dice.uniform(0.5, 2.0) * largest
-        return Part(f, b, w, activation, activation * dice.uniform(0.1, 1.0))
+        return LayerFigures(f, b, w, activation, activation * dice.uniform(0.1, 1.0))
 
     kinds = [part() for _ in range(dice.choice((1, 2, num_layers)))]
     order = sorted(dice.choices(range(len(kinds)), k=num_layers)) if dice.random() < 0.5 else None

@@ -115,14 +115,14 @@ def _iteration(
     """Run the passes of one iteration; returns the gradients of the pipeline by name, and the loss."""
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.core.costs.lengths import Shape
+    from megatron.zero_bubble.core.costs.lengths import SequenceShape
     from pretrain.data.documents import packed
     from pretrain.data.shares import Share
     from pretrain.loop import _mean_loss
 
     multiple = args.seq_length if whole else args.tensor_model_parallel_size
     batches = [packed([sample(index, args.vocab_size) for index in microbatch], multiple) for microbatch in own]
-    shapes = None if whole else tuple(Shape(*batch["tokens"].shape) for batch in batches)
+    shapes = None if whole else tuple(SequenceShape(*batch["tokens"].shape) for batch in batches)
     trainer._zero_gradients()
     chunks = trainer.trained.model
     reports = trainer._passes([iter(batches) for _ in chunks], Share(len(batches), shapes, 0, 0))

@@ -216,7 +216,7 @@ def _train(
     from megatron.core import parallel_state, tensor_parallel
 
     import megatron.zero_bubble
-    from megatron.zero_bubble.integration.adapter.offloading import Offloading
+    from megatron.zero_bubble.integration.adapter.offloading import OffloadPart
 
     destroy_groups()
     pipeline = None
@@ -241,7 +241,7 @@ def _train(
         }
         chunks = build(loop.pipeline, virtual_size, loop.kind, loop.model, {**divided, **options})
         outcome = _steps(chunks, loop)
-        offloading = None if pipeline is None else pipeline.part(Offloading)
+        offloading = None if pipeline is None else pipeline.part(OffloadPart)
         return outcome, 0 if offloading is None else offloading.host_peak
     finally:
         megatron.zero_bubble.revert()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build, simulate
-from megatron.zero_bubble.core.analysis.difference import Comparison
+from megatron.zero_bubble.core.analysis.difference import ComparedIteration
 from megatron.zero_bubble.core.analysis.memory import memory_curve
 from megatron.zero_bubble.core.analysis.timeline import LaneSpan, Span
 from megatron.zero_bubble.core.analysis.trace import Trace
@@ -303,6 +303,6 @@ def test_op_is_executed_as_planned_recorded_and_drawn(ranks: RankPool, name: str
     names = [name for names in re.findall(r'class="lane"[^>]* data-numbers="([^"]*)"', drawn) for name in names.split()]
     assert sorted(names) == sorted(2 * [text for row in copies for text in row])
     assert ">copy</text>" in drawn
-    events = render_perfetto(Comparison(1, planned, trace, costs, memory))
+    events = render_perfetto(ComparedIteration(1, planned, trace, costs, memory))
     assert events.count('"name": "on(') == sum(name.startswith("on(") for name in names)
     assert events.count('"args": {"name": "copy"}') == 8

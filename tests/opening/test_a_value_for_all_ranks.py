@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement, Schedule, simulate
-from megatron.zero_bubble.core.analysis.difference import Comparison
+from megatron.zero_bubble.core.analysis.difference import ComparedIteration
 from megatron.zero_bubble.core.analysis.timeline import LaneSpan, Span
 from megatron.zero_bubble.core.analysis.trace import Trace
 from megatron.zero_bubble.core.errors import PlanError
@@ -339,5 +339,5 @@ def test_collectives_are_executed_as_planned_recorded_and_drawn(ranks: RankPool)
     assert sorted(map(unescape, names)) == sorted(text for row in collectives for text in row)
     memory = PassMemory.uniform(plan.schedule.placement)
     measured = replace(trace, timeline=replace(trace.timeline, schedule=plan.schedule))
-    events = render_perfetto(Comparison(1, planned, measured, costs(), memory))
+    events = render_perfetto(ComparedIteration(1, planned, measured, costs(), memory))
     assert events.count('"name": "spread') == 2 * RANKS * MICROBATCHES

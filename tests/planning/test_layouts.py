@@ -11,7 +11,7 @@ from megatron.zero_bubble import Placement, Schedule, build, simulate
 from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.analysis.timeline import Metric
-from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.core.search.cut import even, least_layers
@@ -23,7 +23,7 @@ from tests.helpers.layouts import all_layouts, random_layers
 from tests.helpers.rows import some
 
 NAMES = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-1f1b", "dualpipe-v")
-LAYER, LOSS = Part(1.0, 1.1, 0.9, 4.0, 2.0), Part(2.0, 2.0, 2.0, 1.0, 1.0)
+LAYER, LOSS = LayerFigures(1.0, 1.1, 0.9, 4.0, 2.0), LayerFigures(2.0, 2.0, 2.0, 1.0, 1.0)
 
 
 def of(layers: LayerCosts, num_ranks: int, num_microbatches: int) -> Figures:
@@ -77,7 +77,7 @@ SEARCHES = [("zb-v", 1.0, False), ("zb-v", 1.0, True), ("zb-auto", 0.6, False), 
 @pytest.mark.parametrize(("name", "limit", "drafts"), some(SEARCHES, *SEARCHES[2:]))
 def test_searched_schedules_are_never_longer_than_those_of_the_baselines(name: str, limit: float, drafts: bool) -> None:
     """The schedule is made for the layout, and so are those that it is compared with, unless a bound rules them out."""
-    layers = LayerCosts((LAYER,) * 12, Part(0.1, 0.0, 0.1), LOSS, 0.1)
+    layers = LayerCosts((LAYER,) * 12, LayerFigures(0.1, 0.0, 0.1), LOSS, 0.1)
     costs = of(layers, 3, 8)
     memory = limit * 3 * costs.microbatch
 
@@ -107,13 +107,13 @@ def test_layers_are_moved_until_the_loss_is_no_longer_the_longest() -> None:
     """
     linear = Placement.linear(8)
     for layers_of_loss, expected in ((3.9, (4, 4, 4, 4, 5, 5, 5, 1)), (1.8, (4, 4, 4, 4, 4, 4, 5, 3))):
-        loss = Part(*(layers_of_loss * ms for ms in (1.0, 1.1, 0.9)))
-        assert shifted_layers(LayerCosts((LAYER,) * 32, Part(), loss), linear, (4,) * 8) == expected
-    assert shifted_layers(LayerCosts((LAYER,) * 3, Part(), LOSS), Placement.linear(1), (3,)) == (3,)
+        loss = LayerFigures(*(layers_of_loss * ms for ms in (1.0, 1.1, 0.9)))
+        assert shifted_layers(LayerCosts((LAYER,) * 32, LayerFigures(), loss), linear, (4,) * 8) == expected
+    assert shifted_layers(LayerCosts((LAYER,) * 3, LayerFigures(), LOSS), Placement.linear(1), (3,)) == (3,)
 
 
 def test_the_limit_has_one_unit_for_all_layouts() -> None:
-    costs = of(LayerCosts((LAYER,) * 8, Part(), LOSS), 4, 8)
+    costs = of(LayerCosts((LAYER,) * 8, LayerFigures(), LOSS), 4, 8)
     assert costs.limit("1p") == costs.laid_out(Placement.linear(4), (3, 3, 2, 0)).limit("1p") == 4 * 8.0
 
 
@@ -123,7 +123,7 @@ def test_a_layout_needs_costs_per_layer() -> None:
 
 
 def test_without_any_schedule_the_reason_is_given() -> None:
-    costs = of(LayerCosts((LAYER,) * 8, Part(), LOSS), 4, 8)
+    costs = of(LayerCosts((LAYER,) * 8, LayerFigures(), LOSS), 4, 8)
 
     def make(own: Figures, _: Placement) -> Schedule:
         return auto(own, "linear", Goal("span", 1.0))
@@ -135,7 +135,7 @@ def test_without_any_schedule_the_reason_is_given() -> None:
 @pytest.mark.parametrize("loss", some([0.3, 3.0, 12.0], 3.0))
 def test_searching_for_128_layers_on_32_ranks_takes_seconds(loss: float) -> None:
     """Two seconds of processor time on one core of a server; the bound here is for slower ones."""
-    layers = LayerCosts((LAYER,) * 128, Part(0.1, 0.0, 0.1), Part(loss, loss, loss, 1.0), 0.1)
+    layers = LayerCosts((LAYER,) * 128, LayerFigures(0.1, 0.0, 0.1), LayerFigures(loss, loss, loss, 1.0), 0.1)
     costs = of(layers, 32, 128)
     goal = Goal("span", 32 * costs.microbatch)
     names: dict[Placement, PlacementChoice] = {Placement.linear(32): "linear", Placement.vee(32): "vee"}
@@ -154,8 +154,10 @@ def test_searching_for_128_layers_on_32_ranks_takes_seconds(loss: float) -> None
 @pytest.mark.parametrize("name", some(["1f1b", "zb-h1", "interleaved-1f1b"], "interleaved-1f1b"))
 def test_128_layers_on_32_ranks_take_seconds(name: str) -> None:
     """Two seconds of processor time on two cores of a server; the bound here is for slower ones."""
-    kinds = Part(1.0, 1.1, 0.9, 4.0, 2.0), Part(2.0, 2.3, 1.7, 5.0, 2.0)
-    layers = LayerCosts((kinds[0],) * 3 + (kinds[1],) * 125, Part(0.1, 0.0, 0.1), Part(3.0, 3.0, 3.0, 1.0), 0.1)
+    kinds = LayerFigures(1.0, 1.1, 0.9, 4.0, 2.0), LayerFigures(2.0, 2.3, 1.7, 5.0, 2.0)
+    layers = LayerCosts(
+        (kinds[0],) * 3 + (kinds[1],) * 125, LayerFigures(0.1, 0.0, 0.1), LayerFigures(3.0, 3.0, 3.0, 1.0), 0.1
+    )
     schedule = build(name, num_ranks=32, num_microbatches=128)
     began = time.process_time()
     plan = lay_out(of(layers, 32, 128), [schedule.placement], lambda *_: schedule, Goal("span"))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.core.costs.lengths import LengthCost, Load, Shape
+from megatron.zero_bubble.core.costs.lengths import LengthCost, Load, SequenceShape
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.planning.balance import Microbatches, balance
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
@@ -30,7 +30,7 @@ class Share(NamedTuple):
     """
 
     num_microbatches: int
-    shapes: tuple[Shape, ...] | None
+    shapes: tuple[SequenceShape, ...] | None
     samples: int
     tokens: int
     loads: tuple[Load, ...] = ()
@@ -98,7 +98,7 @@ def share_of(args: argparse.Namespace, dataset: Any, consumed_samples: int, samp
     lengths = dataset.lengths[consumed_samples : consumed_samples + samples]
     of_all = Balance.of(args)
     loads = tuple(of_all.load(microbatch, lengths) for microbatch in of_all.own(lengths))
-    shapes = tuple(Shape(1, load.tokens) for load in loads)
+    shapes = tuple(SequenceShape(1, load.tokens) for load in loads)
     return Share(len(shapes), shapes, samples, int(lengths.sum()), loads)
 
 

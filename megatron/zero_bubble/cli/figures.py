@@ -12,7 +12,7 @@ from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.core.costs import PassMemory
 from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
-from megatron.zero_bubble.core.costs.tensor import TensorParallel
+from megatron.zero_bubble.core.costs.tensor import TensorParallelModel
 from megatron.zero_bubble.core.costs.terms import BY_KEY, MEMORY, TIMES
 from megatron.zero_bubble.core.costs.units import checked_figure, refuse_huge, refuse_no_time
 from megatron.zero_bubble.core.errors import UserError
@@ -227,7 +227,7 @@ def replicas(options: argparse.Namespace) -> int:
 
 def _tensor_note(model: Model, num_microbatches: int, ranks: int) -> str:
     """Compare with tensor parallelism over the same GPUs, one after the other for the microbatches of all replicas."""
-    sent = TensorParallel(model, ranks).sent(num_microbatches * ranks)
+    sent = TensorParallelModel(model, ranks).sent(num_microbatches * ranks)
     static = max(model.weights(Placement.linear(len(model.layers)))) * sum(_BYTES) / ranks
     return (
         f"Tensor parallelism over {ranks} GPUs, instead of replicas, would send {sent / 2**30:.4g} GiB per rank for as "

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
-from megatron.zero_bubble.core.costs.expert_layers import Links
+from megatron.zero_bubble.core.costs.expert_layers import ExpertLinks
 from megatron.zero_bubble.core.costs.predictions import prediction_experts, prediction_parts, with_predictions
 from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import UserError
@@ -60,7 +60,7 @@ def job_figures(
     layers: tuple[int, ...],
     gpu: str,
     costs: CostsInput | None,
-    links: Links,
+    links: ExpertLinks,
 ) -> Figures:
     """Return costs and memory for checked ``args``, with ``layers`` per stage; see ``Figures`` for their meaning."""
     from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.cli.rank_groups import RankGroups
 from megatron.zero_bubble.core.costs.estimate import DEVICES
-from megatron.zero_bubble.core.costs.expert_layers import Links
+from megatron.zero_bubble.core.costs.expert_layers import ExpertLinks
 from megatron.zero_bubble.core.costs.units import checked_figure, positive_figure
 from megatron.zero_bubble.planning.figures import Figures
 
@@ -138,11 +138,11 @@ def add_links(verb: argparse.ArgumentParser) -> None:
         )
 
 
-def links_of(options: argparse.Namespace, gpus_per_node: int) -> Links:
+def links_of(options: argparse.Namespace, gpus_per_node: int) -> ExpertLinks:
     """The links by the flags.
 
     Raises:
         UserError: a bandwidth that is not a finite number above 0.
     """
     rates = (None if gbs is None else positive_figure(flag, gbs) for flag, gbs in _bandwidths(options))
-    return Links(gpus_per_node, *rates)
+    return ExpertLinks(gpus_per_node, *rates)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.zero_bubble.core.analysis.difference import Comparison
+from megatron.zero_bubble.core.analysis.difference import ComparedIteration
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.trace import Recording, read_trace_file
 from megatron.zero_bubble.core.render.html import render_html
@@ -50,7 +50,7 @@ def trace(options: argparse.Namespace) -> str:
     return ""
 
 
-def _chosen(recording: Recording, iteration: int | None) -> Comparison:
+def _chosen(recording: Recording, iteration: int | None) -> ComparedIteration:
     number = recording.typical if iteration is None else iteration
     if number not in recording.traces:
         known = ", ".join(map(str, recording.traces))
@@ -58,7 +58,7 @@ def _chosen(recording: Recording, iteration: int | None) -> Comparison:
     return recording.compared(number)
 
 
-def _text(compared: Comparison) -> str:
+def _text(compared: ComparedIteration) -> str:
     """Format both headlines, the difference by cause, and one line per rank."""
     difference = compared.difference
     parts = (
@@ -82,7 +82,7 @@ def _text(compared: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-_FORMATS: dict[str, Callable[[Comparison], str]] = {
+_FORMATS: dict[str, Callable[[ComparedIteration], str]] = {
     "text": _text,
     "html": render_html,
     "svg": draw_comparison,

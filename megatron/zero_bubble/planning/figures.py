@@ -12,7 +12,7 @@ from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.estimate import Device
 from megatron.zero_bubble.core.costs.layers import LayerCosts
 from megatron.zero_bubble.core.costs.static import StageBytes
-from megatron.zero_bubble.core.costs.tensor import TensorParallel
+from megatron.zero_bubble.core.costs.tensor import TensorParallelModel
 from megatron.zero_bubble.core.costs.units import BYTES, checked_figure, parse_memory_limit, refuse_huge
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile
@@ -298,7 +298,7 @@ class TensorModel:
             UserError: for a degree that does not divide the attention of the model.
         """
         whole, division = self.weights.model, self.weights.division
-        parallel = TensorParallel(whole, degree)
+        parallel = TensorParallelModel(whole, degree)
         parallel.check()
         samples = self.num_microbatches * degree  # those of the replicas that the group replaces
 

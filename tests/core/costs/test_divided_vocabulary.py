@@ -7,14 +7,14 @@ import pytest
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.costs.divided_vocabulary import divide, efficiency
 from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, layer_costs
-from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 
 MODEL = Model((4,) * 8, 3072, 12288, 24, 24, 128, 2048, 1, 256_000)
 WHOLE = LayerCosts(
-    (Part(1.0, 1.0, 1.0, 8.0, 4.0),) * 8,
-    embedding=Part(forward_ms=0.5, wgrad_ms=1.0),
-    loss=Part(4.0, 6.0, 8.0, activation=20.0, wgrad=8.0),
+    (LayerFigures(1.0, 1.0, 1.0, 8.0, 4.0),) * 8,
+    embedding=LayerFigures(forward_ms=0.5, wgrad_ms=1.0),
+    loss=LayerFigures(4.0, 6.0, 8.0, activation=20.0, wgrad=8.0),
     input_memory=2.0,
 )
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
-from megatron.zero_bubble.core.costs.expert_layers import Experts, Links
+from megatron.zero_bubble.core.costs.expert_layers import ExpertLinks, Experts
 from megatron.zero_bubble.core.costs.predictions import (
     prediction_expert_weights,
     prediction_experts,
@@ -63,8 +63,8 @@ def test_all_to_alls_take_as_long_as_what_a_rank_sends_to_others() -> None:
     assert ms(parallel=16) == pytest.approx(STATES * 2 * 8 / 16 / between)  # half of them leave the node
     assert ms(parallel=8, tensor_parallel=4) == pytest.approx(STATES * 2 * 6 / 8 / between)  # two ranks per node
     assert ms(parallel=8, gathers=True) == pytest.approx(STATES * 7 / within)
-    assert ms(parallel=8, links=Links(4, None, 10)) == pytest.approx(STATES * 2 * 4 / 8 / 10e6)
-    assert ms(parallel=8, links=Links(8, 100)) == pytest.approx(STATES * 2 * 7 / 8 / 100e6)
+    assert ms(parallel=8, links=ExpertLinks(4, None, 10)) == pytest.approx(STATES * 2 * 4 / 8 / 10e6)
+    assert ms(parallel=8, links=ExpertLinks(8, 100)) == pytest.approx(STATES * 2 * 7 / 8 / 100e6)
 
 
 def test_parts_of_a_stage_are_its_passes() -> None:

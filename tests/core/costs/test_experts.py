@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble import Pass, PassCosts, Placement, build, simulate
-from megatron.zero_bubble.core.costs.experts import StageParts, length_ms, parts_of
+from megatron.zero_bubble.core.costs.experts import ExpertParts, length_ms, parts_of
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile, costs_to_json
 from megatron.zero_bubble.core.ir.ops import ALL_TO_ALL, COMPUTE
 from megatron.zero_bubble.core.ir.passes import BW, B, F, W
 from megatron.zero_bubble.core.plan import lower
 
-ONE = StageParts(1, 4.0, 6.0, 5.0, 8.0, 5.5, 5.2, 7.5, 9.0, 5.1, 2.4)
+ONE = ExpertParts(1, 4.0, 6.0, 5.0, 8.0, 5.5, 5.2, 7.5, 9.0, 5.1, 2.4)
 CONTENT: dict[str, Any] = {
     "forward_ms": 40.0,
     "backward_ms": [30.0, 20.0],
@@ -50,7 +50,7 @@ def test_layers_that_one_pass_has_more_run_alone() -> None:
     assert [part.work for part in parts[-8:]] == [0] * 8
     assert parts[-8].ms == pytest.approx(4.0 / 3), "without contention"
     assert sum(part.ms for part in parts if part.lane == ALL_TO_ALL) == pytest.approx(27.0)
-    dense = StageParts(0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 0.0, 2.4)
+    dense = ExpertParts(0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 0.0, 2.4)
     assert {part.lane for part in parts_of((F,), (dense,), 1.0)} == {COMPUTE}
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
 from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
-from megatron.zero_bubble.core.costs.layers import LayerCosts, Part, of_stages
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures, of_stages
 from megatron.zero_bubble.core.errors import UserError
 
-LAYER, WIDE = Part(2.0, 3.0, 1.0, 10.0, 6.0, 2.0, 0.5, 0.25), Part(4.0, 5.0, 2.0, 20.0, 7.0)
-ENDS = Part(0.5, 0.0, 0.25, 1.0), Part(6.0, 7.0, 8.0, 3.0, 2.0)
+LAYER, WIDE = LayerFigures(2.0, 3.0, 1.0, 10.0, 6.0, 2.0, 0.5, 0.25), LayerFigures(4.0, 5.0, 2.0, 20.0, 7.0)
+ENDS = LayerFigures(0.5, 0.0, 0.25, 1.0), LayerFigures(6.0, 7.0, 8.0, 3.0, 2.0)
 SHAPES = Model((3, 3), 2048, 8192, 16, 8, 128, 4096, 2, 128_000, gated=True, tensor_parallel=2)
 
 
@@ -78,9 +78,9 @@ def test_unsuitable_layers_per_stage_are_rejected(layout: tuple[int, ...], messa
 
 def test_figures_are_checked() -> None:
     with pytest.raises(UserError, match="forward_ms must be a finite number, 0 or above; got -1"):
-        Part(-1.0)
+        LayerFigures(-1.0)
     with pytest.raises(UserError, match="forward_attention is a share"):
-        Part(1.0, forward_attention=1.5)
+        LayerFigures(1.0, forward_attention=1.5)
 
 
 def test_a_recorded_layout_has_its_recorded_figures() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.timeline import Metric
-from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile, costs_to_json
 from megatron.zero_bubble.core.ir.passes import B, F, Pass, W
@@ -145,7 +145,7 @@ def test_files_and_conversions_keep_it() -> None:
     assert CostsFile.parse(costs_to_json(costs)).on(Placement.linear(4))[0] == costs
     assert "message_ms" not in costs_to_json(replace(costs, message_ms=0.0))
     assert costs.fit(Placement.linear(2)).message_ms == 0.25
-    layers = LayerCosts((Part(1.0, 2.0, 3.0, 1.0, 1.0),) * 4, message_ms=0.25)
+    layers = LayerCosts((LayerFigures(1.0, 2.0, 3.0, 1.0, 1.0),) * 4, message_ms=0.25)
     assert layers.on((2, 2))[0].message_ms == 0.25
     text = '{"layers": ["a*4"], "message_ms": 0.25, "parts": {"a": {"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1}}}'
     assert CostsFile.parse(text).on(Placement.linear(2))[0].message_ms == 0.25

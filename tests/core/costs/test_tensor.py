@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, Recompute, estimate
-from megatron.zero_bubble.core.costs.tensor import TensorParallel
+from megatron.zero_bubble.core.costs.tensor import TensorParallelModel
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 
@@ -21,16 +21,16 @@ def test_passes_are_divided_and_all_reduces_added(recompute: Recompute, in_backw
     """On two stages of 3 and 5 layers: 1/t of each pass, and two all-reduces of s b h elements per layer in F and B."""
     model, placement = replace(MODEL, recompute=recompute), Placement.linear(2)
     whole, kept = estimate(model, A100, placement)
-    costs, memory = TensorParallel(model, degree).costs(A100, placement, RATE)
+    costs, memory = TensorParallelModel(model, degree).costs(A100, placement, RATE)
     one = 2 * (degree - 1) / degree * 2 * (2048 * 2 * 1024) / RATE
     for stage, layers in enumerate(model.layers):
         assert costs.forward_ms[stage] == pytest.approx(whole.forward_ms[stage] / degree + 2 * layers * one)
         assert costs.backward_ms[stage] == pytest.approx(whole.backward_ms[stage] / degree + in_backward * layers * one)
         assert costs.wgrad_ms[stage] == pytest.approx(whole.wgrad_ms[stage] / degree)
         assert memory.activation[stage] == pytest.approx(kept.activation[stage] / degree)
-    assert TensorParallel(model, degree).sent(7) == pytest.approx((2 + in_backward) * one * RATE * 5 * 7)
+    assert TensorParallelModel(model, degree).sent(7) == pytest.approx((2 + in_backward) * one * RATE * 5 * 7)
 
 
 def test_heads_must_be_divisible() -> None:
     with pytest.raises(UserError, match="query groups that it divides; got 8 for 16 GPUs"):
-        TensorParallel(MODEL, 16).check()
+        TensorParallelModel(MODEL, 16).check()

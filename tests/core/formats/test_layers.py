@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
-from megatron.zero_bubble.core.costs.layers import Part, of_stages
+from megatron.zero_bubble.core.costs.layers import LayerFigures, of_stages
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile, costs_to_json, read_costs_file
 
@@ -34,9 +34,12 @@ def parse(content: object) -> CostsFile:
 def test_layers_are_read_in_order() -> None:
     layers = parse(MIXED).layer_costs()
     assert layers is not None
-    dense, moe = Part(2.0, 4.0, 1.0, 8.0, 4.0, 0.0, 0.25, 0.25), Part(2.0, 4.0, 1.0, 8.0, 4.0, 1.0, 0.5, 0.1)
+    dense, moe = (
+        LayerFigures(2.0, 4.0, 1.0, 8.0, 4.0, 0.0, 0.25, 0.25),
+        LayerFigures(2.0, 4.0, 1.0, 8.0, 4.0, 1.0, 0.5, 0.1),
+    )
     assert layers.layers == (dense, dense, moe, dense)
-    assert (layers.embedding, layers.loss) == (Part(0.25), Part(wgrad_ms=3.0, activation=2.0))
+    assert (layers.embedding, layers.loss) == (LayerFigures(0.25), LayerFigures(wgrad_ms=3.0, activation=2.0))
     assert (layers.comm_ms, layers.links) == (0.5, {(0, 1): 2.0})
 
 
@@ -64,8 +67,8 @@ def test_layers_without_memory_keep_the_same() -> None:
 def test_recorded_stages_give_layers() -> None:
     per_stage = {"forward_ms": [4.5, 6.0, 7.0], "backward_ms": [4.0, 6.0, 8.0], "wgrad_ms": [2.0, 3.0, 4.0]}
     layers = parse({**per_stage, "layers_per_stage": [2, 3, 1], "comm_ms": 0.5}).layer_costs()
-    assert layers is not None and layers.layers == (Part(2.0, 2.0, 1.0, 1.0, 1.0),) * 6
-    assert (layers.embedding, layers.loss) == (Part(0.5), Part(5.0, 6.0, 3.0))
+    assert layers is not None and layers.layers == (LayerFigures(2.0, 2.0, 1.0, 1.0, 1.0),) * 6
+    assert (layers.embedding, layers.loss) == (LayerFigures(0.5), LayerFigures(5.0, 6.0, 3.0))
     assert parse(per_stage).layer_costs() is None
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build, simulate
-from megatron.zero_bubble.core.analysis.trace import RankTrace, Settled, Trace, Validated
+from megatron.zero_bubble.core.analysis.trace import RankTrace, Settled, Trace, ValidationWait
 from megatron.zero_bubble.core.costs.lengths import Load, PackedCosts
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
@@ -35,7 +35,9 @@ def recording(schedule: Schedule = SCHEDULE) -> Recording:
     first = schedule.order[0][0]
     traces = {number: run(schedule, costs, slow={first: late}) for number, late in ((7, 9.0), (8, 0.0), (12, 4.0))}
     head, *rest = traces[7].ranks
-    more = RankTrace(head.spans, head.sends, head.receives, (Settled(first, 1, 1.0, 2.0),), (Validated(3, 3.5),), 0.25)
+    more = RankTrace(
+        head.spans, head.sends, head.receives, (Settled(first, 1, 1.0, 2.0),), (ValidationWait(3, 3.5),), 0.25
+    )
     traces[7] = Trace(traces[7].timeline, (more, *rest))
     return Recording(costs, traces, PassMemory.uniform(schedule.placement, 64e6, 16e6))
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble import PassCosts, Placement, Schedule, build, simulate, validate
-from megatron.zero_bubble.core.analysis.difference import Comparison
+from megatron.zero_bubble.core.analysis.difference import ComparedIteration
 from megatron.zero_bubble.core.analysis.errors import ScheduleError
 from megatron.zero_bubble.core.analysis.memory import peaks
 from megatron.zero_bubble.core.analysis.trace import RankTrace, Trace
@@ -165,7 +165,7 @@ def test_drawings_and_traces_show_a_pair_as_one() -> None:
     read = trace_from_json(text).traces[1].timeline
     assert read.schedule == schedule
     assert read.spans == planned.spans
-    compared: Comparison = recording.compared(1)
+    compared: ComparedIteration = recording.compared(1)
     assert compared.planned.spans == planned.spans
     names = {event["name"] for event in json.loads(render_perfetto(compared))["traceEvents"]}
     assert "3F1&3BW0" in names and "3F1" not in names

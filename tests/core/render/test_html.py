@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, build
-from megatron.zero_bubble.core.analysis.difference import Comparison
+from megatron.zero_bubble.core.analysis.difference import ComparedIteration
 from megatron.zero_bubble.core.formats.trace import Recording
 from megatron.zero_bubble.core.ir import Pass
 from megatron.zero_bubble.core.render.html import render_html
@@ -22,13 +22,13 @@ SCHEDULE = build("zb-v", num_ranks=2, num_microbatches=4)
 COSTS = PassCosts.uniform(SCHEDULE.placement, 20, 20, 20, 1)
 
 
-def compared(memory: PassMemory | None = None) -> Comparison:
+def compared(memory: PassMemory | None = None) -> ComparedIteration:
     """1F0 (stage 1 on rank 1) starts late because 0F0 is 7 ms slower; the host delays 3B0 by 3 ms."""
     delays = {"slow": {Pass.parse("0F0"): 7.0}, "host": {Pass.parse("3B0"): 3.0}}
     return Recording(COSTS, {50: run(SCHEDULE, COSTS, **delays)}, memory).compared(50)
 
 
-def page(comparison: Comparison | None = None) -> str:
+def page(comparison: ComparedIteration | None = None) -> str:
     return render_html(compared(PassMemory.uniform(SCHEDULE.placement, 2.0**30)) if comparison is None else comparison)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from megatron.zero_bubble import Schedule, build
-from megatron.zero_bubble.core.analysis.difference import Comparison
+from megatron.zero_bubble.core.analysis.difference import ComparedIteration
 from megatron.zero_bubble.core.analysis.trace import RankTrace, Trace
 from megatron.zero_bubble.core.render.perfetto import PASSES, RECEIVES, SENDS, WAITS, render_perfetto
 from tests.core.formats.test_trace import recording
@@ -21,11 +21,11 @@ from tests.helpers.trace_format import problems
 SCHEDULE = build("zb-h1", num_ranks=2, num_microbatches=2)
 
 
-def compared(schedule: Schedule = SCHEDULE, iteration: int = 7) -> Comparison:
+def compared(schedule: Schedule = SCHEDULE, iteration: int = 7) -> ComparedIteration:
     return recording(schedule).compared(iteration)
 
 
-def events(comparison: Comparison) -> list[dict[str, Any]]:
+def events(comparison: ComparedIteration) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(render_perfetto(comparison))["traceEvents"]
     return found
 
@@ -94,7 +94,7 @@ def test_every_process_has_a_memory_counter() -> None:
 def test_trace_without_messages_and_memory_has_only_passes() -> None:
     full = compared()
     rows = tuple(RankTrace(row.spans) for row in full.measured.ranks)
-    bare = Comparison(7, full.planned, Trace(full.measured.timeline, rows), full.costs)
+    bare = ComparedIteration(7, full.planned, Trace(full.measured.timeline, rows), full.costs)
     text = render_perfetto(bare)
     assert problems(text) == []
     assert {event["ph"] for event in json.loads(text)["traceEvents"]} == {"M", "X"}

@@ -18,13 +18,13 @@ from megatron.zero_bubble.core.search import auto
 from megatron.zero_bubble.core.search.auto import zb_auto
 from megatron.zero_bubble.core.search.extend import Extension, enough
 from megatron.zero_bubble.core.search.problem import Problem, Rows
-from megatron.zero_bubble.core.search.published import Pattern, v_half, v_min, zb_h
+from megatron.zero_bubble.core.search.published import Published, v_half, v_min, zb_h
 from megatron.zero_bubble.core.search.seeds import zb_v
 from tests.helpers.rows import some
 
 RANKS, MICROBATCHES = 36, 288
 TIMES = (29.7, 29.4, 19.9, 0.53)
-PATTERNS: dict[str, tuple[str, Pattern]] = {
+PATTERNS: dict[str, tuple[str, Published]] = {
     "zb-v": ("vee", zb_v),
     "v-half": ("vee", v_half),
     "v-min": ("vee", v_min),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble.engine.kernels import vocabulary
-from megatron.zero_bubble.engine.kernels.vocabulary import Rows
+from megatron.zero_bubble.engine.kernels.vocabulary import ShardRows
 
 HIDDEN, SHAPE = 8, (6, 3)
 
@@ -22,7 +22,7 @@ class Case:
         self.gradient = torch.rand(SHAPE, generator=generator)
         if label_outside:
             self.labels[1, 2], self.gradient[1, 2] = -100, 0.0  # masked by the job
-        self.rows = [Rows.of(shard, num_shards, vocab_size) for shard in range(num_shards)]
+        self.rows = [ShardRows.of(shard, num_shards, vocab_size) for shard in range(num_shards)]
         padded = torch.zeros(num_shards * self.rows[0].num_rows, HIDDEN)
         padded[:vocab_size] = self.weight
         self.shards = padded.chunk(num_shards)
@@ -115,7 +115,7 @@ def test_rows_of_the_embedding_and_their_gradient(name: str) -> None:
 
 
 def test_shards_are_equally_large_and_complete() -> None:
-    rows = [Rows.of(shard, 6, 9) for shard in range(6)]
+    rows = [ShardRows.of(shard, 6, 9) for shard in range(6)]
     assert {row.num_rows for row in rows} == {2} and sum(row.num_used for row in rows) == 9
     assert [row.first for row in rows] == [0, 2, 4, 6, 8, 10]
 

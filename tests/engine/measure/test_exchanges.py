@@ -6,7 +6,7 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, Placement
 from megatron.zero_bubble.core.analysis.timeline import Span
-from megatron.zero_bubble.core.analysis.trace import Exchange, RankTrace, Trace
+from megatron.zero_bubble.core.analysis.trace import ExpertExchange, RankTrace, Trace
 from megatron.zero_bubble.core.ir import Kind, Pass
 from megatron.zero_bubble.core.ir.passes import BW, B, F, W
 from megatron.zero_bubble.engine.measure.exchanges import with_exchanges
@@ -23,7 +23,7 @@ def recorded(kinds: tuple[Kind, ...], parts: dict[Kind, tuple[str, ...]], works:
         for layer in range(2 if kind in parts else 0):
             for place, part in enumerate(parts[kind]):
                 at = start + 5 * layer + 2.5 * place
-                exchanges.append(Exchange((work,) * works, part, at, at + 1))
+                exchanges.append(ExpertExchange((work,) * works, part, at, at + 1))
     return Trace.of("own", (RankTrace(tuple(spans), exchanges=tuple(exchanges)),))
 
 

@@ -19,7 +19,7 @@ from megatron.zero_bubble.core.plan import communicate, lower, lower_training, w
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
 from megatron.zero_bubble.engine.measure.clocks import Offset
 from megatron.zero_bubble.engine.measure.gather import gather_trace, median_costs
-from megatron.zero_bubble.engine.measure.recorder import Marks, Recorder, _Origin
+from megatron.zero_bubble.engine.measure.recorder import Recorder, UnreadMarks, _Origin
 from megatron.zero_bubble.engine.platforms import select
 from megatron.zero_bubble.engine.platforms.cpu import CpuPlatform
 from megatron.zero_bubble.engine.runtime.groups import Directions
@@ -176,7 +176,7 @@ class Clock(CpuPlatform):
         return self.now_ms / 1e3
 
 
-def replayed(plan: Plan, timeline: Timeline, rank: int) -> Marks:
+def replayed(plan: Plan, timeline: Timeline, rank: int) -> UnreadMarks:
     """Record a rank that runs its plan exactly as simulated."""
     clock = Clock()
     recorder = Recorder(clock)

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.engine.runtime.on_demand import Exchange
+from megatron.zero_bubble.engine.runtime.on_demand import ShardExchange
 from tests.helpers.ranks import RankPool
 
 SIZE, KEYS, COUNTS = 5, ((0, 0), (0, 1), (3, 0)), (4, 1, 2)
@@ -35,7 +35,7 @@ def exchange_at_random_times(rank: int, seed: int) -> list[list[list[float]]]:
     """Three iterations in which the replicas fetch and add unequally often; returns the sums of this rank."""
     group = dist.group.WORLD
     assert group is not None
-    exchange, chance, found = Exchange(group), random.Random(seed * 10 + rank), []
+    exchange, chance, found = ShardExchange(group), random.Random(seed * 10 + rank), []
     for iteration in range(3):
         shards = {key: torch.full((SIZE,), 100.0 * iteration + 10 * rank + key[0] + key[1]) for key in KEYS}
         time.sleep(chance.random() * 0.02)

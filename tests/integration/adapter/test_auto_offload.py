@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.ir import Plan
 from megatron.zero_bubble.core.plan.offload import Move, offload, select_longest
 from megatron.zero_bubble.engine.measure.gather import median_costs
 from megatron.zero_bubble.integration.adapter.auto_offload import AutoMoves, costs_of_copies
-from megatron.zero_bubble.integration.adapter.offloading import Offloading
+from megatron.zero_bubble.integration.adapter.offloading import OffloadPart
 from megatron.zero_bubble.planning.offload import plan_offload
 from tests.helpers import parity
 from tests.helpers.parity import Layout, Outcome, assert_same_bits
@@ -36,7 +36,7 @@ def train(rank: int, flags: str, schedules: Sequence[str]) -> list[Ran]:
     start, ran = None, []
     for args, pipeline in parity._under_each(flags, schedules):
         outcome, start = parity._train_once(args, parity._splits(args), start, pipeline)
-        offloading = pipeline.part(Offloading)
+        offloading = pipeline.part(OffloadPart)
         select = None if offloading is None else offloading._select
         prepared = next(each for (_, forward_only, *_), each in pipeline._prepared.items() if not forward_only)
         figures = select._figures if isinstance(select, AutoMoves) else None

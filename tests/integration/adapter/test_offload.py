@@ -24,7 +24,7 @@ from megatron.zero_bubble.core.ir.offload import Discard
 from megatron.zero_bubble.core.plan import lower_training
 from megatron.zero_bubble.core.plan.offload import Move, parse_share, select_longest
 from megatron.zero_bubble.engine.platforms import select
-from megatron.zero_bubble.integration.adapter.offloading import Offloading
+from megatron.zero_bubble.integration.adapter.offloading import OffloadPart
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.source import even_costs
 from tests.helpers import parity
@@ -73,7 +73,7 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[tuple[
     start, outcomes = None, []
     for args, pipeline in parity._under_each(flags, schedules):
         outcome, start = parity._train_once(args, parity._splits(args), start, pipeline)
-        offloading = None if pipeline is None else pipeline.part(Offloading)
+        offloading = None if pipeline is None else pipeline.part(OffloadPart)
         outcomes.append((outcome, 0 if offloading is None else offloading.host_peak))
     return outcomes
 
@@ -248,7 +248,7 @@ def measure(
         device, state = torch.device("cpu"), checkpoint.TrainState()
         trainer = loop.Trainer(args, select("cpu"), device, trained, samples, args.vocab_size, state, None)  # type: ignore[arg-type]
         count = args.global_batch_size // args.batch_sizes.granule
-        offloading = pipeline.part(Offloading)
+        offloading = pipeline.part(OffloadPart)
         if at_once and offloading is not None:
             offloading._select = partial(select_longest, share=1.0, out=0, back=0)
 
@@ -347,7 +347,7 @@ def fail_then_train(rank: int, folder: Path) -> tuple[int, int, bool, int]:
     try:
         with pytest.raises(ArithmeticError):
             run(failing)
-        offloading = pipeline.part(Offloading)
+        offloading = pipeline.part(OffloadPart)
         assert offloading is not None
         left, moved = offloading.num_pending, offloading.host_peak
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

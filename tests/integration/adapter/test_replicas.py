@@ -113,10 +113,10 @@ def test_over_gloo_the_answer_comes_before_the_first_gather(ranks: RankPool) -> 
 
 
 def lose_a_replica(rank: int) -> None:
-    from megatron.zero_bubble.integration.adapter.replicas import Comparison
+    from megatron.zero_bubble.integration.adapter.replicas import ReplicaComparison
 
     world: Any = dist.group.WORLD
-    comparison = Comparison(world)
+    comparison = ReplicaComparison(world)
     comparison.start(4, False)
     comparison.check()
     if rank == 1:

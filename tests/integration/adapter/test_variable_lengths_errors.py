@@ -100,11 +100,11 @@ def test_without_a_schedule_shapes_do_nothing() -> None:
 
 @pytest.mark.parametrize(("context", "tensor", "sequence_parallel"), [(2, 1, False), (1, 2, True), (2, 2, True)])
 def test_tokens_that_cannot_be_divided_are_refused(context: int, tensor: int, sequence_parallel: bool) -> None:
-    from megatron.zero_bubble.core.costs.lengths import Shape
+    from megatron.zero_bubble.core.costs.lengths import SequenceShape
     from megatron.zero_bubble.integration.adapter.boundary import ShapedBoundary
 
     sizes = {name: SimpleNamespace(size=lambda size=size: size) for name, size in (("cp", context), ("tp", tensor))}
     config, parts = SimpleNamespace(sequence_parallel=sequence_parallel), context * tensor
-    shapes = (Shape(1, 4 * parts), Shape(2, 4 * parts + 1))
+    shapes = (SequenceShape(1, 4 * parts), SequenceShape(2, 4 * parts + 1))
     with pytest.raises(UserError, match=f"must be a multiple .*: {parts}; got {4 * parts + 1} for microbatch 1; pad"):
         ShapedBoundary.of_shapes(shapes, config, SimpleNamespace(**sizes))

@@ -92,7 +92,7 @@ class Link(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """A measured iteration compared with its plan.
 
     Attributes:
@@ -128,7 +128,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedIteration:
     """An iteration and its plan, for drawing.
 
     Attributes:
@@ -144,11 +144,11 @@ class Comparison:
     memory: PassMemory | None = None
 
     @cached_property
-    def difference(self) -> Difference:
+    def difference(self) -> Deviation:
         return explain(self.planned, self.measured, self.costs)
 
 
-def explain(planned: Timeline, measured: Trace, costs: PassCosts) -> Difference:
+def explain(planned: Timeline, measured: Trace, costs: PassCosts) -> Deviation:
     """Compute the difference between a plan and an iteration of the same schedule.
 
     Args:
@@ -163,7 +163,7 @@ def explain(planned: Timeline, measured: Trace, costs: PassCosts) -> Difference:
             f"iteration {measured.timeline.schedule.name!r}; simulate the measured order"
         )
     both = _Both(planned, measured, costs)
-    return Difference(
+    return Deviation(
         tuple(both.rank(rank) for rank in range(len(planned.spans))),
         tuple(reversed(list(both.chain()))),
         both.end_slack_ms,

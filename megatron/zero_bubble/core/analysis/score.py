@@ -12,7 +12,7 @@ ROUNDING = 1e-9
 """Relative difference up to which two lengths, or two amounts of memory, are equal."""
 
 
-class Measured(Protocol):
+class WithLengths(Protocol):
     """A timeline, or a row of a table with its lengths in ms."""
 
     @property
@@ -22,7 +22,7 @@ class Measured(Protocol):
     def makespan_ms(self) -> float: ...
 
 
-def length_ms(of: Measured, objective: Metric) -> float:
+def length_ms(of: WithLengths, objective: Metric) -> float:
     """The length in ms by which schedules are compared."""
     return of.makespan_ms if objective == "makespan" else of.span_ms
 
@@ -55,7 +55,7 @@ class Goal:
         assert self.limit is not None, "a search has a limit"
         return self.limit
 
-    def value(self, of: Measured, peak: float) -> tuple[float, float]:
+    def value(self, of: WithLengths, peak: float) -> tuple[float, float]:
         """How good a schedule with this peak of memory is; the least is the best."""
         return excess(peak, self.limit), length_ms(of, self.objective)
 

@@ -46,8 +46,8 @@ class Settled(NamedTuple):
     end_ms: float
 
 
-class Exchange(NamedTuple):
-    """An all-to-all of experts during ``works``: ``part`` is its field of ``StageParts``."""
+class ExpertExchange(NamedTuple):
+    """An all-to-all of experts during ``works``: ``part`` is its field of ``ExpertParts``."""
 
     works: tuple[Pass, ...]
     part: str
@@ -55,7 +55,7 @@ class Exchange(NamedTuple):
     end_ms: float
 
 
-class Validated(NamedTuple):
+class ValidationWait(NamedTuple):
     """The rank waited to learn whether the previous optimizer step was valid."""
 
     start_ms: float
@@ -76,10 +76,10 @@ class RankTrace:
     sends: tuple[Sent, ...] = ()
     receives: tuple[Received, ...] = ()
     settles: tuple[Settled, ...] = ()
-    validations: tuple[Validated, ...] = ()
+    validations: tuple[ValidationWait, ...] = ()
     clock_error_ms: float = 0.0
     lanes: tuple[LaneSpan, ...] = ()
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[ExpertExchange, ...] = ()
 
     def shifted(self, ms: float) -> RankTrace:
         """Return a copy with all times ``ms`` earlier."""
@@ -88,10 +88,10 @@ class RankTrace:
             tuple(Sent(p, target, at - ms) for p, target, at in self.sends),
             tuple(Received(p, source, *(at - ms for at in times)) for p, source, *times in self.receives),
             tuple(Settled(p, target, start - ms, end - ms) for p, target, start, end in self.settles),
-            tuple(Validated(start - ms, end - ms) for start, end in self.validations),
+            tuple(ValidationWait(start - ms, end - ms) for start, end in self.validations),
             self.clock_error_ms,
             tuple(LaneSpan(lane, op, start - ms, end - ms) for lane, op, start, end, _ in self.lanes),
-            tuple(Exchange(works, part, start - ms, end - ms) for works, part, start, end in self.exchanges),
+            tuple(ExpertExchange(works, part, start - ms, end - ms) for works, part, start, end in self.exchanges),
         )
 
 

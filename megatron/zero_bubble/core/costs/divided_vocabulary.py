@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 
@@ -77,4 +77,4 @@ def divide(
         embedding.forward_ms / num_ranks,
         (embedding.backward_ms + embedding.wgrad_ms) / num_ranks,
     )
-    return DividedVocabulary(replace(whole, embedding=Part(), loss=Part()), times, (kept,) * num_ranks)
+    return DividedVocabulary(replace(whole, embedding=LayerFigures(), loss=LayerFigures()), times, (kept,) * num_ranks)

@@ -19,9 +19,9 @@ from typing import Literal
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.expert_layers import CONTENTION, Experts
-from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, StageParts
+from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, ExpertParts
 from megatron.zero_bubble.core.costs.layer_work import LayerWork
-from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.costs.mamba import Mamba
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
@@ -261,7 +261,7 @@ def _of_kind(kind: str, model: Model) -> LayerWork:
     return replace(layer, activation=shared.activation) if model.recompute == "full" else layer
 
 
-def _experts(kind: str, model: Model, device: Device) -> StageParts:
+def _experts(kind: str, model: Model, device: Device) -> ExpertParts:
     """Return the all-to-alls and the experts of a layer, as far as it has any."""
     if kind not in (_WITH_EXPERTS, "E") or model.experts is None:
         return NO_EXPERTS
@@ -274,7 +274,7 @@ def _experts(kind: str, model: Model, device: Device) -> StageParts:
     return NO_EXPERTS._replace(layers=1.0, experts=f, experts_grad=b, experts_wgrad=w, **parts)
 
 
-def _with_all_to_alls(part: Part, own: StageParts) -> Part:
+def _with_all_to_alls(part: LayerFigures, own: ExpertParts) -> LayerFigures:
     """Return a layer that takes longer by its all-to-alls; its shares of attention fall accordingly."""
     forward = part.forward_ms + own.dispatch + own.combine
     backward = part.backward_ms + own.combine_grad + own.dispatch_grad
@@ -287,9 +287,9 @@ def _with_all_to_alls(part: Part, own: StageParts) -> Part:
     )
 
 
-def _part(work: LayerWork, model: Model, device: Device) -> Part:
+def _part(work: LayerWork, model: Model, device: Device) -> LayerFigures:
     rate, (f, b, w) = _rate(model, device), _milliseconds(work, model, device)
-    return Part(
+    return LayerFigures(
         f,
         b,
         w,

@@ -18,7 +18,7 @@ all-to-alls occupy 20 of 132 multiprocessors."""
 
 
 @dataclass(frozen=True)
-class Links:
+class ExpertLinks:
     """The links over which all-to-alls go.
 
     Attributes:
@@ -56,7 +56,7 @@ class Experts:
     tensor_parallel: int = 1
     gathers: bool = False
     layers: tuple[bool, ...] = ()
-    links: Links = Links()
+    links: ExpertLinks = ExpertLinks()
 
     @property
     def ranks_on_node(self) -> int:

@@ -23,7 +23,7 @@ from megatron.zero_bubble.core.ir.parts import Part
 from megatron.zero_bubble.core.ir.passes import BW, B, F, Kind, W
 
 
-class StageParts(NamedTuple):
+class ExpertParts(NamedTuple):
     """Milliseconds of the parts of the passes of a stage, each of all its layers together.
 
     Attributes:
@@ -55,11 +55,11 @@ class StageParts(NamedTuple):
         """The time of F, B and W, one after the other."""
         return sum(self[1:])
 
-    def per_layer(self, contention: float = 1.0) -> StageParts:
+    def per_layer(self, contention: float = 1.0) -> ExpertParts:
         """The times of one of its layers, in which computation takes longer by ``contention``."""
         count = self.num_layers
         computing = contention / count
-        return StageParts(
+        return ExpertParts(
             1,
             self.attention * computing,
             self.dispatch / count,
@@ -73,7 +73,7 @@ class StageParts(NamedTuple):
             self.attention_wgrad * computing,
         )
 
-    def within(self, forward_ms: float, backward_ms: float, wgrad_ms: float) -> StageParts:
+    def within(self, forward_ms: float, backward_ms: float, wgrad_ms: float) -> ExpertParts:
         """The parts of passes that take so long; what they take besides all-to-alls and experts is attention."""
         return self._replace(
             attention=max(0.0, forward_ms - self.dispatch - self.experts - self.combine),
@@ -81,13 +81,13 @@ class StageParts(NamedTuple):
             attention_wgrad=max(0.0, wgrad_ms - self.experts_wgrad),
         )
 
-    def divided(self, number: int) -> StageParts:
+    def divided(self, number: int) -> ExpertParts:
         """The mean of so many layers."""
-        return StageParts(*(each / number for each in self))
+        return ExpertParts(*(each / number for each in self))
 
-    def plus(self, other: StageParts, times: int = 1) -> StageParts:
+    def plus(self, other: ExpertParts, times: int = 1) -> ExpertParts:
         """The parts of a stage with so many layers more."""
-        return StageParts(*(own + times * more for own, more in zip(self, other, strict=True)))
+        return ExpertParts(*(own + times * more for own, more in zip(self, other, strict=True)))
 
     @property
     def num_layers(self) -> int:
@@ -95,24 +95,24 @@ class StageParts(NamedTuple):
         return max(1, round(self.layers))
 
 
-NO_EXPERTS = StageParts(*(0.0,) * len(StageParts._fields))
+NO_EXPERTS = ExpertParts(*(0.0,) * len(ExpertParts._fields))
 """The parts of a layer without experts, before ``StageParts.within``."""
 
 
-def recut_parts(parts: Sequence[StageParts], num_stages: int) -> tuple[StageParts, ...]:
+def recut_parts(parts: Sequence[ExpertParts], num_stages: int) -> tuple[ExpertParts, ...]:
     """Convert to another number of stages of the same model, as ``recut`` does."""
     columns = [recut(tuple(column), num_stages) for column in zip(*parts, strict=True)]
-    return tuple(map(StageParts._make, zip(*columns, strict=True)))
+    return tuple(map(ExpertParts._make, zip(*columns, strict=True)))
 
 
-def exposed_share(parts: Sequence[StageParts]) -> float:
+def exposed_share(parts: Sequence[ExpertParts]) -> float:
     """The share of a microbatch, F, B and W of all stages, that its all-to-alls take if nothing hides them."""
     whole = sum(stage.whole for stage in parts)
     return sum(stage.all_to_all for stage in parts) / whole if whole else 0.0
 
 
 @lru_cache(maxsize=4096)
-def parts_of(kinds: tuple[Kind, ...], stages: tuple[StageParts, ...], contention: float) -> tuple[Part, ...]:
+def parts_of(kinds: tuple[Kind, ...], stages: tuple[ExpertParts, ...], contention: float) -> tuple[Part, ...]:
     """The parts of a pass, or of a pair of F and B or BW, in the order in which they are issued.
 
     Args:
@@ -144,7 +144,7 @@ def length_ms(parts: Sequence[Part]) -> float:
     return max(lanes.values(), default=0.0)
 
 
-def _together(f: StageParts, b: StageParts, backward: Kind) -> list[Part]:
+def _together(f: ExpertParts, b: ExpertParts, backward: Kind) -> list[Part]:
     """A layer of F (work 0) and a layer of a backward (work 1)."""
     wgrad = backward is BW
     return [
@@ -161,7 +161,7 @@ def _together(f: StageParts, b: StageParts, backward: Kind) -> list[Part]:
     ]
 
 
-def _alone(kind: Kind, work: int, stage: StageParts, contention: float, layers: range) -> list[Part]:
+def _alone(kind: Kind, work: int, stage: ExpertParts, contention: float, layers: range) -> list[Part]:
     """Some layers of a pass that runs alone; computation takes longer only for what runs next to an all-to-all."""
     one = stage.per_layer()
     forward = [

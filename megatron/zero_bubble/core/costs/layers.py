@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from math import fsum
 from typing import Any
 
-from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, StageParts
+from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, ExpertParts
 from megatron.zero_bubble.core.costs.memory import PassMemory
 from megatron.zero_bubble.core.costs.passes import PassCosts
 from megatron.zero_bubble.core.costs.terms import MEMORY, OF_LAYER, SHARED, Owner
@@ -26,7 +26,7 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerFigures:
     """Figures of one microbatch in one layer, in the embedding, or in the output layer with the loss.
 
     Attributes:
@@ -82,15 +82,15 @@ class LayerCosts:
         contention: the factor of ``PassCosts``.
     """
 
-    layers: tuple[Part, ...]
-    embedding: Part = Part()
-    loss: Part = Part()
+    layers: tuple[LayerFigures, ...]
+    embedding: LayerFigures = LayerFigures()
+    loss: LayerFigures = LayerFigures()
     comm_ms: float = 0.0
     links: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
     input_memory: float = 0.0
     recomputed: bool = False
     message_ms: float = 0.0
-    experts: tuple[StageParts, ...] = ()
+    experts: tuple[ExpertParts, ...] = ()
     contention: float = 1.0
     slice_overhead: float = 0.0
 
@@ -107,9 +107,9 @@ class LayerCosts:
         """The same model with equal layers, each the mean of all."""
         amounts = [_amounts(layer) for layer in self.layers]
         mean = {name: fsum(of[name] for of in amounts) / len(amounts) for name in amounts[0]}
-        experts: tuple[StageParts, ...] = ()
+        experts: tuple[ExpertParts, ...] = ()
         if self.experts:
-            experts = (StageParts._make(map(fsum, zip(*self.experts, strict=True))).divided(len(amounts)),) * len(
+            experts = (ExpertParts._make(map(fsum, zip(*self.experts, strict=True))).divided(len(amounts)),) * len(
                 amounts
             )
         return replace(self, layers=(_part(mean),) * len(amounts), experts=experts)
@@ -152,10 +152,10 @@ class LayerCosts:
                 found[name] = tuple(min(1.0, a / t) if t else 0.0 for a, t in zip(found[name], whole, strict=True))
         return found
 
-    def _experts_on(self, layout: Sequence[int]) -> Iterator[StageParts]:
+    def _experts_on(self, layout: Sequence[int]) -> Iterator[ExpertParts]:
         """Yield the sum of the experts on each stage."""
         for start, end in pairwise(accumulate(layout, initial=0)):
-            yield StageParts._make(map(fsum, zip(NO_EXPERTS, *self.experts[start:end], strict=True)))
+            yield ExpertParts._make(map(fsum, zip(NO_EXPERTS, *self.experts[start:end], strict=True)))
 
     @cached_property
     def _columns(self) -> dict[str, tuple[float, ...]]:
@@ -187,8 +187,8 @@ def of_stages(
     costs: PassCosts,
     memory: PassMemory | None,
     layout: Sequence[int],
-    embedding: Part | None = None,
-    loss: Part | None = None,
+    embedding: LayerFigures | None = None,
+    loss: LayerFigures | None = None,
 ) -> LayerCosts:
     """Derive the parts of a model from figures of its stages; with ``layout``, they give the same figures again.
 
@@ -221,13 +221,13 @@ def of_stages(
                 figures[name][stage] = max(0.0, figures[name][stage] - amount)
     mean = {name: fsum(of[s] for s in known) / sum(layout[s] for s in known) for name, of in figures.items()}
 
-    def layer(stage: int) -> Part:
+    def layer(stage: int) -> LayerFigures:
         of_stage = {name: of[stage] / layout[stage] for name, of in figures.items()}
         if stage in (0, last) and stage not in given:  # of an end that takes less than its layers, all is theirs
             of_stage = {name: min(mean[name], own) for name, own in of_stage.items()}
         return _part(of_stage if memory is not None else of_stage | dict.fromkeys(MEMORY, 1.0))
 
-    def beyond(stage: int) -> Part:
+    def beyond(stage: int) -> LayerFigures:
         left = {name: max(0.0, of[stage] - layout[stage] * mean[name]) for name, of in figures.items()}
         return given[stage] if stage in given else _part(left)
 
@@ -255,15 +255,15 @@ def _figures_of(costs: PassCosts, memory: PassMemory | None) -> dict[str, list[f
     return figures | {share: [a * b for a, b in pairs] for share, pairs in times.items()}
 
 
-def _amounts(part: Part) -> dict[str, float]:
+def _amounts(part: LayerFigures) -> dict[str, float]:
     """The figures of one part, as in ``_figures_of``."""
     shares = {share: getattr(part, share) * getattr(part, ms) for share, ms in _WEIGHED_BY.items()}
     return vars(part) | shares
 
 
-def _part(amounts: Mapping[str, float]) -> Part:
+def _part(amounts: Mapping[str, float]) -> LayerFigures:
     """The inverse of ``_amounts``."""
     shares = {
         share: min(1.0, amounts[share] / amounts[ms]) if amounts[ms] else 0.0 for share, ms in _WEIGHED_BY.items()
     }
-    return Part(**{**amounts, **shares})
+    return LayerFigures(**{**amounts, **shares})

@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.ir import WHOLE, Pass, Placement, Slices, Value
 from megatron.zero_bubble.core.ir.passes import BW, B, F, Kind, W
 
 
-class Shape(NamedTuple):
+class SequenceShape(NamedTuple):
     """The sequences of a microbatch, all padded to ``tokens``; samples that are packed are one sequence."""
 
     sequences: int

@@ -11,12 +11,12 @@ from megatron.zero_bubble.core.ir.ops import COMPUTE
 from megatron.zero_bubble.core.ir.parts import Part
 from megatron.zero_bubble.core.ir.passes import BW, B, F
 
-Messages = Sequence[tuple[float, float]]
+MessageTimes = Sequence[tuple[float, float]]
 """For every stage, the time in ms of a message to or from the stage above, and to or from the stage below."""
 NO_MESSAGES = 0.0, 0.0
 
 
-def ends_of(p: Pass, messages: Messages) -> tuple[float, float]:
+def ends_of(p: Pass, messages: MessageTimes) -> tuple[float, float]:
     """Milliseconds by which its messages make ``p`` longer, before it computes and after it."""
     if p.kind is F:
         return messages[p.stage]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
 
-from megatron.zero_bubble.core.costs.experts import StageParts, exposed_share, length_ms, parts_of, recut_parts
+from megatron.zero_bubble.core.costs.experts import ExpertParts, exposed_share, length_ms, parts_of, recut_parts
 from megatron.zero_bubble.core.costs.terms import fitted, settle
 from megatron.zero_bubble.core.costs.units import checked_figure, checked_share, refuse_huge, spread
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts, required
@@ -66,7 +66,7 @@ class PassCosts:
     reduce_ms: tuple[float, ...] = ()
     # Models whose vocabulary is divided, and models with experts.
     vocabulary: VocabularyCosts | None = None
-    experts: tuple[StageParts, ...] = ()
+    experts: tuple[ExpertParts, ...] = ()
     contention: float = 1.0
     overlaps: bool = False
 
@@ -102,7 +102,7 @@ class PassCosts:
         shares = backward or tuple(map(backward_share, forward, self.forward_ms, self.backward_ms))
         return replace(self, forward_attention=forward, backward_attention=shares)
 
-    def with_experts(self, parts: tuple[StageParts, ...], contention: float = 1.0) -> PassCosts:
+    def with_experts(self, parts: tuple[ExpertParts, ...], contention: float = 1.0) -> PassCosts:
         """Set the parts of the passes of every stage, of which attention is what they take besides the others."""
         stages = zip(parts, self.forward_ms, self.backward_ms, self.wgrad_ms, strict=True)
         return replace(self, experts=tuple(own.within(*times) for own, *times in stages), contention=contention)

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.estimate import Device, Model, layer_costs
-from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, StageParts
-from megatron.zero_bubble.core.costs.layers import Part
+from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, ExpertParts
+from megatron.zero_bubble.core.costs.layers import LayerFigures
 from megatron.zero_bubble.core.costs.terms import TIMES
 
 
-def prediction_parts(model: Model, device: Device) -> tuple[Part, Part]:
+def prediction_parts(model: Model, device: Device) -> tuple[LayerFigures, LayerFigures]:
     """Estimate one layer of multi-token prediction with its projection, and its output layer; ms and bytes."""
     parts = layer_costs(_last_layer(model), device)
     layer, states = parts.layers[0], model.message_bytes
@@ -34,7 +34,7 @@ def prediction_parts(model: Model, device: Device) -> tuple[Part, Part]:
     return replace(layer, **times, **shares, **kept), parts.loss
 
 
-def prediction_experts(model: Model, device: Device) -> StageParts | None:
+def prediction_experts(model: Model, device: Device) -> ExpertParts | None:
     """Estimate the all-to-alls and the experts of one layer of multi-token prediction; None if it has none."""
     experts = layer_costs(_last_layer(model), device).experts
     return experts[0] if experts else None
@@ -68,9 +68,9 @@ def with_predictions(
     costs: PassCosts,
     memory: PassMemory,
     counts: Sequence[int],
-    layer: Part,
-    head: Part,
-    experts: StageParts | None = None,
+    layer: LayerFigures,
+    head: LayerFigures,
+    experts: ExpertParts | None = None,
 ) -> tuple[PassCosts, PassMemory]:
     """Add ``counts`` layers of multi-token prediction per stage, and as many output layers on the last stage.
 

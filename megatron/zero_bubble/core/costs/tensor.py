@@ -24,7 +24,7 @@ _BF16 = 2.0
 
 
 @dataclass(frozen=True)
-class TensorParallel:
+class TensorParallelModel:
     """A model that a group of GPUs divides.
 
     Attributes:

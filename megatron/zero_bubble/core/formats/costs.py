@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.core.costs.layers import LayerCosts, Part, of_stages
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures, of_stages
 from megatron.zero_bubble.core.costs.memory import PassMemory
 from megatron.zero_bubble.core.costs.passes import PassCosts
 from megatron.zero_bubble.core.costs.slice_tokens import SliceTokens
@@ -88,7 +88,7 @@ class CostsFile:
     path: str | Path | None = None
     layers: LayerCosts | None = None
     layers_per_stage: tuple[int, ...] = ()
-    ends: Mapping[str, Part] = field(default_factory=dict)
+    ends: Mapping[str, LayerFigures] = field(default_factory=dict)
     experts: ExpertFigures | None = None
     facts: Facts = field(default_factory=dict)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.zero_bubble.core.costs.experts import StageParts
+from megatron.zero_bubble.core.costs.experts import ExpertParts
 from megatron.zero_bubble.core.costs.passes import PassCosts
 from megatron.zero_bubble.core.costs.terms import TIMES, Figure
 from megatron.zero_bubble.core.costs.units import checked_figure, checked_figures
@@ -32,7 +32,7 @@ _OF_PASSES = {
     "backward": {"combine_ms": "combine_grad", "experts_ms": "experts_grad", "dispatch_ms": "dispatch_grad"},
     "wgrad": {"experts_ms": "experts_wgrad"},
 }
-"""The keys of every pass, and the field of ``StageParts`` that each gives."""
+"""The keys of every pass, and the field of ``ExpertParts`` that each gives."""
 _RESTS = {"forward": "attention", "backward": "attention_grad", "wgrad": "attention_wgrad"}
 
 PerStage = Callable[[str, Figure], tuple[float, ...]]
@@ -45,7 +45,7 @@ class ExpertFigures:
 
     Attributes:
         layers: the number of layers with experts.
-        times: figures by field of ``StageParts``.
+        times: figures by field of ``ExpertParts``.
         contention: as in ``PassCosts``.
     """
 
@@ -53,7 +53,7 @@ class ExpertFigures:
     times: Mapping[str, Figure]
     contention: float = 1.0
 
-    def of(self, costs: PassCosts, per_stage: PerStage) -> tuple[StageParts, ...]:
+    def of(self, costs: PassCosts, per_stage: PerStage) -> tuple[ExpertParts, ...]:
         """Return the parts of every stage of ``costs``, whose passes they are parts of.
 
         Raises:
@@ -75,7 +75,7 @@ class ExpertFigures:
         layers = per_stage(f"{EXPERTS}.{_LAYERS}", self.layers)
         columns = {"layers": layers, **found}
         return tuple(
-            StageParts(**{field: column[stage] for field, column in columns.items()}) for stage in range(len(layers))
+            ExpertParts(**{field: column[stage] for field, column in columns.items()}) for stage in range(len(layers))
         )
 
 

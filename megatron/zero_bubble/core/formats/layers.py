@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.zero_bubble.core.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.costs.passes import backward_share
 from megatron.zero_bubble.core.costs.terms import MEMORY, OF_LAYER, TIMES
 from megatron.zero_bubble.core.costs.units import refuse_no_time
@@ -23,7 +23,7 @@ from megatron.zero_bubble.core.ir.sizes import MOST_LAYERS
 LAYERS, PARTS = "layers", "parts"
 ENDS = ("embedding", "loss")
 _FIELDS = {term.key: term.field for term in OF_LAYER}
-"""The keys of a part, and the fields of ``Part`` that they give."""
+"""The keys of a part, and the fields of ``LayerFigures`` that they give."""
 
 
 def layers_from(content: Mapping[str, Any], shared: Mapping[str, Any]) -> LayerCosts:
@@ -47,12 +47,12 @@ def layers_from(content: Mapping[str, Any], shared: Mapping[str, Any]) -> LayerC
         raise UserError(f"every kind in {PARTS} must occur in {LAYERS}; {unused[0]!r} does not; remove it")
     with_memory = any(part.keys() & {*MEMORY} for part in parts.values())
     read = {kind: _part(kind, part, with_memory) for kind, part in parts.items()}
-    embedding, loss = (read.get(end, Part()) for end in ENDS)
+    embedding, loss = (read.get(end, LayerFigures()) for end in ENDS)
     refuse_no_time(*(getattr(part, name) for part in read.values() for name in TIMES))
     return LayerCosts(tuple(read[kind] for kind in kinds), embedding, loss, **shared)
 
 
-def ends_from(content: Mapping[str, Any]) -> dict[str, Part]:
+def ends_from(content: Mapping[str, Any]) -> dict[str, LayerFigures]:
     """Read the keys ``embedding`` and ``loss`` of a file with figures of stages, each of which is optional.
 
     Raises:
@@ -73,7 +73,7 @@ def ends_content(layers: LayerCosts) -> dict[str, dict[str, float]]:
     return {end: _figures(getattr(layers, end)) for end in ENDS}
 
 
-def _figures(part: Part) -> dict[str, float]:
+def _figures(part: LayerFigures) -> dict[str, float]:
     """The figures of a part that are not 0, by the keys of the file."""
     return {key: figure for key, name in _FIELDS.items() if (figure := getattr(part, name))}
 
@@ -98,7 +98,7 @@ def _kinds(listed: object) -> list[str]:
     return [kind for kind, count in runs for _ in range(count)]
 
 
-def _part(kind: str, figures: Mapping[str, Any], with_memory: bool) -> Part:
+def _part(kind: str, figures: Mapping[str, Any], with_memory: bool) -> LayerFigures:
     """Read the figures of one kind; those of a layer must have all times, and memory if any part has."""
     is_layer = kind not in ENDS
     if unknown := sorted(figures.keys() - _FIELDS.keys()):
@@ -117,7 +117,7 @@ def _part(kind: str, figures: Mapping[str, Any], with_memory: bool) -> Part:
     if is_layer and not with_memory:
         given |= dict.fromkeys(MEMORY, 1.0)
     try:
-        part = Part(**given)
+        part = LayerFigures(**given)
     except UserError as error:
         raise UserError(f"{PARTS}.{kind}: {error}") from None
     if is_layer and not part.activation:

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.core.analysis.difference import Comparison
+from megatron.zero_bubble.core.analysis.difference import ComparedIteration
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Box, LaneSpan, Timeline, divided
-from megatron.zero_bubble.core.analysis.trace import RankTrace, Received, Sent, Settled, Trace, Validated
+from megatron.zero_bubble.core.analysis.trace import RankTrace, Received, Sent, Settled, Trace, ValidationWait
 from megatron.zero_bubble.core.analysis.validate import validate
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.lengths import Load, PackedCosts
@@ -45,7 +45,7 @@ _ROWS: Mapping[str, tuple[type[NamedTuple], tuple[str, ...]]] = {
     "sends": (Sent, ("pass", "rank", "sent")),
     "receives": (Received, ("pass", "rank", "posted", "awaited", "arrived")),
     "settles": (Settled, ("pass", "rank", "start", "end")),
-    "validations": (Validated, ("start", "end")),
+    "validations": (ValidationWait, ("start", "end")),
 }
 _LANES = "lanes"
 """The key of timed ops that are not passes; a rank without such ops does not have the key."""
@@ -71,7 +71,7 @@ class Recording:
     memory: PassMemory | None = None
     sequence: int | None = None
 
-    def compared(self, iteration: int) -> Comparison:
+    def compared(self, iteration: int) -> ComparedIteration:
         """Compare an iteration with the simulation of its order. Ops that were read from a file have an unknown effect
         on memory, so with such ops the comparison has no memory.
         """
@@ -83,7 +83,7 @@ class Recording:
         else:
             planned = timeline_of(schedule, costs, self.memory)
         known = not any(isinstance(span.op, str) for row in trace.timeline.lanes for span in row)
-        return Comparison(iteration, planned, trace, costs, self.memory if known else None)
+        return ComparedIteration(iteration, planned, trace, costs, self.memory if known else None)
 
     @property
     def typical(self) -> int:

@@ -11,7 +11,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from megatron.zero_bubble.core.analysis.difference import Comparison, Difference, Link
+from megatron.zero_bubble.core.analysis.difference import ComparedIteration, Deviation, Link
 from megatron.zero_bubble.core.analysis.memory import memory_curve
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs.units import format_bytes
@@ -48,7 +48,7 @@ _LARGEST = 10
 """Number of passes of the critical chain to list, those with the largest differences."""
 
 
-def render_html(compared: Comparison) -> str:
+def render_html(compared: ComparedIteration) -> str:
     """Build the page."""
     schedule, difference = compared.measured.timeline.schedule, compared.difference
     title = f"{schedule.name}, iteration {compared.iteration}"
@@ -65,7 +65,7 @@ def render_html(compared: Comparison) -> str:
     )
 
 
-def _summary(compared: Comparison) -> str:
+def _summary(compared: ComparedIteration) -> str:
     schedule, planned, measured = compared.planned.schedule, compared.planned, compared.measured.timeline
     error_ms = max(row.clock_error_ms for row in compared.measured.ranks)
     return (
@@ -84,7 +84,7 @@ def _advice(measured: Timeline) -> str:
     return "" if uneven is None else f" Measured, {uneven}: balance the layers of the stages, or divide the vocabulary."
 
 
-def _legend(compared: Comparison) -> str:
+def _legend(compared: ComparedIteration) -> str:
     present = {p.kind for p in compared.planned.schedule.passes()}
     entries = [(COLOURS[kind], MEANING[kind]) for kind in Kind if kind in present]
     entries += [
@@ -96,7 +96,7 @@ def _legend(compared: Comparison) -> str:
     return "".join(f'<span><i style="background:{colour}"></i>{escape(words)}</span>' for colour, words in entries)
 
 
-def _data(compared: Comparison) -> dict[str, Any]:
+def _data(compared: ComparedIteration) -> dict[str, Any]:
     planned, measured = compared.planned, compared.measured.timeline
     placement = measured.schedule.placement
     data: dict[str, Any] = {
@@ -128,7 +128,7 @@ def _data(compared: Comparison) -> dict[str, Any]:
     return data
 
 
-def _planned(compared: Comparison) -> list[list[list[Any]]]:
+def _planned(compared: ComparedIteration) -> list[list[list[Any]]]:
     steps = [{step.pass_: step for step in row.steps} for row in compared.difference.ranks]
     return [
         [[*_pass(span), str(steps[rank][span.pass_].waits_for or "")] for span in row]
@@ -136,7 +136,7 @@ def _planned(compared: Comparison) -> list[list[list[Any]]]:
     ]
 
 
-def _measured(compared: Comparison) -> list[list[list[Any]]]:
+def _measured(compared: ComparedIteration) -> list[list[list[Any]]]:
     rows = []
     for part, difference in zip(compared.measured.ranks, compared.difference.ranks, strict=True):
         received = {got.producer: got for got in part.receives}
@@ -176,7 +176,7 @@ def _ms(value: float) -> float:
     return round(value, 4)
 
 
-def _chain(difference: Difference) -> str:
+def _chain(difference: Deviation) -> str:
     parts = (
         ("slow passes", difference.slow_ms, "passes of the chain that took longer than planned"),
         ("transfers", difference.transfer_ms, "outputs that took longer to arrive than planned"),
@@ -194,7 +194,7 @@ def _chain(difference: Difference) -> str:
     return f"<div class=scroll><table>{head}{''.join(rows)}</table></div>{_largest(difference)}"
 
 
-def _largest(difference: Difference) -> str:
+def _largest(difference: Deviation) -> str:
     def size(link: Link) -> float:
         return max(abs(link.slow_ms), abs(link.transfer_ms), abs(link.host_ms))
 
@@ -211,7 +211,7 @@ def _largest(difference: Difference) -> str:
     )
 
 
-def _ranks(compared: Comparison) -> str:
+def _ranks(compared: ComparedIteration) -> str:
     head = (
         "<tr><th>rank</th><th>idle, planned</th><th>idle, measured</th><th>input late</th><th>host gaps</th>"
         "<th>end</th><th>slow passes</th><th>measured minus planned</th></tr>"

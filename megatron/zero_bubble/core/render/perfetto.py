@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from megatron.zero_bubble.core.analysis.difference import Comparison, RankDifference
+from megatron.zero_bubble.core.analysis.difference import ComparedIteration, RankDifference
 from megatron.zero_bubble.core.analysis.memory import memory_curve
 from megatron.zero_bubble.core.analysis.timeline import Box, Timeline
 from megatron.zero_bubble.core.ir import Pass
@@ -26,7 +26,7 @@ _CAUSES = ("slow_ms", "late_ms", "host_ms", "waited_ms")
 Event = dict[str, Any]
 
 
-def render_perfetto(compared: Comparison) -> str:
+def render_perfetto(compared: ComparedIteration) -> str:
     """Write the JSON text, one event per line. Times are in us; plan and iteration start at the same time."""
     schedule = compared.measured.timeline.schedule
     sides = {True: compared.planned, False: compared.measured.timeline}
@@ -80,13 +80,13 @@ def _process(rank: int, planned: bool) -> str:
     return f"rank {rank}, planned" if planned else f"rank {rank}"
 
 
-def _planned(compared: Comparison) -> Iterator[Event]:
+def _planned(compared: ComparedIteration) -> Iterator[Event]:
     for rank in range(len(compared.planned.spans)):
         for works, start_ms, end_ms in compared.planned.boxes(rank):
             yield _slice(_pid(rank, planned=True), PASSES, _name(works), start_ms, end_ms, _of_pass(*works))
 
 
-def _measured(compared: Comparison) -> Iterator[Event]:
+def _measured(compared: ComparedIteration) -> Iterator[Event]:
     ids = {(sent.producer, sent.target): number for number, sent in enumerate(_sends(compared), start=1)}
     received = {(got.producer, rank) for rank, row in enumerate(compared.measured.ranks) for got in row.receives}
     rows = zip(compared.measured.ranks, compared.difference.ranks, strict=True)
@@ -115,7 +115,7 @@ def _measured(compared: Comparison) -> Iterator[Event]:
             yield _slice(pid, WAITS, "validate the optimizer step", start_ms, end_ms)
 
 
-def _sends(compared: Comparison) -> Iterator[Any]:
+def _sends(compared: ComparedIteration) -> Iterator[Any]:
     for row in compared.measured.ranks:
         yield from row.sends
 
@@ -134,7 +134,7 @@ def _name(works: Iterable[Pass]) -> str:
     return AND.join(map(str, works))
 
 
-def _memory(compared: Comparison) -> Iterator[Event]:
+def _memory(compared: ComparedIteration) -> Iterator[Event]:
     if compared.memory is None:
         return
     sides: tuple[tuple[Timeline, bool], ...] = ((compared.planned, True), (compared.measured.timeline, False))

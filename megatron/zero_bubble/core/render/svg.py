@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
 
-from megatron.zero_bubble.core.analysis.difference import Comparison
+from megatron.zero_bubble.core.analysis.difference import ComparedIteration
 from megatron.zero_bubble.core.analysis.memory import MemoryStep, memory_curve
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs import PassMemory
@@ -124,7 +124,7 @@ def _titled(timeline: Timeline, title: str) -> str:
     return f"{title}: {headline(timeline)}" if title else headline(timeline)
 
 
-def draw_comparison(compared: Comparison) -> str:
+def draw_comparison(compared: ComparedIteration) -> str:
     """Draw a recorded iteration, zoomable: the plan above the measured timeline, and the memory of every rank below."""
     measured = compared.measured.timeline
     return zoomable(render_svg(compared.planned, measured, titles=("planned", "measured"), memory=compared.memory))

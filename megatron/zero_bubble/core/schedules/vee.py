@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron.zero_bubble.core.ir import Placement, Schedule
-from megatron.zero_bubble.core.search.published import Pattern, equal_passes, on_equal_passes
+from megatron.zero_bubble.core.search.published import Published, equal_passes, on_equal_passes
 
 
 def equal_schedule(
-    name: str, num_ranks: int, num_microbatches: int, pattern: Pattern, on: Placement | None = None
+    name: str, num_ranks: int, num_microbatches: int, pattern: Published, on: Placement | None = None
 ) -> Schedule:
     """The schedule of ``search.published.equal_passes``, on a V unless another placement is given."""
     on = on or Placement.vee(num_ranks)

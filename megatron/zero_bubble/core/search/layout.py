@@ -162,11 +162,11 @@ def _better(trials: LayoutTrials, layout: Layout, other: Layout) -> Layout:
     return layout if is_less(trials.value(layout), trials.value(other)) else other
 
 
-Run = Callable[[PassCosts, PassMemory], tuple[float, float]]
+Rating = Callable[[PassCosts, PassMemory], tuple[float, float]]
 """Returns the peak memory of the fullest rank (0 if it is not needed), and the objective in ms."""
 
 
-def _by_simulation(schedule: Schedule, objective: Metric) -> Run:
+def _by_simulation(schedule: Schedule, objective: Metric) -> Rating:
     """Simulate any schedule."""
 
     @without_gc()
@@ -177,7 +177,7 @@ def _by_simulation(schedule: Schedule, objective: Metric) -> Run:
     return run
 
 
-def _by_loops(schedule: Schedule, objective: Metric, with_memory: bool) -> Run | None:
+def _by_loops(schedule: Schedule, objective: Metric, with_memory: bool) -> Rating | None:
     """Simulate with the loops of the search; None for schedules that they do not support."""
     placement, m = schedule.placement, schedule.num_microbatches
     fused = {p.kind is Kind.BW for p in schedule.passes() if p.kind is not Kind.F}

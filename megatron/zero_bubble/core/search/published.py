@@ -20,7 +20,7 @@ from megatron.zero_bubble.core.search.problem import B, F, Problem, Rows, W
 from megatron.zero_bubble.core.search.seeds import zb_v
 from megatron.zero_bubble.core.search.units import breadth_first, grouped, interleaved, zero_pp
 
-Pattern = Callable[[Problem], Rows]
+Published = Callable[[Problem], Rows]
 
 
 def v_half(problem: Problem) -> Rows:
@@ -89,7 +89,7 @@ def one_is_shorter(than: float, extension: Extension) -> bool:
 
 
 @lru_cache(maxsize=8)
-def equal_passes(on: Placement, num_microbatches: int, pattern: Pattern) -> Rows:
+def equal_passes(on: Placement, num_microbatches: int, pattern: Published) -> Rows:
     """A pattern for passes that all take the same time, within the memory that it needs anyway.
 
     It is the shortest of the pattern itself, compacted forward, and then backward, by span.
@@ -97,7 +97,7 @@ def equal_passes(on: Placement, num_microbatches: int, pattern: Pattern) -> Rows
     return repeated(partial(_dense, pattern=pattern), on_equal_passes(on, num_microbatches))
 
 
-def _dense(problem: Problem, pattern: Pattern) -> Rows:
+def _dense(problem: Problem, pattern: Published) -> Rows:
     rows = pattern(problem)
     problem = on_equal_passes(problem.placement, problem.num_microbatches, max(map(_peak, rows)))
     loop = loops(problem)

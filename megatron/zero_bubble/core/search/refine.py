@@ -18,7 +18,7 @@ _REACH = 8
 _MEAN_WEIGHT = 0.02
 """Weight of the mean over ranks, which guides the search among moves that do not change the longest rank."""
 
-Move = tuple[int, int, int, int]
+Relocation = tuple[int, int, int, int]
 """A rank, the old and the new place of passes in its row, and their number: 2 for a fused backward, else 1. They go
 before the pass at the new place if that is further to the front, else behind it.
 """
@@ -66,7 +66,7 @@ def _shift(row: list[int], origin: int, to: int, size: int) -> None:
     row[at:at] = passes
 
 
-def critical_moves(problem: Problem, rows: Rows, dice: Dice) -> list[Move]:
+def critical_moves(problem: Problem, rows: Rows, dice: Dice) -> list[Relocation]:
     """Return moves that break a longest path: in each block on a rank, of its last passes to the front and of its first
     pass to the back.
     """
@@ -79,7 +79,7 @@ def critical_moves(problem: Problem, rows: Rows, dice: Dice) -> list[Move]:
     longest = [r for r, late in enumerate(lateness) if late >= max(lateness) - _SLACK]
     rank = longest[dice.below(len(longest))]
     place = last = len(rows[rank]) - 1
-    moves: list[Move] = []
+    moves: list[Relocation] = []
     while True:
         if place and fused[rank][place - 1]:
             place -= 1
@@ -104,9 +104,9 @@ def critical_moves(problem: Problem, rows: Rows, dice: Dice) -> list[Move]:
         last = place + is_fused
 
 
-def _moves_in(row: list[int], fused: Sequence[int], rank: int, first: int, last: int) -> list[Move]:
+def _moves_in(row: list[int], fused: Sequence[int], rank: int, first: int, last: int) -> list[Relocation]:
     """Return the moves of the block from place ``first`` to place ``last``."""
-    moves: list[Move] = []
+    moves: list[Relocation] = []
     if first == last:
         return moves
     for end in (last, last - 1):

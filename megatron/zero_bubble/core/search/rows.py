@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.core.search.problem import NONE, Problem, Rows
 
 
-class Times(NamedTuple):
+class RowTimes(NamedTuple):
     """The times of rows.
 
     Attributes:
@@ -22,7 +22,7 @@ class Times(NamedTuple):
     places: list[list[int]]
 
 
-def times(problem: Problem, rows: Rows, fused: Sequence[Sequence[int]] | None) -> Times:
+def times(problem: Problem, rows: Rows, fused: Sequence[Sequence[int]] | None) -> RowTimes:
     """Run every pass as early as possible, until the end or a deadlock, in time linear in the number of passes.
 
     ``fused`` is what ``problem.fused`` returns; with None, all backwards are split.
@@ -65,4 +65,4 @@ def times(problem: Problem, rows: Rows, fused: Sequence[Sequence[int]] | None) -
                 waits_for[other] = NONE
                 runnable.append(other)
         free[rank] = now
-    return Times(starts, number, places)
+    return RowTimes(starts, number, places)

@@ -28,7 +28,7 @@ _FEWEST_BLOCKS, _MOST_LOGITS = 4, 2**24
 _HAS_OUTPUT_DTYPE = torch.version.cuda is not None and hasattr(torch.ops.aten.mm, "dtype")
 
 
-class Rows(NamedTuple):
+class ShardRows(NamedTuple):
     """The rows of the vocabulary that a shard has.
 
     Attributes:
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     num_used: int
 
     @classmethod
-    def of(cls, shard: int, num_shards: int, vocab_size: int) -> Rows:
+    def of(cls, shard: int, num_shards: int, vocab_size: int) -> ShardRows:
         """The rows of shard ``shard`` of ``num_shards`` equally large ones, the last of which may have padding."""
         num_rows = -(-vocab_size // num_shards)
         first = shard * num_rows
@@ -70,7 +70,7 @@ class LocalSoftmax(NamedTuple):
     labels: Tensor
 
 
-def local_softmax(hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows) -> LocalSoftmax:
+def local_softmax(hidden: Tensor, weight: Tensor, labels: Tensor, rows: ShardRows) -> LocalSoftmax:
     """S: the softmax of a shard.
 
     Args:
@@ -105,7 +105,7 @@ def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
 
 
 def softmax_in_blocks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows, with_gradient: bool
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: ShardRows, with_gradient: bool
 ) -> tuple[Tensor, ...]:
     """S that keeps no softmax, with the logits of one block of tokens at a time. Arguments as ``local_softmax``.
 
@@ -193,7 +193,7 @@ def _product(left: Tensor, matrix: Tensor) -> Tensor:
     return torch.mm(left.flatten(0, 1), matrix).view(*left.shape[:-1], -1)
 
 
-def look_up(weight: Tensor, ids: Tensor, rows: Rows) -> Tensor:
+def look_up(weight: Tensor, ids: Tensor, rows: ShardRows) -> Tensor:
     """I: the rows of ``ids`` that the shard has, and zeros for the others.
 
     Args:
@@ -206,7 +206,7 @@ def look_up(weight: Tensor, ids: Tensor, rows: Rows) -> Tensor:
     return weight[local].masked_fill(~owned[..., None], 0)
 
 
-def rows_gradient(gradient: Tensor, ids: Tensor, rows: Rows) -> Tensor:
+def rows_gradient(gradient: Tensor, ids: Tensor, rows: ShardRows) -> Tensor:
     """J: the gradient of the shard's rows, (v, h), from that of the output of ``look_up``, (b, s, h)."""
     owned, local = rows.find(ids)
     found = gradient.new_zeros(rows.num_rows, gradient.shape[-1])

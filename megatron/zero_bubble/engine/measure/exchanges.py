@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.zero_bubble.core.analysis.trace import Exchange, Trace
+from megatron.zero_bubble.core.analysis.trace import ExpertExchange, Trace
 from megatron.zero_bubble.core.costs import PassCosts
-from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, StageParts
+from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, ExpertParts
 from megatron.zero_bubble.core.ir import Kind, Pass
 
 _IN_FORWARD = {"dispatch": "dispatch", "combine": "combine"}
@@ -33,7 +33,7 @@ def with_exchanges(costs: PassCosts, traces: Iterable[Trace]) -> PassCosts:
     of_stages: dict[tuple[int, Kind], _Kind] = defaultdict(_Kind)
     for trace in traces:
         for rank in trace.ranks:
-            exchanges: dict[Pass, list[Exchange]] = defaultdict(list)
+            exchanges: dict[Pass, list[ExpertExchange]] = defaultdict(list)
             for each in rank.exchanges:
                 if len(each.works) == 1:
                     exchanges[each.works[0]].append(each)
@@ -60,7 +60,7 @@ class _Kind:
     passes: int = 0
     layers: int = 0
 
-    def add(self, exchanges: Sequence[Exchange], whole_ms: float) -> None:
+    def add(self, exchanges: Sequence[ExpertExchange], whole_ms: float) -> None:
         for part, ms in _times(exchanges):
             self.parts[part] += ms
         self.whole_ms += whole_ms
@@ -72,7 +72,7 @@ class _Kind:
         return self.parts[part] / self.whole_ms if self.whole_ms else 0.0
 
 
-def _times(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, float]]:
+def _times(exchanges: Sequence[ExpertExchange]) -> Iterator[tuple[str, float]]:
     """Yield the parts of a pass with their times, experts included."""
     ended: float | None = None
     fields = _IN_FORWARD if exchanges[0].works[0].kind is Kind.F else _IN_BACKWARD
@@ -83,7 +83,7 @@ def _times(exchanges: Sequence[Exchange]) -> Iterator[tuple[str, float]]:
         ended = each.end_ms if each.part in _FIRST else None
 
 
-def _parts(stage: int, costs: PassCosts, of_stages: Mapping[tuple[int, Kind], _Kind]) -> StageParts:
+def _parts(stage: int, costs: PassCosts, of_stages: Mapping[tuple[int, Kind], _Kind]) -> ExpertParts:
     forward = of_stages.get((stage, Kind.F))
     backward = of_stages.get((stage, Kind.B)) or of_stages.get((stage, Kind.BW))
     if forward is None or backward is None:

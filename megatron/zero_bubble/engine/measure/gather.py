@@ -23,10 +23,10 @@ from megatron.zero_bubble.core.ir.passes import VOCABULARY_KINDS
 from megatron.zero_bubble.core.ir.shards import Gather, Reduce
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.engine.measure.messages import measured_message_ms
-from megatron.zero_bubble.engine.measure.recorder import Marks
+from megatron.zero_bubble.engine.measure.recorder import UnreadMarks
 
 
-def gather_trace(name: str, marks: Marks, group: dist.ProcessGroup) -> Trace:
+def gather_trace(name: str, marks: UnreadMarks, group: dist.ProcessGroup) -> Trace:
     """Combine the recordings of all ranks of an iteration. A collective call; every rank of ``group`` gets the result.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron.zero_bubble.core.analysis.timeline import LaneSpan, divided
-from megatron.zero_bubble.core.analysis.trace import Exchange, RankTrace, Received, Sent, Settled, Validated
+from megatron.zero_bubble.core.analysis.trace import ExpertExchange, RankTrace, Received, Sent, Settled, ValidationWait
 from megatron.zero_bubble.core.ir import Message, Op, Pass, Schedule
 from megatron.zero_bubble.core.ir.ops import COMPUTE
 from megatron.zero_bubble.engine.measure.clocks import GroupClock, Offset
@@ -67,7 +67,7 @@ class Recorder(IterationObserver):
         at_s, error_s = (before + after) / 2 - offset.seconds, (after - before) / 2 + offset.error_s
         return _Origin(mark, at_s * 1e3, error_s * 1e3)
 
-    def stop(self) -> Marks:
+    def stop(self) -> UnreadMarks:
         """End the recording and return its marks; only ``Marks.times`` waits for them and reads them."""
         origin, self._origin = self._origin, None
         assert origin is not None, "stop() was called without start()"
@@ -92,8 +92,8 @@ class Recorder(IterationObserver):
         self._works: tuple[Pass, ...] = ()
         self._exchanging: dict[str, Any] = {}
 
-    def _events(self, origin: _Origin, elapsed_ms: Callable[[Any, Any], float]) -> Marks:
-        return Marks(
+    def _events(self, origin: _Origin, elapsed_ms: Callable[[Any, Any], float]) -> UnreadMarks:
+        return UnreadMarks(
             origin,
             elapsed_ms,
             self._passes,
@@ -161,7 +161,7 @@ class Recorder(IterationObserver):
             self._validated.append((self._waiting, self._mark()))
 
     def exchange_begins(self, part: str) -> None:
-        """An all-to-all of experts begins within the current pass; ``part`` is its field of ``StageParts``."""
+        """An all-to-all of experts begins within the current pass; ``part`` is its field of ``ExpertParts``."""
         if self._origin is not None:
             self._exchanging[part] = self._mark()
 
@@ -175,7 +175,7 @@ class Recorder(IterationObserver):
             self._clear()
 
 
-class Marks(NamedTuple):
+class UnreadMarks(NamedTuple):
     """A recorded iteration of one rank with unread marks; ``schedule`` is None for Megatron's own schedules."""
 
     origin: _Origin
@@ -201,10 +201,10 @@ class Marks(NamedTuple):
             tuple(Sent(m.producer, m.target, *ms(mark)) for m, mark in self.sent),
             tuple(Received(m.producer, m.source, *ms(*marks)) for m, *marks in self.received),
             tuple(Settled(m.producer, m.target, *ms(*marks)) for m, *marks in self.settled),
-            tuple(Validated(*ms(*marks)) for marks in self.validated),
+            tuple(ValidationWait(*ms(*marks)) for marks in self.validated),
             origin.error_ms,
             tuple(sorted((LaneSpan(op.lane or COMPUTE, op, *ms(*marks)) for op, *marks in self.lanes), key=_start)),
-            tuple(Exchange(works, part, *ms(*marks)) for works, part, *marks in self.exchanges),
+            tuple(ExpertExchange(works, part, *ms(*marks)) for works, part, *marks in self.exchanges),
         )
 
 

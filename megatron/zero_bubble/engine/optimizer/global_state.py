@@ -69,7 +69,7 @@ class RankChain:
         del self._group
 
 
-class Replicas:
+class DecidingRanks:
     """Ranks that decide alike, although their norms may differ in a bit. The constructor is a collective call of the
     whole job.
 

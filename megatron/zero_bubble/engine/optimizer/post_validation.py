@@ -28,9 +28,9 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.engine.optimizer.clip_forecast import ClipForecast
 from megatron.zero_bubble.engine.optimizer.clipping import Clipping
 from megatron.zero_bubble.engine.optimizer.global_state import (
+    DecidingRanks,
     GlobalState,
     RankChain,
-    Replicas,
     joined,
     split,
 )
@@ -100,7 +100,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         self._alone = new_group([dist.get_rank()], dist.get_backend(pipeline), timeout)
         self._state = GlobalState(pipeline, groups, device_of(chunks), timeout)
         self._chain = RankChain(pipeline, timeout)
-        self._replicas = Replicas(replicas, timeout)
+        self._replicas = DecidingRanks(replicas, timeout)
         self._pending: OptimizerStep | None = None
         self._wrong = False
         self._zero_later: list[Callable[[], object]] = []

@@ -32,7 +32,7 @@ from megatron.zero_bubble.engine.runtime.saved import Place, SavedTensors, Windo
 LEAST_BYTES = 4096
 """Smaller storages stay: a copy takes some microseconds, whatever its size."""
 
-Key = tuple[int, int, int, int]
+StorageKey = tuple[int, int, int, int]
 """A storage that forwards save again and again: stage, slice, position among the storages of a forward, and bytes."""
 _MOVED, _HELD, _SMALL = "moved", "something else refers to them", f"their storages are below {LEAST_BYTES} bytes"
 """What happened to bytes that were planned to move, or why they stayed."""
@@ -61,9 +61,9 @@ class Offloader:
         self._saved, self._host, self._out, self._back, self._say = saved, host, out, back, say
         self._bytes: Counter[str] = Counter()
         self._away: dict[Pass, _Away] = {}
-        self._stays: set[Key] = set()
-        self._stayed: set[Key] = set()
-        self._left: set[Key] = set()
+        self._stays: set[StorageKey] = set()
+        self._stayed: set[StorageKey] = set()
+        self._left: set[StorageKey] = set()
         self._planned: Sequence[Op] = ()
         self._sizes: dict[tuple[int, int], int] = {}  # of what a forward moves, by stage and slice
 
@@ -202,7 +202,7 @@ class _Away:
         left_out: bytes in storages that do not move because they are small, or elsewhere.
     """
 
-    def __init__(self, forward: Pass, ends: Ends, windows: list[Window], stays: set[Key]) -> None:
+    def __init__(self, forward: Pass, ends: Ends, windows: list[Window], stays: set[StorageKey]) -> None:
         self.ends = ends
         self.buffer: PinnedBuffer | None = None
         device = next((end.device for end in ends if end is not None), None)
@@ -232,7 +232,7 @@ class _Away:
             pairs += [(device, host) for host, device in self._with_host(place)]
         return pairs
 
-    def leave(self) -> list[tuple[Key, bool]]:
+    def leave(self) -> list[tuple[StorageKey, bool]]:
         """Free the memory on the device; returns for each storage whether it left, which it does unless something else
         refers to it.
         """

@@ -20,7 +20,7 @@ from megatron.zero_bubble.core.errors import PeerError
 from megatron.zero_bubble.engine.runtime.groups import new_group
 from megatron.zero_bubble.engine.runtime.transport import lost_connection
 
-Key = tuple[int, int]
+ShardKey = tuple[int, int]
 """A stage, and the number of one of its shards."""
 _FETCH, _ADD, _END = range(3)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -28,7 +28,7 @@ _REQUEST, _ANSWER = range(2)
 """Tags of messages."""
 
 
-class Exchange:
+class ShardExchange:
     """The shards of this rank, which the other replicas of its stages fetch and add to. For gloo.
 
     The constructor is a collective call of all ranks of the job. Methods are called from one thread at a time, in every
@@ -47,13 +47,13 @@ class Exchange:
         self.rank, self.size = group.rank(), group.size()
         self._others = [replica for replica in range(self.size) if replica != self.rank]
         self._lock = threading.Lock()
-        self._shards: Mapping[Key, torch.Tensor] = {}
-        self._sums: dict[Key, _Sum] = {}
+        self._shards: Mapping[ShardKey, torch.Tensor] = {}
+        self._sums: dict[ShardKey, _Sum] = {}
         self._ended: set[int] = set()
         self._threads: list[threading.Thread] = []
         self._lost: RuntimeError | None = None
 
-    def publish(self, shards: Mapping[Key, torch.Tensor], dtypes: Mapping[Key, torch.dtype]) -> None:
+    def publish(self, shards: Mapping[ShardKey, torch.Tensor], dtypes: Mapping[ShardKey, torch.dtype]) -> None:
         """Begin an iteration with these shards of weights, which must not change until its end.
 
         A replica that begins earlier waits for this one with its first request.
@@ -66,7 +66,7 @@ class Exchange:
         for thread in self._threads:
             thread.start()
 
-    def fetch(self, key: Key, replica: int, into: torch.Tensor) -> None:
+    def fetch(self, key: ShardKey, replica: int, into: torch.Tensor) -> None:
         """Fill ``into``, which is contiguous, with a shard of another replica.
 
         Raises:
@@ -75,7 +75,7 @@ class Exchange:
         self._ask(_FETCH, key, replica)
         self._group.recv([into], self._peers[replica], _ANSWER).wait()
 
-    def add(self, key: Key, replica: int, part: torch.Tensor) -> None:
+    def add(self, key: ShardKey, replica: int, part: torch.Tensor) -> None:
         """Add ``part``, which is contiguous, to the sum of a replica, which may be this one.
 
         Raises:
@@ -87,7 +87,7 @@ class Exchange:
         self._ask(_ADD, key, replica, part.numel(), _DTYPES.index(part.dtype))
         self._group.send([part], self._peers[replica], _REQUEST).wait()
 
-    def end(self) -> dict[Key, torch.Tensor]:
+    def end(self) -> dict[ShardKey, torch.Tensor]:
         """End the iteration when all replicas have ended it; returns the sums of this rank that anyone has added to.
 
         Raises:
@@ -116,7 +116,7 @@ class Exchange:
         if dist.is_initialized() and not any(thread.is_alive() for thread in self._threads):
             dist.destroy_process_group(self._group)
 
-    def _ask(self, request: int, key: Key, replica: int, *more: int) -> None:
+    def _ask(self, request: int, key: ShardKey, replica: int, *more: int) -> None:
         head = torch.tensor([request, *key, *(more or (0, 0))])
         self._group.send([head], self._peers[replica], _REQUEST).wait()
 
@@ -138,7 +138,7 @@ class Exchange:
         except RuntimeError as error:
             self._lost = error
 
-    def _receive(self, key: Key, replica: int, part: torch.Tensor) -> None:
+    def _receive(self, key: ShardKey, replica: int, part: torch.Tensor) -> None:
         with self._lock:
             own = self._sums.setdefault(key, _Sum(self.size))
             own.put(replica, part)

@@ -95,7 +95,7 @@ class Sharder:
             device = next(own.weights[0].device.type for own in chunks.values())
             self._weights, self._gradients = self._make_pool(device), self._make_pool(device)
 
-    def shards(self, stage: int) -> Shards:
+    def shards(self, stage: int) -> OwnShards:
         """The own parts of a stage that is kept as shards."""
         return self._chunks[stage].shards
 
@@ -234,7 +234,7 @@ class Sharder:
             raise _blame(op, error) from error
 
 
-class Shards:
+class OwnShards:
     """The own parts of a chunk, in the order of its ``own_weights`` and ``own_gradients``.
 
     Attributes:
@@ -251,7 +251,7 @@ class _Sharded:
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
-        self.shards = Shards([part.clone() for part in chunk.own_weights])
+        self.shards = OwnShards([part.clone() for part in chunk.own_weights])
         self._sizes = {id(whole): whole.untyped_storage().nbytes() for whole in (*chunk.weights, *chunk.gradients)}
         self.free_weights()
         self._free(chunk.gradients)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.engine.runtime.on_demand import Key
+from megatron.zero_bubble.engine.runtime.on_demand import ShardKey
 
 
 class SymmetricMemory(Protocol):
@@ -69,10 +69,10 @@ class SymmetricExchange:
         self._timeout_ms = 0 if timeout is None else int(timeout.total_seconds() * 1000)
         self.rank, self.size = group.rank(), group.size()
         self._group, self._memory = group, memory
-        self._shards: dict[Key, tuple[torch.Tensor, Any]] = {}
-        self._parts: dict[Key, tuple[torch.Tensor, Any]] = {}
+        self._shards: dict[ShardKey, tuple[torch.Tensor, Any]] = {}
+        self._parts: dict[ShardKey, tuple[torch.Tensor, Any]] = {}
 
-    def publish(self, shards: Mapping[Key, torch.Tensor], dtypes: Mapping[Key, torch.dtype]) -> None:
+    def publish(self, shards: Mapping[ShardKey, torch.Tensor], dtypes: Mapping[ShardKey, torch.dtype]) -> None:
         """Begin an iteration with these shards of weights, and gradients of these types. A collective call."""
         for key, shard in sorted(shards.items()):
             if key not in self._shards:
@@ -82,17 +82,17 @@ class SymmetricExchange:
             self._shards[key][0][0].copy_(shard)
         self._barrier()
 
-    def fetch(self, key: Key, replica: int, into: torch.Tensor) -> None:
+    def fetch(self, key: ShardKey, replica: int, into: torch.Tensor) -> None:
         """Fill ``into`` with a shard of another replica."""
         own, handle = self._shards[key]
         into.copy_(handle.get_buffer(replica, tuple(own.shape), own.dtype)[0])
 
-    def add(self, key: Key, replica: int, part: torch.Tensor) -> None:
+    def add(self, key: ShardKey, replica: int, part: torch.Tensor) -> None:
         """Add ``part`` to the place of this rank in the memory of a replica. No other rank writes there."""
         own, handle = self._parts[key]
         handle.get_buffer(replica, tuple(own.shape), own.dtype)[self.rank].add_(part)
 
-    def end(self) -> dict[Key, torch.Tensor]:
+    def end(self) -> dict[ShardKey, torch.Tensor]:
         """End the iteration when all replicas have ended it; returns the sums of this rank, added in rank order.
 
         A collective call.

@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.engine.wgrad.gradients import Given, Product
+from megatron.zero_bubble.engine.wgrad.gradients import ComputedGradient, Product
 from megatron.zero_bubble.engine.wgrad.hooks import ParameterHooks
 from megatron.zero_bubble.engine.wgrad.stand_in import stand_in_grad
 
@@ -71,7 +71,7 @@ class GradAccumulator:
         return any(self._others.are_on(parameter) for parameter in parameters if parameter is not None)
 
     @torch.no_grad()
-    def add(self, uses: Sequence[Sequence[Product | Given]], ready: bool) -> None:
+    def add(self, uses: Sequence[Sequence[Product | ComputedGradient]], ready: bool) -> None:
         """See ``store.Accumulator``.
 
         Several gradients of a weight in one microbatch (output layer with multi-token prediction) are first summed in
@@ -114,14 +114,14 @@ class GradAccumulator:
         if is_wrapped:
             parameter.grad_added_to_main_grad = before
 
-    def _by_the_jobs_kernel(self, use: Sequence[Product | Given]) -> None:
+    def _by_the_jobs_kernel(self, use: Sequence[Product | ComputedGradient]) -> None:
         """Accumulate directly into ``main_grad`` with the kernel of the job's ``gradient_accumulation_fusion``."""
         weight: Any = use[0].weight
         kernels = layers.fused_weight_gradient_mlp_cuda
         fp32 = weight.main_grad.dtype is torch.float32
         accumulate = kernels.wgrad_gemm_accum_fp32 if fp32 else kernels.wgrad_gemm_accum_fp16
         for each in use:
-            if isinstance(each, Given):
+            if isinstance(each, ComputedGradient):
                 weight.main_grad.add_(each.gradient)
             else:
                 accumulate(each.x, each.grad_output, weight.main_grad)
@@ -144,7 +144,7 @@ class GradAccumulator:
         parameter.grad, parameter.grad_added_to_main_grad = None, before
 
 
-def sum_of(use: Sequence[Product | Given]) -> torch.Tensor:
+def sum_of(use: Sequence[Product | ComputedGradient]) -> torch.Tensor:
     """The gradient of a weight in one microbatch, in the weight's dtype.
 
     autograd adds in this order: nodes that a gradient in the forward has made run before those of the forward.

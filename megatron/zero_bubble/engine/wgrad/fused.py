@@ -10,7 +10,7 @@ import torch
 
 from megatron.zero_bubble.engine.kernels import compare_ranks, select
 from megatron.zero_bubble.engine.wgrad.accumulate import GradAccumulator, sum_of
-from megatron.zero_bubble.engine.wgrad.gradients import Given, Product
+from megatron.zero_bubble.engine.wgrad.gradients import ComputedGradient, Product
 
 
 class FusedAccumulator(GradAccumulator):
@@ -32,7 +32,7 @@ class FusedAccumulator(GradAccumulator):
             compare_ranks(device.type)
             self._has_compared = True
 
-    def add(self, uses: Sequence[Sequence[Product | Given]], ready: bool) -> None:
+    def add(self, uses: Sequence[Sequence[Product | ComputedGradient]], ready: bool) -> None:
         """Accumulate all products in one call, and call the hooks of their parameters if ``ready``.
 
         Other gradients, and those of parameters with hooks, which see the gradient of one microbatch, are accumulated
@@ -48,11 +48,11 @@ class FusedAccumulator(GradAccumulator):
                     if parameter is not None:
                         self._call_hook(parameter)
 
-    def _is_alone(self, use: Sequence[Product | Given]) -> bool:
-        return self.is_hooked(use[0].weight, use[0].bias) or any(isinstance(each, Given) for each in use)
+    def _is_alone(self, use: Sequence[Product | ComputedGradient]) -> bool:
+        return self.is_hooked(use[0].weight, use[0].bias) or any(isinstance(each, ComputedGradient) for each in use)
 
     @torch.no_grad()
-    def _add_alone(self, uses: Sequence[Sequence[Product | Given]], ready: bool) -> None:
+    def _add_alone(self, uses: Sequence[Sequence[Product | ComputedGradient]], ready: bool) -> None:
         """Accumulate the gradients of ``uses`` one by one."""
         for use in uses:
             self.add_gradient(use[0].weight, sum_of(use), ready)

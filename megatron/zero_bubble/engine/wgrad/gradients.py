@@ -38,7 +38,7 @@ class Product(NamedTuple):
         return self.grad_output.sum(dim=0)
 
 
-class Given(NamedTuple):
+class ComputedGradient(NamedTuple):
     """A gradient of one use of a linear that B has computed.
 
     Attributes:
@@ -74,7 +74,7 @@ class Deferred(Protocol):
         """Start the communication that ``run`` needs, if any."""
         ...
 
-    def run(self) -> Iterable[Product | Given]:
+    def run(self) -> Iterable[Product | ComputedGradient]:
         """The operands of the gradient, for the accumulator; empty if this call has accumulated it itself.
 
         Afterwards, the object refers to none of them.
@@ -118,8 +118,8 @@ class DeferredGradient:
         if self._gradient is not None:
             self._gradient = copied(self._gradient, written)
 
-    def run(self) -> Iterable[Given]:
+    def run(self) -> Iterable[ComputedGradient]:
         """The gradient."""
         gradient, self._gradient = self._gradient, None
         assert gradient is not None
-        return (Given(self.weight, gradient),)
+        return (ComputedGradient(self.weight, gradient),)

@@ -27,7 +27,7 @@ from megatron.zero_bubble.engine.wgrad.saving import SavedInput
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
 
 
-class Choice(Protocol):
+class Deferral(Protocol):
     """Decides which gradients are deferred to W.
 
     Attributes:
@@ -209,7 +209,7 @@ class _AddBias(torch.autograd.Function):
         return grad, grad.contiguous().flatten(0, -2).sum(dim=0)
 
 
-def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, choice: Choice) -> Callable:
+def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, choice: Deferral) -> Callable:
     """The replacement for ``linear_with_grad_accumulation_and_async_allreduce``.
 
     It defers the weight gradient only if the running pass has a W (``store.deferring``), weight and input require

@@ -26,7 +26,7 @@ import torch
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Kind, Pass
 from megatron.zero_bubble.engine.runtime.saved import SavedTensors
-from megatron.zero_bubble.engine.wgrad.gradients import Deferred, Given, Product
+from megatron.zero_bubble.engine.wgrad.gradients import ComputedGradient, Deferred, Product
 from megatron.zero_bubble.engine.wgrad.operands import SharedGradients, Versions, in_same_memory, versions_of
 
 _NO_TASK = -1
@@ -36,7 +36,7 @@ _NO_TASK = -1
 class Accumulator(Protocol):
     """Computes and accumulates deferred gradients."""
 
-    def add(self, uses: Sequence[Sequence[Product | Given]], ready: bool) -> None:
+    def add(self, uses: Sequence[Sequence[Product | ComputedGradient]], ready: bool) -> None:
         """Accumulate gradients.
 
         Args:
@@ -245,7 +245,7 @@ class WgradStore:
         """
         entries = deque(self._stored.pop(work, ()))
         left = Counter(entry.use for entry in entries)
-        products: dict[tuple[Pass, int], list[Product | Given]] = defaultdict(list)
+        products: dict[tuple[Pass, int], list[Product | ComputedGradient]] = defaultdict(list)
         if entries:
             self._begin(entries[0])
         while entries:

@@ -11,7 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
-from megatron.zero_bubble.core.costs.lengths import Shape
+from megatron.zero_bubble.core.costs.lengths import SequenceShape
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import WHOLE, Message, Slices
 from megatron.zero_bubble.engine.runtime.handlers import Channels
@@ -114,7 +114,7 @@ class ShapedBoundary(Boundary):
     microbatches: tuple[Boundary, ...] = ()
 
     @classmethod
-    def of_shapes(cls, shapes: Sequence[Shape], config: Any, groups: Any, *more: Any) -> ShapedBoundary:
+    def of_shapes(cls, shapes: Sequence[SequenceShape], config: Any, groups: Any, *more: Any) -> ShapedBoundary:
         """Make the boundaries; the other arguments are those of ``Boundary.of``.
 
         Raises:

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron.zero_bubble.integration.adapter.part import Call, Part
-from megatron.zero_bubble.integration.adapter.replicas import Comparison, Together
+from megatron.zero_bubble.integration.adapter.replicas import ReplicaComparison, Together
 
 
 class EqualCounts(Part):
@@ -21,7 +21,7 @@ class EqualCounts(Part):
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self._timeout = timeout
-        self._comparison: Comparison | None = None
+        self._comparison: ReplicaComparison | None = None
 
     def begin(self, call: Call) -> None:
         """See ``Part``.
@@ -36,7 +36,7 @@ class EqualCounts(Part):
             return
         if self._comparison is None or self._comparison.replicas is not replicas:
             self.close()
-            self._comparison = Comparison(replicas, self._timeout)
+            self._comparison = ReplicaComparison(replicas, self._timeout)
         self._comparison.start(step.num_microbatches, step.forward_only)
         self._comparison.check(together)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.core.costs.lengths import Shape
+from megatron.zero_bubble.core.costs.lengths import SequenceShape
 from megatron.zero_bubble.core.errors import PeerError, UserError
 from megatron.zero_bubble.engine.runtime.agreement import AgreedChannels, Agreement
 from megatron.zero_bubble.engine.runtime.handlers import Channels
@@ -32,7 +32,7 @@ class GivenShapes(NamedTuple):
         source: the pipeline rank that tells the others; None if all know them.
     """
 
-    shapes: tuple[Shape, ...] | None
+    shapes: tuple[SequenceShape, ...] | None
     source: int | None = None
 
     @classmethod
@@ -88,7 +88,7 @@ class Lengths:
         return self.given is not None and self.given.source is not None
 
     @property
-    def shapes(self) -> tuple[Shape, ...] | None:
+    def shapes(self) -> tuple[SequenceShape, ...] | None:
         """Those of all microbatches; None if they are equal or unknown.
 
         Raises:
@@ -123,8 +123,8 @@ class Lengths:
         own = self.given.shapes or () if hosts.rank == source else ()
         words = [len(own), *(size for shape in own for size in shape)]
         count, *sizes = hosts.broadcast((words + [0] * 2 * number)[: 1 + 2 * number], source)
-        shapes = [Shape(*sizes[at : at + 2]) for at in range(0, 2 * min(count, number), 2)]
-        shapes += [Shape(0, 0)] * (count - len(shapes))  # too many, which is refused
+        shapes = [SequenceShape(*sizes[at : at + 2]) for at in range(0, 2 * min(count, number), 2)]
+        shapes += [SequenceShape(0, 0)] * (count - len(shapes))  # too many, which is refused
         return replace(self, given=GivenShapes(tuple(shapes)))
 
     @property
@@ -245,14 +245,14 @@ def _described(count: int, kind: int, detail: int, hash_: int) -> str:
     return f"{what} for {count} microbatches"
 
 
-def _shape(element: int | tuple[int, int]) -> Shape:
+def _shape(element: int | tuple[int, int]) -> SequenceShape:
     sizes = (1, element) if isinstance(element, int) else element
     if (
         isinstance(sizes, (tuple, list))
         and len(sizes) == 2
         and all(isinstance(size, int) and size > 0 for size in sizes)
     ):
-        return Shape(*sizes)
+        return SequenceShape(*sizes)
     raise UserError(
         "the shape of a microbatch is its number of tokens, or a pair (sequences, tokens of each), of positive "
         f"integers; got {element!r}; give such numbers, as .tolist() of a tensor does"

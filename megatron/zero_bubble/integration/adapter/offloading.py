@@ -14,7 +14,7 @@ from megatron.zero_bubble.integration.adapter.part import IterationFacts, Joined
 from megatron.zero_bubble.integration.adapter.prepared import Lowering
 
 
-class Offloading(Part):
+class OffloadPart(Part):
     """Moves what forwards saved to host memory, and back.
 
     Args:

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.core.ir import Plan
 from megatron.zero_bubble.engine.runtime.groups import backend_of
-from megatron.zero_bubble.engine.runtime.on_demand import Exchange
+from megatron.zero_bubble.engine.runtime.on_demand import ShardExchange
 from megatron.zero_bubble.engine.runtime.symmetric import SymmetricExchange, check_hosts
 from megatron.zero_bubble.integration.adapter.shards import DistributedChunk
 
@@ -19,7 +19,7 @@ from megatron.zero_bubble.integration.adapter.shards import DistributedChunk
 class OnDemandChunk(DistributedChunk):
     """A model chunk as ``runtime.shards.Chunk``, whose gradients are complete when all replicas have ended."""
 
-    def __init__(self, model: torch.nn.Module, stage: int, exchange: Exchange | SymmetricExchange) -> None:
+    def __init__(self, model: torch.nn.Module, stage: int, exchange: ShardExchange | SymmetricExchange) -> None:
         super().__init__(model)
         self._exchange = exchange
         self._is_mean = any(group.ddp_config.average_in_collective for group in self._groups)
@@ -66,7 +66,7 @@ class OnDemand:
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self._timeout = timeout
-        self._exchange: Exchange | SymmetricExchange | None = None
+        self._exchange: ShardExchange | SymmetricExchange | None = None
 
     def connect(self, _plan: Plan) -> None:
         """Begin to serve the other replicas; their plans may differ. A collective call the first time.
@@ -78,7 +78,7 @@ class OnDemand:
             return
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if backend_of(group) == "gloo":
-            self._exchange = Exchange(group, self._timeout)
+            self._exchange = ShardExchange(group, self._timeout)
         else:
             from torch.distributed import _symmetric_memory  # defines operators when it is imported
 

@@ -18,7 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.core.costs.lengths import Shape
+from megatron.zero_bubble.core.costs.lengths import SequenceShape
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Pass, Plan, Schedule
 from megatron.zero_bubble.engine.measure.memory import MemoryMeter
@@ -52,7 +52,7 @@ from megatron.zero_bubble.integration.adapter.prepared import (
 from megatron.zero_bubble.integration.adapter.recent import Recent
 from megatron.zero_bubble.integration.adapter.shards import ShardedUnits
 from megatron.zero_bubble.integration.adapter.stage import StepArguments, StepResults
-from megatron.zero_bubble.integration.adapter.staging import Links
+from megatron.zero_bubble.integration.adapter.staging import Transfers
 from megatron.zero_bubble.integration.adapter.unfinished import Unfinished
 from megatron.zero_bubble.integration.adapter.versions import check_one_model, check_one_pipeline, process_groups
 from megatron.zero_bubble.integration.adapter.vocabulary_parallel import VocabularyParallel
@@ -202,7 +202,7 @@ class Pipeline:
         pg_collection: Any = None,
         grad_finalize_pgs: Any = None,
         force_all_reduce: bool | None = False,
-        shapes: Sequence[Shape] | None = None,
+        shapes: Sequence[SequenceShape] | None = None,
     ) -> list[Any]:
         """Run one iteration. Returns the losses of the microbatches on the last rank, and an empty list elsewhere.
 
@@ -272,7 +272,7 @@ class Pipeline:
                     self._train(iteration)
         return self._joined.deliver(losses, prepared.last_stage_rank, boundary.device)
 
-    def _links(self, prepared: PreparedPlan, call: Call) -> Links:
+    def _links(self, prepared: PreparedPlan, call: Call) -> Transfers:
         """What moves values between ranks in this iteration."""
         validates = not call.step.forward_only and self._optimizer is not None and self._optimizer.is_pending
         steps = prepared.steps | {"validate"} if validates else prepared.steps

@@ -34,7 +34,7 @@ SHARDED = Together(
 )
 
 
-class Comparison:
+class ReplicaComparison:
     """Compares the numbers of microbatches of replicas. The constructor is a collective call of all ranks of the job.
 
     Over NCCL, the answer would come after all that the device has queued, and the host could not run ahead of it.

@@ -17,17 +17,17 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.engine.runtime.shards import Shards
+from megatron.zero_bubble.engine.runtime.shards import OwnShards
 from megatron.zero_bubble.planning.job.options import check_shards
 
 _GATHER_SINCE_0_18 = "start_param_sync_for_bucket_group_subset"
 """Gathers weights after a step; before, the optimizer calls ``start_param_sync`` of its chunks."""
 
 
-class Place(NamedTuple):
+class BucketPlace(NamedTuple):
     """The shards of a chunk, and the number of a bucket among them."""
 
-    shards: Shards
+    shards: OwnShards
     number: int
 
 
@@ -48,7 +48,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def step_shards(
-    optimizer: Any, chunks: Sequence[DistributedDataParallel], places: Mapping[int, Place], restored: ExitStack
+    optimizer: Any, chunks: Sequence[DistributedDataParallel], places: Mapping[int, BucketPlace], restored: ExitStack
 ) -> None:
     """Let ``optimizer`` step shards until ``restored`` is closed.
 
@@ -80,7 +80,7 @@ def step_shards(
 class _Step:
     """The steps of one distributed optimizer."""
 
-    def __init__(self, part: Any, places: Mapping[int, Place]) -> None:
+    def __init__(self, part: Any, places: Mapping[int, BucketPlace]) -> None:
         self._part, self._places = part, places
 
     def move_weights(self) -> None:
@@ -118,7 +118,7 @@ class _Step:
         ):
             yield from zip(models, views, mains, strict=True)
 
-    def _place(self, model: torch.Tensor) -> tuple[Place, int, int]:
+    def _place(self, model: torch.Tensor) -> tuple[BucketPlace, int, int]:
         """Where the own part of a parameter is."""
         buffer, _, bucket = self._part.model_param_gbuf_map[model]
         within = self._part._get_model_param_range_map(model)["gbuf_local"]

@@ -30,8 +30,8 @@ from megatron.zero_bubble.integration.adapter.finalize import Finalize
 from megatron.zero_bubble.integration.adapter.part import Call, IterationFacts, Joined, Part
 from megatron.zero_bubble.integration.adapter.placement import is_end
 from megatron.zero_bubble.integration.adapter.prepared import Lowering, check_same_plan
-from megatron.zero_bubble.integration.adapter.replicas import Comparison
-from megatron.zero_bubble.integration.adapter.sharded_step import Place, check_optimizer, step_shards
+from megatron.zero_bubble.integration.adapter.replicas import ReplicaComparison
+from megatron.zero_bubble.integration.adapter.sharded_step import BucketPlace, check_optimizer, step_shards
 from megatron.zero_bubble.integration.adapter.versions import skips_stages_without_embedding
 from megatron.zero_bubble.planning.job.options import check_shards
 
@@ -139,7 +139,7 @@ class ShardedUnits(Part):
     ) -> None:
         self._sharding = sharding
         self._transport, self._timeout = transport, timeout
-        self._comparison: Comparison | None = None
+        self._comparison: ReplicaComparison | None = None
         self.sharder: Sharder | None = None
         self._optimizer: Any = None
         self._stages: tuple[int, ...] = ()  # of the chunks that are kept as shards
@@ -203,7 +203,7 @@ class ShardedUnits(Part):
             return  # a replica then runs on its own
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if self._comparison is None or self._comparison.replicas is not group:
-            self._comparison = Comparison(group, self._timeout)
+            self._comparison = ReplicaComparison(group, self._timeout)
         self._comparison.start(num_microbatches, forward_only)
         if backend_of(group) == "gloo":
             self.agree()
@@ -264,7 +264,7 @@ class ShardedUnits(Part):
         self._stages = tuple(of_stage)
         self.sharder.keep(of_stage)
         places = {
-            id(bucket): Place(self.sharder.shards(stage), number)
+            id(bucket): BucketPlace(self.sharder.shards(stage), number)
             for stage, chunk in of_stage.items()
             for number, bucket in enumerate(chunk.buckets)
         }

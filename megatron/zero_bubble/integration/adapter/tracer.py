@@ -26,7 +26,7 @@ from megatron.zero_bubble.core.render.svg import draw_comparison
 from megatron.zero_bubble.engine.measure.exchanges import with_exchanges
 from megatron.zero_bubble.engine.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.engine.measure.layers import gather_layers
-from megatron.zero_bubble.engine.measure.recorder import Marks, Recorder
+from megatron.zero_bubble.engine.measure.recorder import Recorder, UnreadMarks
 from megatron.zero_bubble.engine.measure.slice_tokens import gather_least_tokens, gather_overhead
 from megatron.zero_bubble.engine.runtime.observer import IterationObserver, IterationStart
 from megatron.zero_bubble.integration.adapter.pipeline import Pipeline
@@ -85,7 +85,7 @@ class Tracer(IterationObserver):
         self._chosen = iterations
         self._end: int | None = None
         self._recording = False
-        self._recorded: dict[int, Marks] = {}
+        self._recorded: dict[int, UnreadMarks] = {}
         self._packing, self._facts = packing, facts
         self._loads: dict[int, tuple[Load, ...]] = {}
         self._measured_tokens: int | None = None

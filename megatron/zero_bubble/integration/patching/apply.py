@@ -35,7 +35,7 @@ from megatron.zero_bubble.integration.adapter.dropout import DropoutNotice
 from megatron.zero_bubble.integration.adapter.lengths import GivenShapes
 from megatron.zero_bubble.integration.adapter.measured import Measured, Replanner
 from megatron.zero_bubble.integration.adapter.model_stages import build_chunks
-from megatron.zero_bubble.integration.adapter.offloading import Offloading
+from megatron.zero_bubble.integration.adapter.offloading import OffloadPart
 from megatron.zero_bubble.integration.adapter.on_demand import OnDemand
 from megatron.zero_bubble.integration.adapter.options import Options
 from megatron.zero_bubble.integration.adapter.part import Part
@@ -321,7 +321,7 @@ def _pipeline(
         if config.plans_offload:
             moves = planned = AutoMoves(memory, limit, say)
             planners.append(planned)
-        parts.append(Offloading(moves, limit, said))
+        parts.append(OffloadPart(moves, limit, said))
     if isinstance(setup.order, Searched):
         auto = AutoSchedule(AutoOptions(setup, config.runs), memory, say)
         make = auto.make

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron.zero_bubble.integration.patching.digest import digest_of
 
-Table = dict[str, dict[str, list[str]]]
+Digests = dict[str, dict[str, list[str]]]
 """Versions by digest, by function."""
 
 TABLE = Path(__file__).with_name("bodies.json")
@@ -64,7 +64,7 @@ OPTIMIZER: tuple[tuple[str, str], ...] = (
 )
 
 
-def read_table() -> Table:
+def read_table() -> Digests:
     """The digests of all compared versions."""
     return json.loads(TABLE.read_text())
 

@@ -17,7 +17,7 @@ from megatron.zero_bubble.integration.patching.replaced import Replacement
 from megatron.zero_bubble.integration.patching.seam import Seam
 
 _METHODS = {"token_dispatch": ("dispatch", "dispatch_grad"), "token_combine": ("combine", "combine_grad")}
-"""The methods, and the fields of ``StageParts`` that they take time for in F and in B."""
+"""The methods, and the fields of ``ExpertParts`` that they take time for in F and in B."""
 
 
 def timing(observers: Sequence[IterationObserver], seams: Sequence[Seam]) -> list[Replacement]:

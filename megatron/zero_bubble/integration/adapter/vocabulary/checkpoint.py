@@ -6,13 +6,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from megatron.zero_bubble.engine.kernels.vocabulary import Rows
+from megatron.zero_bubble.engine.kernels.vocabulary import ShardRows
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.", "output_layer."
 """Names of the modules, as prefixes of the names of their weights."""
 
 
-def sharded(key: str, weight: torch.Tensor, rows: Rows, num_shards: int, is_copy: bool = False) -> ShardedTensor:
+def sharded(key: str, weight: torch.Tensor, rows: ShardRows, num_shards: int, is_copy: bool = False) -> ShardedTensor:
     """The rows of a rank as a part of the whole layer's weight, whose padding may differ between checkpoints.
 
     Args:

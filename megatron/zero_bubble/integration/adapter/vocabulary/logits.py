@@ -12,7 +12,7 @@ import torch
 from megatron.zero_bubble.core.ir import Pass
 from megatron.zero_bubble.core.ir.passes import T
 from megatron.zero_bubble.engine.kernels import vocabulary
-from megatron.zero_bubble.engine.kernels.vocabulary import LocalSoftmax, Rows
+from megatron.zero_bubble.engine.kernels.vocabulary import LocalSoftmax, ShardRows
 from megatron.zero_bubble.integration.adapter.vocabulary.tensor_parallel import TensorParallel
 
 Tensor = torch.Tensor
@@ -68,7 +68,7 @@ class Logits(Protocol):
     """Computes logits and their gradients; shapes as in ``kernels.vocabulary``."""
 
     def softmax(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows, tensor: TensorParallel, prepares: bool
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, rows: ShardRows, tensor: TensorParallel, prepares: bool
     ) -> Softmax:
         """Run S.
 
@@ -80,7 +80,7 @@ class Logits(Protocol):
         ...
 
     def gradients(
-        self, saved: Saved, x: Tensor, weight: Tensor, rows: Rows, whole: Tensor, of_losses: Tensor
+        self, saved: Saved, x: Tensor, weight: Tensor, rows: ShardRows, whole: Tensor, of_losses: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Run T.
 
@@ -100,7 +100,7 @@ class KeptLogits:
     """Saves the softmax, which T overwrites with the gradient: 4 bytes per logit from S to T."""
 
     def softmax(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows, tensor: TensorParallel, prepares: bool
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, rows: ShardRows, tensor: TensorParallel, prepares: bool
     ) -> Softmax:
         """See ``Logits``."""
         own = vocabulary.local_softmax(tensor.whole_sequence(hidden), weight, labels, rows)
@@ -112,7 +112,7 @@ class KeptLogits:
         return Softmax(whole, tuple(map(tensor.added, parts)), Saved(hidden, own))
 
     def gradients(
-        self, saved: Saved, x: Tensor, _weight: Tensor, _rows: Rows, whole: Tensor, of_losses: Tensor
+        self, saved: Saved, x: Tensor, _weight: Tensor, _rows: ShardRows, whole: Tensor, of_losses: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """See ``Logits``."""
         yield x, vocabulary.logits_gradient(LocalSoftmax(*saved.tensors), whole, of_losses)
@@ -122,7 +122,7 @@ class RecomputedLogits:
     """Saves only hidden states and labels: T computes the logits again, in blocks of tokens, as does S."""
 
     def softmax(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows, tensor: TensorParallel, prepares: bool
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, rows: ShardRows, tensor: TensorParallel, prepares: bool
     ) -> Softmax:
         """See ``Logits``."""
         x = tensor.whole_sequence(hidden)
@@ -133,7 +133,7 @@ class RecomputedLogits:
         return Softmax(whole, tuple(map(tensor.added, parts)), Saved(hidden, (labels,)))
 
     def gradients(
-        self, saved: Saved, x: Tensor, weight: Tensor, rows: Rows, whole: Tensor, of_losses: Tensor
+        self, saved: Saved, x: Tensor, weight: Tensor, rows: ShardRows, whole: Tensor, of_losses: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """See ``Logits``."""
         (labels,) = saved.tensors

@@ -25,7 +25,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.engine.kernels import vocabulary
-from megatron.zero_bubble.engine.kernels.vocabulary import Rows
+from megatron.zero_bubble.engine.kernels.vocabulary import ShardRows
 from megatron.zero_bubble.engine.runtime.refusals import refused_together
 from megatron.zero_bubble.engine.wgrad.hooks import has_hooks
 from megatron.zero_bubble.integration.adapter.vocabulary.checkpoint import EMBEDDING, OUTPUT, sharded
@@ -41,7 +41,7 @@ class EmbeddingShard(torch.nn.Module):
         scatters: whether the embedding's output is divided among tensor-parallel ranks along the sequence.
     """
 
-    def __init__(self, weight: torch.nn.Parameter, rows: Rows, num_shards: int, scatters: bool) -> None:
+    def __init__(self, weight: torch.nn.Parameter, rows: ShardRows, num_shards: int, scatters: bool) -> None:
         super().__init__()
         self.weight = weight
         self.rows = rows
@@ -277,7 +277,7 @@ class _LastOutput(torch.nn.Module):
 
 def _own_rows(
     weight: torch.Tensor | None, model: Any, root: int, group: dist.ProcessGroup
-) -> tuple[torch.nn.Parameter, Rows]:
+) -> tuple[torch.nn.Parameter, ShardRows]:
     """This rank's rows of a vocabulary layer, cut from the stock layer of rank ``root``; padding is zero.
 
     Args:
@@ -287,7 +287,7 @@ def _own_rows(
     tensor, size = parallel_state.get_tensor_model_parallel_group(), group.size()
     device = next(model.parameters()).device
     rank, count = group.rank() * tensor.size() + tensor.rank(), size * tensor.size()
-    rows = Rows.of(rank, count, model.vocab_size)
+    rows = ShardRows.of(rank, count, model.vocab_size)
     own = torch.empty(rows.num_rows, model.config.hidden_size, dtype=model.config.params_dtype, device=device)
     parts = None
     if group.rank() == root:

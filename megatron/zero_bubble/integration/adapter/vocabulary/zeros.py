@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.engine.kernels.vocabulary import Rows
+from megatron.zero_bubble.engine.kernels.vocabulary import ShardRows
 from megatron.zero_bubble.engine.runtime.backends import is_nccl
 from megatron.zero_bubble.engine.runtime.groups import backend_of
 
@@ -34,7 +34,7 @@ def without_padding(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def zeros_of_padding(weight: Any, start: int, end: int) -> int:
     """The number of zeros in the gradient of those of the elements ``start`` to ``end`` that are padding."""
-    rows: Rows | None = getattr(weight, "vocabulary_rows", None)
+    rows: ShardRows | None = getattr(weight, "vocabulary_rows", None)
     gradient = getattr(weight, "main_grad", weight.grad)
     if rows is None or gradient is None:
         return 0
