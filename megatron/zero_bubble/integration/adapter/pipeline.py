@@ -158,8 +158,8 @@ class Pipeline:
         group = parallel_state.get_pipeline_model_parallel_group()
         # Tokens travel between the replicas of a stage with experts, so these must repeat their forwards together.
         replicas = parallel_state.get_expert_model_parallel_group() if config.num_moe_experts else None
-        more = self._options.rollback, replicas, self._options.timeout
-        ahead = PostValidatedOptimizer(optimizer, chunks, group, *more)
+        options = self._options
+        ahead = PostValidatedOptimizer(optimizer, chunks, group, options.rollback, replicas, options.timeout)
         ahead.on_settle = self._settle_reports
         if self._optimizer is not None:
             self._optimizer.close()
