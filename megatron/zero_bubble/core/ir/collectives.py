@@ -71,7 +71,8 @@ class Collective(Op):
 
     def arrival(self) -> tuple[Token, ...]:
         """The tokens of all other ranks."""
-        return tuple([self.started(rank) for rank in range(self.num_ranks) if rank != self.rank])
+        key = self.key
+        return tuple([Token("started", (key, rank)) for rank in range(self.num_ranks) if rank != self.rank])
 
     def duration_ms(self, times: Times, slices: Slices) -> float:
         return times.collective()
