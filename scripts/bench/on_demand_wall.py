@@ -33,7 +33,7 @@ from bench.lengths import DATA, DIVISIONS, ON_DEMAND, OnDemandRow, divisions, it
 from megatron.zero_bubble import LengthCost, Pass, Placement, Schedule
 from megatron.zero_bubble.core.costs.lengths import Load
 from megatron.zero_bubble.core.ir.passes import BW, F
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.engine.platforms.streams import Lane, ThreadLane
 from megatron.zero_bubble.engine.runtime.groups import Directions
@@ -119,7 +119,7 @@ def _turn(
 ) -> Callable[[], float]:
     """What runs one iteration of this replica and returns its time in ms, until all replicas have ended."""
     schedule = in_turn(len(loads))
-    plan = lower_training(schedule, sharding=Sharding(unit_microbatches=1))
+    plan = plan_of(schedule, Additions(sharding=Sharding(unit_microbatches=1)))
     stage = SleepingStage(schedule, cost.passes(schedule.placement, tuple(loads)), (1,))
     chunks = {unit: (_OnDemand if on_demand else _Collective)(unit, exchange) for unit in range(UNITS)}
     sharder = Sharder(lane)

@@ -13,12 +13,12 @@ from bench import ranks
 from bench.lengths import DATA, DIVISIONS
 from bench.on_demand_wall import UNITS, in_turn, summary
 from megatron.zero_bubble.core.ir.shards import Gather, Reduce
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.shard import Sharding
 
 
 def test_every_unit_is_gathered_and_reduced_in_every_microbatch() -> None:
-    plan = lower_training(in_turn(3), sharding=Sharding(unit_microbatches=1))
+    plan = plan_of(in_turn(3), Additions(sharding=Sharding(unit_microbatches=1)))
     [row] = plan.ops
     gathers, reductions = ([op.stage for op in row if isinstance(op, kind)] for kind in (Gather, Reduce))
     assert reductions == 3 * list(reversed(range(UNITS)))

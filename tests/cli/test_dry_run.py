@@ -16,7 +16,7 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import costs_to_json
 from megatron.zero_bubble.core.formats.plan import plan_to_json
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.plan.nccl import Ctas, collective_ctas
 from megatron.zero_bubble.planning.job.arguments.checks import check
 from megatron.zero_bubble.planning.job.arguments.parser import parse
@@ -297,7 +297,7 @@ def test_transfers_of_nccl_must_leave_half_of_the_gpu(
     own = [*FOUR, "--gpu", "h100", "--costs", str(costs)]
     job = [*JOB, *PIPELINE, *"--zero-bubble-schedule zb-h1 --zero-bubble-vocabulary-parallel 2".split()]
     run(capsys, own, job)
-    plan = lower_training(named("zb-h1", 4, vocabulary=2).make(16))
+    plan = plan_of(named("zb-h1", 4, vocabulary=2).make(16))
     with pytest.raises(UserError) as caught:
         collective_ctas(Ctas(16), plan, 132)
     text = refusal(capsys, own, [*job, "--zero-bubble-nccl-ctas", "16"])

@@ -16,7 +16,7 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.memory import message_peaks
 from megatron.zero_bubble.core.formats.costs import costs_to_json
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import plan_of
 from tests.helpers.plans import schedule_from_json
 from tests.helpers.rows import some
 
@@ -264,7 +264,7 @@ def test_estimated_plan_states_its_assumptions(capsys: Capture) -> None:
 def test_messages_of_a_model_are_counted(capsys: Capture) -> None:
     """A message of gpt_6.2b is 2 bytes x 3 x 1024 tokens x 4096."""
     flags = ("--schedule", "zb-h1", "--config", str(CONFIGS / "gpt_6.2b.yaml"))
-    plan = lower_training(build("zb-h1", num_ranks=8, num_microbatches=24))
+    plan = plan_of(build("zb-h1", num_ranks=8, num_microbatches=24))
     expected = [peak * 2 * 3 * 1024 * 4096 for peak in message_peaks(plan)]
     assert run_json(capsys, "plan", *flags, "--format", "json")["message_peak"] == expected
     listed = " ".join(f"{size / 2**30:.3g}" for size in expected)

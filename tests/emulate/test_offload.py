@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
 from megatron.zero_bubble.core.analysis.timeline import LaneSpan, Span
 from megatron.zero_bubble.core.ir import Plan
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.offload import select_longest
 from megatron.zero_bubble.engine.runtime.groups import Directions
 from megatron.zero_bubble.engine.runtime.transport import Transport
@@ -42,7 +42,7 @@ def run(rank: int, plan: Plan, costs: PassCosts) -> Ran:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v"])
 def test_executed_as_planned(ranks: RankPool, name: str, host_ms: float) -> None:
     schedule = build(name, num_ranks=4, num_microbatches=8)
-    plan = lower_training(schedule, moves=select_longest(schedule, 1.0))
+    plan = plan_of(schedule, Additions(moves=tuple(select_longest(schedule, 1.0))))
     costs, memory = costs_of(plan, host_ms), PassMemory.uniform(schedule.placement, 8.0, 2.0)
     planned = simulate(plan, costs, memory)
     rows: list[Ran] = ranks.run(4, run, plan, costs)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.core.analysis.timeline import LaneSpan, Span
 from megatron.zero_bubble.core.ir import Plan
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.engine.runtime.groups import Directions
 from megatron.zero_bubble.engine.runtime.transport import Transport
@@ -41,7 +41,7 @@ def test_executed_as_planned(ranks: RankPool, name: str, gather_ms: float) -> No
     costs = PassCosts.uniform(schedule.placement, 5.0, 6.0, 4.0, 0.5)
     stages = schedule.num_stages
     costs = replace(costs, gather_ms=(gather_ms,) * stages, reduce_ms=(1.5 * gather_ms,) * stages)
-    plan = lower_training(schedule, sharding=Sharding(4))
+    plan = plan_of(schedule, Additions(sharding=Sharding(4)))
     planned = simulate(plan, costs)
     rows: list[Ran] = ranks.run(4, run, plan, costs)
     for rank, (spans, lanes) in enumerate(rows):

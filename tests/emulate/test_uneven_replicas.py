@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble import LengthCost, balance, build
 from megatron.zero_bubble.core.costs.lengths import Load
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.engine.runtime.groups import Directions
 from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.emulate.clock import VirtualClock
@@ -37,7 +37,7 @@ def iteration_ms(_rank: int, name: str, assignments: list[Replicas], cost: Lengt
         own = replicas[replica]
         schedule = build(name, num_ranks=RANKS, num_microbatches=len(own))
         costs = cost.passes(schedule.placement, tuple(map(Load.of, own)))
-        plan, clock = lower_training(schedule), VirtualClock()
+        plan, clock = plan_of(schedule), VirtualClock()
         transport.open(plan.channels)
         execute(plan, VirtualStage(schedule, costs, clock), VirtualLinks(transport, costs))
         end = torch.tensor(clock.now_ms, dtype=torch.float64)

@@ -21,7 +21,7 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import plan_from_json
 from megatron.zero_bubble.core.ir import Kind
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning.advice import Setting
@@ -60,7 +60,7 @@ def test_no_plan_with_pairs_is_longer_than_megatrons_combined_schedule(
     assert made.timeline.makespan_ms <= stock.makespan_ms
     assert max(made.timeline.peak_activation) <= max(stock.peak_activation)
     assert made.schedule.pairs and made.certificate is None
-    lower_training(made.schedule)
+    plan_of(made.schedule)
 
 
 def test_a_small_all_to_all_is_better_with_split_backwards_alone() -> None:

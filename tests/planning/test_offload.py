@@ -17,7 +17,7 @@ from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.offload import Evict, Fetch
-from megatron.zero_bubble.core.plan import Additions, lower_training, plan_without_messages
+from megatron.zero_bubble.core.plan import Additions, plan_of, plan_without_messages
 from megatron.zero_bubble.core.plan.offload import select_longest
 from megatron.zero_bubble.planning.offload import HostLimits, OffloadPlan, plan_offload
 from tests.helpers.rows import some
@@ -94,7 +94,7 @@ def test_auto_delays_nothing_and_saves_memory(case: tuple[Timeline, PassCosts, P
         assert pending - 1e-9 <= with_ <= without + 1e-9
     for curve in memory_curve(plan.timeline, memory):
         assert curve[-1].amount == pytest.approx(0.0, abs=1e-6)
-    lowered = lower_training(before.schedule, moves=plan.moves)
+    lowered = plan_of(before.schedule, Additions(moves=tuple(plan.moves)))
     assert host_peaks(lowered, memory) == pytest.approx(plan.host_peak)
 
 

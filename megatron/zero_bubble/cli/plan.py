@@ -25,7 +25,7 @@ from megatron.zero_bubble.core.formats.plan import PlanFile, read_plan_file
 from megatron.zero_bubble.core.formats.torch_csv import plan_to_csv, schedule_to_csv
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.render.svg import render_svg, zoomable
 from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
@@ -47,7 +47,7 @@ from megatron.zero_bubble.planning.values import PLAN_ROWS
 
 _OF_TORCH: dict[str, Callable[[Schedule], str]] = {
     "csv": schedule_to_csv,
-    "lowered-csv": lambda schedule: plan_to_csv(lower_training(schedule)),
+    "lowered-csv": lambda schedule: plan_to_csv(plan_of(schedule)),
 }
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build, simulate
 from megatron.zero_bubble.core.analysis.memory import memory_curve, message_peaks, most_kept
 from megatron.zero_bubble.core.ir import Compute, Plan, Recv, Send, Settle, Value
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.offload import select_longest
 from tests.helpers.strategies import schedules
 
@@ -50,22 +50,22 @@ def most_messages(plan: Plan, rank: int) -> float:
 @given(schedules(), st.data())
 def test_messages_are_counted_and_offloading_adds_none(schedule: Schedule, data: st.DataObject) -> None:
     share = data.draw(st.floats(0, 1))
-    plan = lower_training(schedule)
+    plan = plan_of(schedule)
     counted = message_peaks(plan)
     assert counted == pytest.approx([most_messages(plan, rank) for rank in range(len(plan.ops))])
-    moved = message_peaks(lower_training(schedule, moves=select_longest(schedule, share)))
+    moved = message_peaks(plan_of(schedule, Additions(moves=tuple(select_longest(schedule, share)))))
     assert all(mine <= without + 1e-9 for mine, without in zip(moved, counted, strict=True))
 
 
 def test_the_message_of_a_slice_takes_its_share() -> None:
     (whole, _), (sliced, _) = (
-        message_peaks(lower_training(build("seq-1f1b", num_ranks=2, num_microbatches=2, num_slices=slices)))
+        message_peaks(plan_of(build("seq-1f1b", num_ranks=2, num_microbatches=2, num_slices=slices)))
         for slices in (1, 4)
     )
     assert 0 < sliced <= whole / 2
 
 
 def test_steady_states_of_any_length_have_the_same_messages() -> None:
-    few, many = (lower_training(build("zb-h2", num_ranks=4, num_microbatches=m)) for m in (40, 400))
+    few, many = (plan_of(build("zb-h2", num_ranks=4, num_microbatches=m)) for m in (40, 400))
     assert many.stem is not many, "the analysis must work on plans that are stored once per window"
     assert message_peaks(few) == message_peaks(many)

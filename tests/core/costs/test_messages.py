@@ -17,7 +17,7 @@ from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile, costs_to_json
 from megatron.zero_bubble.core.ir.passes import B, F, Pass, W
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.search import zb_auto
 from megatron.zero_bubble.core.search.loops import Reference, loops
 from megatron.zero_bubble.core.search.problem import Problem
@@ -63,7 +63,7 @@ def test_plans_take_as_long_as_their_schedules(data: st.DataObject, ms: float) -
     """With the ops that send and receive, also of slices: every slice is a message."""
     schedule = data.draw(schedules())
     costs = replace(data.draw(costs_for(schedule)), message_ms=ms)
-    assert simulate(lower_training(schedule), costs).spans == simulate(schedule, costs).spans
+    assert simulate(plan_of(schedule), costs).spans == simulate(schedule, costs).spans
 
 
 @given(st.data(), message_ms)

@@ -11,7 +11,7 @@ from megatron.zero_bubble import build, simulate
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.moves import moves_content
 from megatron.zero_bubble.core.formats.plan import PlanFile, plan_from_json, plan_to_json
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.offload import select_longest
 from megatron.zero_bubble.planning.source import even_costs
 
@@ -31,7 +31,7 @@ def test_moves_are_read_as_written() -> None:
 def test_moves_that_just_fit_can_be_lowered() -> None:
     """Between 0F0 and 0B0 of ZB-H2 on two ranks are two passes, 0F1 and 0F2."""
     moves = plan_from_json(written({"moves": [["0F0", 1, 1, 0]]})).moves
-    assert lower_training(SCHEDULE, moves=moves).ops
+    assert plan_of(SCHEDULE, Additions(moves=tuple(moves))).ops
 
 
 @pytest.mark.parametrize(

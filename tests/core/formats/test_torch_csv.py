@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import read_plan_file
 from megatron.zero_bubble.core.formats.torch_csv import plan_to_csv, schedule_from_csv, schedule_to_csv
 from megatron.zero_bubble.core.ir import Schedule
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.schedules import build
 from tests.helpers.ranks import RankPool
 from tests.helpers.torch_orders import csv_of_torch
@@ -25,7 +25,7 @@ NAMES = ("1f1b", "zb-h2", "zb-v", "dualpipe-v", "interleaved-1f1b", "gis", "zero
 def test_both_forms_are_read_as_they_were_written(name: str) -> None:
     schedule = build(name, num_ranks=3, num_microbatches=7)
     assert schedule_from_csv(schedule_to_csv(schedule), name) == schedule
-    lowered = plan_to_csv(lower_training(schedule))
+    lowered = plan_to_csv(plan_of(schedule))
     assert "SEND_F" in lowered and "RECV_B" in lowered
     assert schedule_from_csv(lowered, name) == schedule
 
@@ -100,7 +100,7 @@ def gradients_on_torch(rank: int, schedule: Schedule, folder: str) -> dict[str, 
     found = {}
     group = torch.distributed.new_group([*range(schedule.num_ranks)])
     inputs, targets = batch(schedule.num_microbatches)
-    texts = {"compute_only": schedule_to_csv(schedule), "compute_comms": plan_to_csv(lower_training(schedule))}
+    texts = {"compute_only": schedule_to_csv(schedule), "compute_comms": plan_to_csv(plan_of(schedule))}
     for form, text in texts.items():
         file = Path(folder) / f"{form}{rank}.csv"
         file.write_text(text)

@@ -19,7 +19,7 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.trace import Recording, read_trace_file, trace_from_json, trace_to_json
 from megatron.zero_bubble.core.ir import Pass
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
 from tests.helpers.delayed import run
 from tests.helpers.strategies import schedules
@@ -196,7 +196,7 @@ def test_divided_vocabulary_is_read_as_it_was_written(algorithm: Algorithm) -> N
     """With its costs, its memory, and the collectives on their lanes."""
     costs = replace(COSTS, vocabulary=VocabularyCosts((3.0, 2.0), (1.0, 2.0), (0.5, 0.25), (0.25, 0.5), 20.0))
     memory = replace(PassMemory.uniform(SCHEDULE.placement, 64e6, 16e6), logits=(5e6, 6e6))
-    plan = lower_training(with_vocabulary(SCHEDULE, costs, algorithm, delay=True))
+    plan = plan_of(with_vocabulary(SCHEDULE, costs, algorithm, delay=True))
     planned = simulate(plan, costs)
     rows = tuple(map(RankTrace, planned.spans))
     rows = tuple(replace(row, lanes=lanes) for row, lanes in zip(rows, planned.lanes, strict=True))

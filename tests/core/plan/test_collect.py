@@ -14,7 +14,7 @@ from megatron.zero_bubble.core.ir import Compute, Op, Recv, Send, Validate
 from megatron.zero_bubble.core.ir.collectives import AllGather, Collective, Finish, Spread, Sum, collectives_of
 from megatron.zero_bubble.core.ir.ops import OPS
 from megatron.zero_bubble.core.ir.vocabulary import HIDDEN, PART, TO_ALL_RANKS, Algorithm
-from megatron.zero_bubble.core.plan import communicate, lower, lower_forward_only, lower_training, prove
+from megatron.zero_bubble.core.plan import Additions, communicate, lower, plan_of, plan_of_evaluation, prove
 from megatron.zero_bubble.core.plan.collect import collect
 from megatron.zero_bubble.core.plan.prove import Queues, num_streams, prove_for_queues
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
@@ -37,23 +37,23 @@ def made(
 @pytest.mark.parametrize("algorithm", [1, 2])
 def test_collectives_replace_messages_at_little_cost(name: str, algorithm: Algorithm) -> None:
     schedule, costs = made(name, algorithm, microbatches=2 * MICROBATCHES)
-    plan = lower_training(schedule)
+    plan = plan_of(schedule)
     moved = [op.message.value.name for row in plan.ops for op in row if isinstance(op, (Send, Recv))]
     assert not {*TO_ALL_RANKS, PART} & set(moved)
     assert simulate(plan, costs).makespan_ms <= 1.01 * simulate(schedule, costs).makespan_ms
     for queues in (Queues.CHANNEL, Queues.DEVICE):
         prove(plan, queues)
-    evaluation = lower_forward_only(schedule)
+    evaluation = plan_of_evaluation(schedule)
     assert any(isinstance(op, Collective) for row in evaluation.ops for op in row)
 
 
 def test_a_rank_alone_has_no_collectives() -> None:
     schedule, _ = made(ranks=1)
-    assert not any(isinstance(op, Collective) for row in lower_training(schedule).ops for op in row)
+    assert not any(isinstance(op, Collective) for row in plan_of(schedule).ops for op in row)
 
 
 def test_collectives_parse_what_they_print() -> None:
-    plan = lower_training(made()[0])
+    plan = plan_of(made()[0])
     read = plan_from_text(plan.schedule, plan.to_text(), (*collectives_of(RANKS), *OPS))
     assert read.ops == plan.ops
 
@@ -61,7 +61,7 @@ def test_collectives_parse_what_they_print() -> None:
 def test_collective_time_is_added_once() -> None:
     schedule, costs = made()
     assert costs.vocabulary is not None
-    plan = lower_training(schedule)
+    plan = plan_of(schedule)
     slow = replace(costs, vocabulary=replace(costs.vocabulary, collective_ms=5.0))
     assert simulate(plan, slow).makespan_ms > simulate(plan, costs).makespan_ms
     spans = [span for row in simulate(plan, slow).lanes for span in row]
@@ -119,7 +119,7 @@ def test_a_collective_that_waits_for_itself_is_rejected() -> None:
 @pytest.mark.parametrize("algorithm", [1, 2])
 def test_number_of_streams(name: str, algorithm: Algorithm) -> None:
     """A rank between two others has a stream for passes, four for messages, and two for each kind of collective."""
-    plan = lower_training(made(name, algorithm)[0])
+    plan = plan_of(made(name, algorithm)[0])
     kinds = {op.lane for op in plan.ops[0] if isinstance(op, Collective)}
     assert num_streams(plan) == 5 + 2 * len(kinds) <= 32
 
@@ -128,11 +128,11 @@ def test_number_of_streams(name: str, algorithm: Algorithm) -> None:
 def test_sums_of_scaled_parts_follow_what_all_ranks_gather(algorithm: Algorithm) -> None:
     """Only with algorithm 2 in training, and with a pass in between unless that must follow the sum."""
     schedule = made("zb-h1", algorithm)[0]
-    gathers = [op for row in lower_training(schedule).ops for op in row if isinstance(op, AllGather)]
+    gathers = [op for row in plan_of(schedule).ops for op in row if isinstance(op, AllGather)]
     assert len(gathers) == (RANKS * MICROBATCHES if algorithm == 2 else 0)
-    assert not any(isinstance(op, AllGather) for row in lower_forward_only(schedule).ops for op in row)
+    assert not any(isinstance(op, AllGather) for row in plan_of_evaluation(schedule).ops for op in row)
     if algorithm == 2:
-        row = [op for op in lower_training(schedule).ops[1] if isinstance(op, (AllGather, Sum, Compute))]
+        row = [op for op in plan_of(schedule).ops[1] if isinstance(op, (AllGather, Sum, Compute))]
         text = [str(op) for op in row if not str(op).startswith("1I")]
         at = text.index("1S4:part<>*")
         assert text[at - 1] == "1S4"
@@ -141,7 +141,7 @@ def test_sums_of_scaled_parts_follow_what_all_ranks_gather(algorithm: Algorithm)
 
 def test_plans_without_collectives_need_no_queues_of_their_own() -> None:
     """Whatever ends in a single queue ends in several."""
-    plan = lower_training(build("zb-h1", num_ranks=4, num_microbatches=8))
+    plan = plan_of(build("zb-h1", num_ranks=4, num_microbatches=8))
     assert num_streams(plan) == 5
     prove_for_queues(plan, 1)
     prove_for_queues(plan, 2)
@@ -150,7 +150,7 @@ def test_plans_without_collectives_need_no_queues_of_their_own() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("algorithm", [1, 2])
 def test_stopped_ranks_complete_the_collectives_that_others_started(name: str, algorithm: Algorithm) -> None:
-    plan = lower_training(made(name, algorithm)[0], post_validation=True)
+    plan = plan_of(made(name, algorithm)[0], Additions(post_validation=True))
     begun = [row[: row.index(Validate())] for row in plan.ops]
     started = [
         [op.key for op in (*before, *drain) if isinstance(op, Collective)]
@@ -163,7 +163,7 @@ def test_stopped_ranks_complete_the_collectives_that_others_started(name: str, a
 def test_many_microbatches_are_lowered_once() -> None:
     schedule = build("zb-h1", num_ranks=4, num_microbatches=200)
     costs = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0)
-    plan = lower_training(with_vocabulary(schedule, costs, 2))
+    plan = plan_of(with_vocabulary(schedule, costs, 2))
     prove(plan)
     whole = lower(plan.schedule, (collect, communicate))
     assert sum(len(row) for row in plan.stem.ops) < sum(map(len, whole.ops)) / 3

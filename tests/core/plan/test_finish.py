@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.ir import Kind, Plan, Schedule
 from megatron.zero_bubble.core.ir.collectives import Collective, Finish
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
-from megatron.zero_bubble.core.plan import lower_forward_only, lower_training
+from megatron.zero_bubble.core.plan import plan_of, plan_of_evaluation
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
 
 RANKS = 4
@@ -45,7 +45,7 @@ def most_kept(plan: Plan) -> Counter[str]:
 @pytest.mark.parametrize("algorithm", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_operands_do_not_grow_with_the_number_of_microbatches(name: str, algorithm: Algorithm) -> None:
-    few, many = (most_kept(lower_training(made(name, algorithm, count)[0])) for count in (16, 48))
+    few, many = (most_kept(plan_of(made(name, algorithm, count)[0])) for count in (16, 48))
     assert few == many
     assert max(many.values()) <= 3 * RANKS
 
@@ -60,8 +60,8 @@ def without_finish(plan: Plan) -> Plan:
 def test_passes_start_as_early_as_without(name: str, algorithm: Algorithm) -> None:
     schedule, costs = made(name, algorithm, 9)
     for plan in (
-        lower_training(schedule),
-        lower_forward_only(schedule),
+        plan_of(schedule),
+        plan_of_evaluation(schedule),
     ):
         whole = replace(plan, ops=tuple(plan.ops))
         timelines = [simulate(each, costs) for each in (whole, without_finish(whole))]
@@ -70,13 +70,13 @@ def test_passes_start_as_early_as_without(name: str, algorithm: Algorithm) -> No
 
 def test_what_the_first_rank_gives_is_freed_when_the_result_is_used() -> None:
     """Its tokens, whose rows its forward takes; its part of S, without which there are no factors for its T."""
-    row = [str(op) for op in lower_training(made("zb-h1", 2, 8)[0]).ops[0]]
+    row = [str(op) for op in plan_of(made("zb-h1", 2, 8)[0]).ops[0]]
     for given, user in (("0I0:tokens>*", "0F0"), ("0S0:part>+3", "0T0")):
         assert row.index(given) < row.index(user) < row.index(f"{given}=") <= row.index(user) + 4
 
 
 def test_last_gradients_are_freed_at_the_end() -> None:
     """The J of other ranks gives nothing back."""
-    row = lower_training(made("zb-h1", 2, 8)[0]).ops[0]
+    row = plan_of(made("zb-h1", 2, 8)[0]).ops[0]
     assert isinstance(row[-1], Finish)
     assert row[-1].collective.value.producer.kind is Kind.B

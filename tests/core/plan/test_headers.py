@@ -10,7 +10,7 @@ from megatron.zero_bubble import SCHEDULES, build
 from megatron.zero_bubble.core.errors import PlanError
 from megatron.zero_bubble.core.ir import Flow, Op, Plan, Recv
 from megatron.zero_bubble.core.ir.ops import Effects, Token
-from megatron.zero_bubble.core.plan import Queues, lower_forward_only, lower_training, prove
+from megatron.zero_bubble.core.plan import Additions, Queues, plan_of, plan_of_evaluation, prove
 from megatron.zero_bubble.core.schedules import sliced
 
 NAMES = [name for name in SCHEDULES if name not in sliced()]
@@ -44,7 +44,7 @@ def test_headers_add_no_deadlock_to_late_receives(name: str, num_ranks: int) -> 
             schedule = build(name, num_ranks=num_ranks, num_microbatches=count)
         except ValueError:
             continue  # some need a multiple of the ranks
-        for plan in (lower_training(schedule, "late"), lower_forward_only(schedule, "late")):
+        for plan in (plan_of(schedule, Additions("late")), plan_of_evaluation(schedule, Additions("late"))):
             prove(with_headers(plan))
             if _is_proved(plan):
                 prove(with_headers(plan), Queues.DEVICE)
@@ -64,7 +64,7 @@ def test_headers_would_block_early_receives() -> None:
     """So early receives must not be used: a rank would wait for a header before the pass that others wait for."""
     blocked = 0
     for name in NAMES:
-        plan = lower_training(build(name, num_ranks=2, num_microbatches=4))
+        plan = plan_of(build(name, num_ranks=2, num_microbatches=4))
         try:
             prove(with_headers(plan))
         except PlanError:

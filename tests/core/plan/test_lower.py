@@ -14,11 +14,12 @@ from megatron.zero_bubble.core.errors import PlanError
 from megatron.zero_bubble.core.ir import Compute, Plan, Recv, Send, Settle
 from megatron.zero_bubble.core.ir.ops import messages
 from megatron.zero_bubble.core.plan import (
+    Additions,
     Queues,
     communicate,
     lower,
-    lower_forward_only,
-    lower_training,
+    plan_of,
+    plan_of_evaluation,
     prove,
 )
 from megatron.zero_bubble.core.search.placements import name_of
@@ -38,13 +39,13 @@ def test_ops_of_zb_h1_on_two_ranks() -> None:
 
 
 def test_late_ops_of_zb_h1_on_two_ranks() -> None:
-    plan = lower_training(build("zb-h1", num_ranks=2, num_microbatches=2), "late")
+    plan = plan_of(build("zb-h1", num_ranks=2, num_microbatches=2), Additions("late"))
     assert ops_of(plan, 0) == "0F0 0F0>1 0F1 0F1>1 1B0<1 0B0 0F0=1 0W0 1B1<1 0B1 0F1=1 0W1"
 
 
 @given(schedules(), st.booleans())
 def test_late_receives_directly_precede_the_pass_that_needs_them(schedule: Schedule, evaluates: bool) -> None:
-    plan = lower_forward_only(schedule, "late") if evaluates else lower_training(schedule, "late")
+    plan = plan_of_evaluation(schedule, Additions("late")) if evaluates else plan_of(schedule, Additions("late"))
     for rank, row in enumerate(plan.ops):
         for position, op in enumerate(row):
             if isinstance(op, Recv):
@@ -96,11 +97,11 @@ def test_interleaved_plans_of_whole_groups_are_valid_with_a_single_hardware_queu
 @given(schedules(linear=True))
 def test_late_receives_are_valid_with_a_single_hardware_queue(schedule: Schedule) -> None:
     """One stage per rank is required: with two, a send can block the receive that its receiver waits for."""
-    prove(lower_training(schedule, "late"), Queues.DEVICE)
+    prove(plan_of(schedule, Additions("late")), Queues.DEVICE)
 
 
 def test_late_receives_of_zb_v_need_several_hardware_queues() -> None:
-    plan = lower_training(build("zb-v", num_ranks=4, num_microbatches=8), "late")
+    plan = plan_of(build("zb-v", num_ranks=4, num_microbatches=8), Additions("late"))
     with pytest.raises(PlanError, match="the ranks wait for each other"):
         prove(plan, Queues.DEVICE)
 
@@ -132,6 +133,6 @@ def test_digest_differs_between_plans(schedule: Schedule) -> None:
 
 @given(schedules())
 def test_forward_only_plan_computes_all_forwards(schedule: Schedule) -> None:
-    plan = lower_forward_only(schedule)
+    plan = plan_of_evaluation(schedule)
     computed = [op.work for row in plan.ops for op in row if isinstance(op, Compute)]
     assert computed == [p for p in schedule.passes() if p.kind is Kind.F]

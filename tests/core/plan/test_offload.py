@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.analysis.memory import host_peaks, memory_curve
 from megatron.zero_bubble.core.errors import PlanError, UserError
 from megatron.zero_bubble.core.ir import Compute, Kind, Op, Pass, Plan
 from megatron.zero_bubble.core.ir.offload import Discard, Evict, Fetch, Reclaim, ReleaseDevice
-from megatron.zero_bubble.core.plan import lower_training, prove
+from megatron.zero_bubble.core.plan import Additions, plan_of, prove
 from megatron.zero_bubble.core.plan.offload import (
     Move,
     check_host_memory,
@@ -30,7 +30,9 @@ FIRST = Pass(0, Kind.F, 0)
 
 def offloaded(name: str, share: float = 1.0, post_validation: bool = False, out: int = 1, back: int = 1) -> Plan:
     schedule = build(name, num_ranks=4, num_microbatches=8)
-    return lower_training(schedule, post_validation=post_validation, moves=select_longest(schedule, share, out, back))
+    return plan_of(
+        schedule, Additions(post_validation=post_validation, moves=tuple(select_longest(schedule, share, out, back)))
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -175,7 +177,7 @@ def test_too_much_on_the_host_is_rejected() -> None:
 def test_move_that_leaves_no_time_is_rejected() -> None:
     schedule = build("1f1b", num_ranks=4, num_microbatches=8)
     with pytest.raises(PlanError, match="3F0v needs 3F0:host"):
-        lower_training(schedule, moves=[Move(Pass(3, Kind.F, 0), 1, 1)])
+        plan_of(schedule, Additions(moves=(Move(Pass(3, Kind.F, 0), 1, 1),)))
 
 
 def test_no_moves_change_nothing() -> None:

@@ -23,7 +23,7 @@ from megatron.zero_bubble.core.ir.ops import parse_op
 from megatron.zero_bubble.core.ir.pairs import PAIR_OPS
 from megatron.zero_bubble.core.ir.plan import Unrolled
 from megatron.zero_bubble.core.ir.repeats import find_repeats
-from megatron.zero_bubble.core.plan import communicate, lower, lower_training, prove
+from megatron.zero_bubble.core.plan import communicate, lower, plan_of, prove
 from megatron.zero_bubble.core.render.perfetto import render_perfetto
 from megatron.zero_bubble.core.render.svg import render_svg
 from megatron.zero_bubble.core.render.text import render_text
@@ -74,7 +74,7 @@ def test_a_pair_declares_what_both_of_its_passes_do() -> None:
 def test_schedules_with_pairs_are_proved_and_simulated(name: str, num_microbatches: int) -> None:
     schedule = build(name, num_ranks=4, num_microbatches=num_microbatches, pairs=True)
     validate(schedule)
-    plan = lower_training(schedule)
+    plan = plan_of(schedule)
     pairs = [op for row in plan.ops for op in row if isinstance(op, Pair)]
     assert {op.forward for op in pairs} == schedule.pairs and len(pairs) == len(schedule.pairs)
     assert bool(pairs) == (num_microbatches > 1)
@@ -175,7 +175,7 @@ def test_pairs_are_runnable_and_need_a_handler() -> None:
     schedule = build("interleaved-1f1b", num_ranks=2, num_microbatches=4, pairs=True)
     check_runnable(schedule, 2, 4)
     with pytest.raises(UserError, match="every op of a plan needs a handler .* has 0F3&2BW0 on rank 0, which has none"):
-        Executor(lower_training(schedule), 0, handlers({}, Transport, lambda _: None))  # type: ignore[arg-type]
+        Executor(plan_of(schedule), 0, handlers({}, Transport, lambda _: None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("num_ranks", "num_chunks", "num_microbatches"), [(3, 2, 41), (3, 4, 40), (5, 3, 41)])

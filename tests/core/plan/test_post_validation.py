@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import PlanError
 from megatron.zero_bubble.core.ir import Compute, Plan, Recv, Send, Settle, Validate
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
-from megatron.zero_bubble.core.plan import communicate, lower, lower_training, prove, with_validation
+from megatron.zero_bubble.core.plan import Additions, communicate, lower, plan_of, prove, with_validation
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
 from tests.helpers.strategies import schedules
 
@@ -81,6 +81,6 @@ def test_the_loss_of_vocabulary_parallelism_reads_the_loss_scale_after_it_was_va
     schedule = build(name, num_ranks=4, num_microbatches=9)
     costs = PassCosts.uniform(schedule.placement, 18.0, 18.0, 9.0, 0.6)
     costs = replace(costs, vocabulary=VocabularyCosts.uniform(4, 4.0, 3.0, 0.5, 0.7))
-    plan = lower_training(with_vocabulary(schedule, costs, algorithm, 0.5), post_validation=True)
+    plan = plan_of(with_vocabulary(schedule, costs, algorithm, 0.5), Additions(post_validation=True))
     before = [[op.work.kind for op in ops[: ops.index(Validate())] if isinstance(op, Compute)] for ops in plan.ops]
     assert {kind for row in before for kind in row} == {Kind.F, Kind.I, Kind.S}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import SCHEDULES, Pass, Placement, Schedule, build
 from megatron.zero_bubble.core.errors import PlanError
 from megatron.zero_bubble.core.ir import Compute, Op, Plan, Recv, Send
-from megatron.zero_bubble.core.plan import Queues, lower, lower_forward_only, prove, prove_for_queues
+from megatron.zero_bubble.core.plan import Queues, lower, plan_of_evaluation, prove, prove_for_queues
 from tests.helpers.strategies import schedules
 
 
@@ -95,7 +95,7 @@ def blocked_by_one_queue_per_direction(ranks: Iterable[int]) -> tuple[int, Count
     for name, p in product(SCHEDULES, ranks):
         for m in range(1, 3 * p + 1):
             schedule = build(name, num_ranks=p, num_microbatches=m)
-            for kind, plan in (("training", lower(schedule)), ("evaluation", lower_forward_only(schedule))):
+            for kind, plan in (("training", lower(schedule)), ("evaluation", plan_of_evaluation(schedule))):
                 proved += 1
                 try:
                     prove(plan, Queues.DIRECTION)

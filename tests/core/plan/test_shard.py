@@ -14,13 +14,13 @@ from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.core.errors import PlanError
 from megatron.zero_bubble.core.ir import Compute, Kind, Op, Pass, Plan, Schedule
 from megatron.zero_bubble.core.ir.shards import Close, Gather, Open, Reduce, ReleaseWeights, Wait
-from megatron.zero_bubble.core.plan import lower_training, prove
+from megatron.zero_bubble.core.plan import Additions, plan_of, prove
 from megatron.zero_bubble.core.plan.shard import Sharding
 from tests.helpers.plans import plan_from_text
 
 
 def sharded(schedule: Schedule, unit: int, whole: int = 2) -> Plan:
-    return lower_training(schedule, sharding=Sharding(unit, whole))
+    return plan_of(schedule, Additions(sharding=Sharding(unit, whole)))
 
 
 def looped(name: str, p: int, v: int, m: int, unit: int | None = None) -> Schedule:

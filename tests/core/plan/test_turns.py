@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.errors import PlanError
 from megatron.zero_bubble.core.ir import Op, Plan, Recv, Send
 from megatron.zero_bubble.core.ir.collectives import Collective
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
-from megatron.zero_bubble.core.plan import communicate, lower, lower_forward_only, lower_training, prove_for_queues
+from megatron.zero_bubble.core.plan import Additions, communicate, lower, plan_of, plan_of_evaluation, prove_for_queues
 from megatron.zero_bubble.core.plan.collect import collect
 from megatron.zero_bubble.core.plan.turns import in_turn
 from tests.helpers.sources import named
@@ -24,10 +24,10 @@ NAMES = (
 )
 Lowering = Callable[..., Plan]
 LOWERINGS: dict[str, Lowering] = {
-    "training": lower_training,
-    "late receives": lambda schedule: lower_training(schedule, "late"),
-    "post-validation": lambda schedule: lower_training(schedule, post_validation=True),
-    "evaluation": lower_forward_only,
+    "training": plan_of,
+    "late receives": lambda schedule: plan_of(schedule, Additions("late")),
+    "post-validation": lambda schedule: plan_of(schedule, Additions(post_validation=True)),
+    "evaluation": plan_of_evaluation,
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
 from megatron.zero_bubble.core.costs.divided_vocabulary import divide
 from megatron.zero_bubble.core.formats.costs import CostsFile, read_costs_file
-from megatron.zero_bubble.core.plan import lower_training, prove_for_queues
+from megatron.zero_bubble.core.plan import plan_of, prove_for_queues
 from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary, with_vocabulary
 from tests.helpers.one_queue import timeline_in_one_queue
 
@@ -51,7 +51,7 @@ def test_collectives_that_leave_one_hardware_queue_free_cost_little(name: str) -
     schedule = build("1f1b", num_ranks=8, num_microbatches=int(ROWS[name]["microbatches"]))
     costs, _ = file_of(name).on(schedule.placement)
     schedule = with_vocabulary(schedule, EVEN, 1 if name.startswith("vocabulary_1") else 2, lag=0.5)
-    plan = lower_training(schedule)
+    plan = plan_of(schedule)
     prove_for_queues(plan, 1)
     bare_ms = simulate(schedule, costs).makespan_ms
     assert simulate(plan, costs).makespan_ms <= 1.003 * bare_ms

@@ -16,7 +16,7 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.ir import Kind
 from megatron.zero_bubble.core.ir.shards import Gather
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
 from megatron.zero_bubble.engine.measure.gather import attention_share, median_costs
@@ -130,7 +130,7 @@ def test_costs_have_the_times_of_gathers_and_reductions() -> None:
     schedule = build("zero-pp", num_ranks=2, num_microbatches=8, num_chunks=3)
     costs = PassCosts.uniform(schedule.placement, 5.0, 6.0, 4.0)
     costs = replace(costs, gather_ms=(3.0, 1.0, 1.0, 2.0, 2.0, 2.5), reduce_ms=(0.5, 0.75, 1.0, 1.25, 1.5, 1.75))
-    timeline = simulate(lower_training(schedule, sharding=Sharding(1, 1)), costs)
+    timeline = simulate(plan_of(schedule, Additions(sharding=Sharding(1, 1))), costs)
     assert median_costs([timeline]).gather_ms == pytest.approx(costs.gather_ms)
     assert median_costs([timeline]).reduce_ms == pytest.approx(costs.reduce_ms)
 

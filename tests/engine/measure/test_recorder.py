@@ -15,7 +15,7 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.ir import Compute, Kind, Message, Pass, Plan, Recv, Send, Settle, Validate, Value
 from megatron.zero_bubble.core.ir.collectives import AllGather, Collective
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
-from megatron.zero_bubble.core.plan import communicate, lower, lower_training, with_validation
+from megatron.zero_bubble.core.plan import communicate, lower, plan_of, with_validation
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
 from megatron.zero_bubble.engine.measure.clocks import Offset
 from megatron.zero_bubble.engine.measure.gather import gather_trace, median_costs
@@ -209,7 +209,7 @@ def test_recorded_costs_of_a_divided_vocabulary_predict_the_iteration(name: str,
     schedule = build(name, num_ranks=3, num_microbatches=6)
     costs = PassCosts.uniform(schedule.placement, 5.0, 6.0, 4.0, comm_ms=0.5)
     costs = replace(costs, vocabulary=VocabularyCosts.uniform(3, 3.0, 2.0, 0.3, 0.4, collective_ms=0.7))
-    plan = lower_training(with_vocabulary(schedule, costs, algorithm, lag=0.5, delay=True))
+    plan = plan_of(with_vocabulary(schedule, costs, algorithm, lag=0.5, delay=True))
     planned = simulate(plan, costs)
     marks = [replayed(plan, planned, rank) for rank in range(3)]
     ran = marks[0].schedule
@@ -228,7 +228,7 @@ def test_recorded_costs_of_a_divided_vocabulary_predict_the_iteration(name: str,
 
 def test_collectives_that_complete_after_the_iteration_are_forgotten() -> None:
     schedule = build("zb-h1", num_ranks=2, num_microbatches=1)
-    plan = lower_training(with_vocabulary(schedule, PassCosts.uniform(schedule.placement, 1, 1, 1), 2))
+    plan = plan_of(with_vocabulary(schedule, PassCosts.uniform(schedule.placement, 1, 1, 1), 2))
     op = next(op for op in plan.ops[0] if isinstance(op, Collective))
     recorder = Recorder(select("cpu"))
     for _ in range(2):

@@ -20,7 +20,7 @@ from megatron.zero_bubble.core.errors import PeerError
 from megatron.zero_bubble.core.ir import Plan, Value
 from megatron.zero_bubble.core.ir.collectives import Collective, Sum
 from megatron.zero_bubble.core.ir.vocabulary import PART, Algorithm
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
 from megatron.zero_bubble.engine.platforms import select
 from megatron.zero_bubble.engine.platforms.streams import ThreadLane
@@ -41,12 +41,12 @@ from tests.helpers.ranks import RankPool
 RANKS, MICROBATCHES = 3, 5
 
 
-def plan_of(name: str, algorithm: Algorithm, post_validation: bool = False) -> Plan:
+def plan_with_vocabulary(name: str, algorithm: Algorithm, post_validation: bool = False) -> Plan:
     schedule = build(name, num_ranks=RANKS, num_microbatches=MICROBATCHES)
     costs = PassCosts.uniform(schedule.placement, 3.0, 3.0, 2.0, 0.1)
     costs = replace(costs, vocabulary=VocabularyCosts.uniform(RANKS, 1.0, 1.0))
     schedule = with_vocabulary(schedule, costs, algorithm, 0.5, delay=schedule.num_stages > RANKS)
-    return lower_training(schedule, post_validation=post_validation)
+    return plan_of(schedule, Additions(post_validation=post_validation))
 
 
 class Numbers:
@@ -131,7 +131,7 @@ def run(rank: int, plan: Plan, rejected: int, make_lanes: type[Lanes] = Lanes) -
 def test_every_pass_gets_the_values_of_the_flow(
     ranks: RankPool, name: str, algorithm: Algorithm, rejected: int
 ) -> None:
-    plan = plan_of(name, algorithm, post_validation=rejected > 0)
+    plan = plan_with_vocabulary(name, algorithm, post_validation=rejected > 0)
     found: dict[str, float] = {}
     for seen in ranks.run(RANKS, run, plan, rejected):
         found |= seen
@@ -141,7 +141,11 @@ def test_every_pass_gets_the_values_of_the_flow(
 def miss_one(rank: int) -> str:
     """Rank 1 does not give its part of a sum; return the error of this rank."""
     assert dist.group.WORLD is not None
-    lanes, plan, said = Lanes(dist.group.WORLD, select("cpu").lane, timedelta(seconds=2)), plan_of("zb-h1", 2), ""
+    lanes, plan, said = (
+        Lanes(dist.group.WORLD, select("cpu").lane, timedelta(seconds=2)),
+        plan_with_vocabulary("zb-h1", 2),
+        "",
+    )
     lanes.open(collective_kinds(plan))
     part = next(op for op in plan.ops[rank] if isinstance(op, Sum) and op.value.producer.kind is Kind.S)
     if rank != 1:
@@ -164,7 +168,7 @@ def test_a_missing_rank_is_reported(ranks: RankPool) -> None:
 def close_while_one_is_missing(rank: int) -> float:
     """Close the lanes while the collective of rank 0 waits for the others; return how long that took."""
     assert dist.group.WORLD is not None
-    lanes, plan = Lanes(dist.group.WORLD, select("cpu").lane, None), plan_of("zb-h1", 2)
+    lanes, plan = Lanes(dist.group.WORLD, select("cpu").lane, None), plan_with_vocabulary("zb-h1", 2)
     lanes.open(collective_kinds(plan))
     part = next(op for op in plan.ops[rank] if isinstance(op, Sum) and op.value.producer.kind is Kind.S)
     begin_s = time.monotonic()
@@ -184,7 +188,7 @@ def test_lanes_are_closed_although_a_rank_is_missing(ranks: RankPool) -> None:
 
 
 def test_an_error_that_a_lane_keeps_keeps_no_values_of_the_passes() -> None:
-    lane, part = ThreadLane(), next(op for op in plan_of("zb-h1", 2).ops[0] if isinstance(op, Sum))
+    lane, part = ThreadLane(), next(op for op in plan_with_vocabulary("zb-h1", 2).ops[0] if isinstance(op, Sum))
 
     def fail() -> None:
         raise RuntimeError("Connection closed by peer")
@@ -204,7 +208,7 @@ def test_an_error_that_a_lane_keeps_keeps_no_values_of_the_passes() -> None:
 
 def test_parts_have_one_name() -> None:
     """The sum of S and the sum of T have different lanes, though their parts have the same name."""
-    assert {f"net {kind}:{PART}" for kind in "SIT"} <= collective_kinds(plan_of("zb-h1", 1))
+    assert {f"net {kind}:{PART}" for kind in "SIT"} <= collective_kinds(plan_with_vocabulary("zb-h1", 1))
 
 
 class HostJoins(Lanes):
@@ -236,7 +240,7 @@ def run_with_hosts_that_join(rank: int, plan: Plan) -> dict[str, float]:
 @pytest.mark.parametrize("algorithm", [1, 2])
 def test_no_host_waits_in_the_first_collective_of_a_kind(ranks: RankPool, name: str, algorithm: Algorithm) -> None:
     """Ranks start the kinds in different orders, so hosts that joined a group there would wait for each other."""
-    plan = plan_of(name, algorithm)
+    plan = plan_with_vocabulary(name, algorithm)
     found: dict[str, float] = {}
     for seen in ranks.run(RANKS, run_with_hosts_that_join, plan, timeout=60):
         found |= seen

@@ -9,11 +9,11 @@ import pytest
 
 from megatron.zero_bubble import build
 from megatron.zero_bubble.core.ir import Compute, Flow, Op, Pair, Recv, Send, Settle, Value
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.engine.runtime.executor import Executor
 from megatron.zero_bubble.engine.runtime.handler import Give, Handler
 
-PLAN = lower_training(build("dualpipe-v", num_ranks=2, num_microbatches=6, pairs=True))
+PLAN = plan_of(build("dualpipe-v", num_ranks=2, num_microbatches=6, pairs=True))
 
 
 class _Pairs:

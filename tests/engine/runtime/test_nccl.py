@@ -14,7 +14,7 @@ import torch
 from megatron.zero_bubble import SCHEDULES, Pass, Placement, Schedule, build
 from megatron.zero_bubble.core.errors import PlanError
 from megatron.zero_bubble.core.ir import Plan
-from megatron.zero_bubble.core.plan import Queues, lower, lower_forward_only, lower_training, prove
+from megatron.zero_bubble.core.plan import Additions, Queues, lower, plan_of, plan_of_evaluation, prove
 from megatron.zero_bubble.engine.runtime.executor import Executor
 from megatron.zero_bubble.engine.runtime.handlers import handlers
 from megatron.zero_bubble.engine.runtime.transport import Transport
@@ -43,9 +43,9 @@ def _plans(name: str, p: int) -> tuple[Plan, ...]:
     for m in COUNTS[p]:
         schedule = build(name, num_ranks=p, num_microbatches=m)
         for post_receives in ("early", "late"):
-            made.append(lower_training(schedule, post_receives))
-            made.append(lower_forward_only(schedule, post_receives))
-            made.append(lower_training(schedule, post_receives, post_validation=True))
+            made.append(plan_of(schedule, Additions(post_receives)))
+            made.append(plan_of_evaluation(schedule, Additions(post_receives)))
+            made.append(plan_of(schedule, Additions(post_receives, post_validation=True)))
     return tuple(made)
 
 
@@ -162,7 +162,7 @@ def test_one_communicator_per_direction_deadlocks(name: str, kinds: set[str]) ->
     blocked = set()
     for p, m in product((2, 3), range(1, 7)):
         schedule = build(name, num_ranks=p, num_microbatches=m)
-        for kind, plan in (("training", lower(schedule)), ("evaluation", lower_forward_only(schedule))):
+        for kind, plan in (("training", lower(schedule)), ("evaluation", plan_of_evaluation(schedule))):
             if not ends(plan, **ONE_PER_DIRECTION):
                 blocked.add(kind)
     assert blocked == kinds

@@ -15,7 +15,7 @@ import torch
 from megatron.zero_bubble import SCHEDULES, build
 from megatron.zero_bubble.core.ir import Plan
 from megatron.zero_bubble.core.ir.ops import Channel
-from megatron.zero_bubble.core.plan import Queues, lower_forward_only, lower_training
+from megatron.zero_bubble.core.plan import Additions, Queues, plan_of, plan_of_evaluation
 from megatron.zero_bubble.core.schedules import sliced
 from megatron.zero_bubble.engine.runtime.executor import Executor
 from megatron.zero_bubble.engine.runtime.handlers import handlers
@@ -89,9 +89,9 @@ def plans(name: str, num_ranks: int) -> list[Plan]:
     made = []
     for count in COUNTS[num_ranks]:
         schedule = build(name, num_ranks=num_ranks, num_microbatches=count)
-        made.append(lower_training(schedule, "late"))
-        made.append(lower_forward_only(schedule, "late"))
-        made.append(lower_training(schedule, "late", post_validation=True))
+        made.append(plan_of(schedule, Additions("late")))
+        made.append(plan_of_evaluation(schedule, Additions("late")))
+        made.append(plan_of(schedule, Additions("late", post_validation=True)))
     return made
 
 

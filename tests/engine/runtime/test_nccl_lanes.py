@@ -16,7 +16,7 @@ from megatron.zero_bubble import Kind, Pass
 from megatron.zero_bubble.core.errors import PlanError
 from megatron.zero_bubble.core.ir import Plan, Value
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
-from megatron.zero_bubble.core.plan import communicate, lower, lower_forward_only, lower_training, prove_for_queues
+from megatron.zero_bubble.core.plan import communicate, lower, plan_of, plan_of_evaluation, prove_for_queues
 from megatron.zero_bubble.core.plan.collect import collect
 from megatron.zero_bubble.engine.runtime import groups
 from megatron.zero_bubble.engine.runtime.collectives import Lanes, Transfer, collective_handlers, collective_kinds
@@ -117,7 +117,7 @@ def plans(name: str, ranks: Iterable[int], counts: Callable[[int], Iterable[int]
     for p, algorithm in product(ranks, ALGORITHMS):
         for m in counts(p):
             schedule = named(name, p, vocabulary=algorithm).make(m)
-            for lowering in (lower_training, lower_forward_only):
+            for lowering in (plan_of, plan_of_evaluation):
                 yield f"{name} {p=} {m=} {algorithm=} {lowering.__name__}", lowering(schedule)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.zero_bubble import SCHEDULES, build
 from megatron.zero_bubble.core.ir import Pass, Plan
-from megatron.zero_bubble.core.plan import lower_forward_only, lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of, plan_of_evaluation
 from megatron.zero_bubble.core.plan.communicate import PostReceives
 from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.integration.adapter.staging import Staging, steps_of
@@ -52,10 +52,10 @@ def runs(name: str, sizes: Iterable[tuple[int, int]], receives: Sequence[PostRec
     for p, m in sizes:
         schedule = build(name, num_ranks=p, num_microbatches=m)
         for post in receives:
-            yield Run("training", lower_training(schedule, post))
-            yield Run("evaluation", lower_forward_only(schedule, post))
-            yield Run("post-validation", lower_training(schedule, post, post_validation=True))
-            yield Run("shards", lower_training(schedule, post, sharding=Sharding(2)))
+            yield Run("training", plan_of(schedule, Additions(post)))
+            yield Run("evaluation", plan_of_evaluation(schedule, Additions(post)))
+            yield Run("post-validation", plan_of(schedule, Additions(post, post_validation=True)))
+            yield Run("shards", plan_of(schedule, Additions(post, sharding=Sharding(2))))
 
 
 def vocabulary_runs(name: str, sizes: Iterable[tuple[int, int]]) -> Iterator[Run]:
@@ -64,9 +64,9 @@ def vocabulary_runs(name: str, sizes: Iterable[tuple[int, int]]) -> Iterator[Run
         for algorithm in (1, 2):
             schedule = named(name, p, vocabulary=algorithm).make(m)
             for post in RECEIVES:
-                yield Run("training", lower_training(schedule, post))
-                yield Run("evaluation", lower_forward_only(schedule, post))
-                yield Run("post-validation", lower_training(schedule, post, post_validation=True))
+                yield Run("training", plan_of(schedule, Additions(post)))
+                yield Run("evaluation", plan_of_evaluation(schedule, Additions(post)))
+                yield Run("post-validation", plan_of(schedule, Additions(post, post_validation=True)))
 
 
 def blocked(found: Iterable[Run], kernels: Kernels, **rules: bool) -> list[str]:
@@ -133,8 +133,8 @@ def job(name: str, p: int, post: PostReceives) -> list[Turn]:
     small, large = (build(name, num_ranks=p, num_microbatches=m) for m in (1, p + 1))
     choice, turns = Choice(), []
     for schedule in (large, small, large, fused_but_last(large), small):
-        turns.append(choice.turn(lower_training(schedule, post)))
-        turns.append(choice.turn(lower_forward_only(schedule, post), forward_only=True))
+        turns.append(choice.turn(plan_of(schedule, Additions(post))))
+        turns.append(choice.turn(plan_of_evaluation(schedule, Additions(post)), forward_only=True))
     return turns
 
 

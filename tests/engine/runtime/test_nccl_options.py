@@ -18,7 +18,7 @@ from megatron.zero_bubble import build
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Plan
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.plan.nccl import MOST_KINDS, Ctas, collective_ctas
 from megatron.zero_bubble.engine.runtime import groups
 from megatron.zero_bubble.engine.runtime.collectives import collective_kinds
@@ -119,7 +119,7 @@ def check_streams_of_gloo(_rank: int) -> None:
 
 
 def vocabulary_plan(name: str = "zb-h1", algorithm: Algorithm = 1) -> Plan:
-    return lower_training(named(name, 4, vocabulary=algorithm).make(4))
+    return plan_of(named(name, 4, vocabulary=algorithm).make(4))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_gpus_that_are_too_small_for_collectives_are_refused() -> None:
     ):
         collective_ctas(Ctas(), vocabulary_plan(), 28)
     assert collective_ctas(Ctas(message=1), vocabulary_plan(), 28) == 1
-    assert collective_ctas(Ctas(), lower_training(build("zb-h1", num_ranks=4, num_microbatches=4)), 8) == 8
+    assert collective_ctas(Ctas(), plan_of(build("zb-h1", num_ranks=4, num_microbatches=4)), 8) == 8
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v", "interleaved-1f1b"])

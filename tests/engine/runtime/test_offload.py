@@ -20,7 +20,7 @@ from megatron.zero_bubble.core.analysis.memory import host_peaks
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Compute, Kind, Pass
 from megatron.zero_bubble.core.ir.offload import Discard, Evict, Fetch, Reclaim, ReleaseDevice
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.offload import select_longest
 from megatron.zero_bubble.engine.platforms import select
 from megatron.zero_bubble.engine.platforms.cpu import host as cpu_host
@@ -309,7 +309,7 @@ def test_padding_does_not_count(rank: Rank) -> None:
 def test_a_plan_runs_with_its_peak_as_the_limit(name: str) -> None:
     """In every iteration and on every rank; what stages save has different, odd sizes."""
     schedule = build(name, num_ranks=4, num_microbatches=12)
-    plan = lower_training(schedule, moves=select_longest(schedule, 1.0))
+    plan = plan_of(schedule, Additions(moves=tuple(select_longest(schedule, 1.0))))
     sizes = [5001 + 777 * stage for stage in range(schedule.placement.num_stages)]
     memory = PassMemory(tuple(map(float, sizes)), (0.0,) * len(sizes))
     for row, limit in zip(plan.ops, host_peaks(plan, memory), strict=True):

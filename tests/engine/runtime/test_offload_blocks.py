@@ -10,7 +10,7 @@ import torch
 from megatron.zero_bubble import build
 from megatron.zero_bubble.core.ir import Compute
 from megatron.zero_bubble.core.ir.offload import OFFLOAD_OPS, Evict, Fetch, Reclaim, ReleaseDevice
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.offload import select_longest
 from megatron.zero_bubble.engine.platforms import select
 from megatron.zero_bubble.engine.platforms.host import HostMemory
@@ -44,7 +44,7 @@ def run(offloader: Offloader, saved: SavedTensors, row: Any) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
 def test_one_block_per_stage_of_together_the_planned_peak(name: str) -> None:
     schedule = build(name, num_ranks=4, num_microbatches=12)
-    plan = lower_training(schedule, moves=select_longest(schedule, 1.0))
+    plan = plan_of(schedule, Additions(moves=tuple(select_longest(schedule, 1.0))))
     saved, host = SavedTensors(), select("cpu").host_memory()
     offloader = Offloader(saved, host, *(select("cpu").lane() for _ in range(2)))
     row, stages = plan.ops[0], schedule.placement.stages_of(0)

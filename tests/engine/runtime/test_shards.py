@@ -11,7 +11,7 @@ import torch
 from megatron.zero_bubble import build
 from megatron.zero_bubble.core.errors import PeerError, UserError
 from megatron.zero_bubble.core.ir import Compute, Kind, Plan
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.engine.platforms.streams import ThreadLane
 from megatron.zero_bubble.engine.runtime.executor import Executor
@@ -51,7 +51,7 @@ def sharder() -> Iterator[Sharder]:
 def run(sharder: Sharder, chunks: dict[int, TwoReplicas], unit: int = 4) -> list[int]:
     """Run the passes of one rank with two chunks and four microbatches; return the bytes of whole weights in each."""
     schedule = build("zero-pp", num_ranks=1, num_microbatches=4, unit_microbatches=unit)
-    plan: Plan = lower_training(schedule, sharding=Sharding(unit, 1))
+    plan: Plan = plan_of(schedule, Additions(sharding=Sharding(unit, 1)))
     whole = []
 
     def compute(op: Compute, _inputs: object) -> list[None]:

@@ -14,7 +14,7 @@ from megatron.zero_bubble.core.costs import PassCosts
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.ir import WHOLE, Op, Pair, Plan, Schedule, Slices
 from megatron.zero_bubble.core.ir.vocabulary import FLOWS
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.schedules import SCHEDULES, build
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
 from megatron.zero_bubble.engine.runtime.executor import Executor
@@ -58,7 +58,7 @@ def virtual_iterations(
     schedule: Schedule, costs: PassCosts, step_ms: float, ahead: bool, count: int, transport: Transport
 ) -> list[float]:
     """Run ``count`` iterations, and return the end of each optimizer step of this rank, in ms of its virtual clock."""
-    plan = lower_training(schedule, post_validation=True)
+    plan = plan_of(schedule, Additions(post_validation=True))
     transport.open(plan.channels)
     clock = VirtualClock()
     assert dist.group.WORLD is not None
@@ -112,7 +112,7 @@ def virtual_deviation_ms(
     Returns:
         The largest difference of a start or end in ms, and its pass; infinity if the order differs.
     """
-    plan = lower_training(schedule)
+    plan = plan_of(schedule)
     transport.open(plan.channels)
     collectives.open(plan)
     clock = VirtualClock()

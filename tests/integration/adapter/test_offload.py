@@ -21,7 +21,7 @@ from megatron.zero_bubble.core.formats.moves import moves_content
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.ir import Kind, Pass
 from megatron.zero_bubble.core.ir.offload import Discard
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.offload import Move, parse_share, select_longest
 from megatron.zero_bubble.engine.platforms import select
 from megatron.zero_bubble.integration.adapter.offloading import OffloadPart
@@ -131,7 +131,7 @@ def test_same_bits_with_rollbacks(ranks: RankPool, name: str) -> None:
     layout, count = Layout(2, num_layers=4), 6
     flags = f"{LARGE} --clip-grad 100 --train-iters 8 --zero-bubble-post-validation"
     schedule = build(name, num_ranks=2, num_microbatches=count)
-    plan = lower_training(schedule, post_validation=True, moves=select_longest(schedule, 1.0))
+    plan = plan_of(schedule, Additions(post_validation=True, moves=tuple(select_longest(schedule, 1.0))))
     assert any(isinstance(op, Discard) for op in plan.drain[0]), "something must be on the host when ranks stop"
     chunks = "" if name in ("zb-h1", "zb-h2", "zb-v") else CHUNKS
     flags = layout.flags(count, f"{flags} --zero-bubble-schedule {name} --zero-bubble-exact {chunks}")
@@ -289,9 +289,9 @@ def test_peaks_are_as_planned(ranks: RankPool, tmp_path: Path, name: str) -> Non
     schedule = build(name, num_ranks=4, num_microbatches=count)
     memory = rows[0][0].memory
     assert {measured.memory for row in rows for measured in row} == {memory}, "offloading must not change M_B or M_W"
-    of_one = message_peaks(lower_training(build(name, num_ranks=4, num_microbatches=1)))
+    of_one = message_peaks(plan_of(build(name, num_ranks=4, num_microbatches=1)))
     for place, share in enumerate(shares):
-        plan = lower_training(schedule, moves=select_longest(schedule, parse_share(share)))
+        plan = plan_of(schedule, Additions(moves=tuple(select_longest(schedule, parse_share(share)))))
         planned = most_kept(simulate(plan, even_costs(schedule.placement), memory), memory)
         messages = message_peaks(plan)
         for rank, (kept, host) in enumerate(zip(planned, host_peaks(plan, memory), strict=True)):

@@ -13,7 +13,7 @@ from megatron.core import process_groups_config
 from megatron.zero_bubble import build
 from megatron.zero_bubble.core.errors import PlanError, UserError
 from megatron.zero_bubble.core.ir import Op
-from megatron.zero_bubble.core.plan import lower_forward_only, lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of, plan_of_evaluation
 from megatron.zero_bubble.integration.adapter import connection, pipeline, prepared
 from megatron.zero_bubble.integration.adapter.pipeline import Pipeline
 from megatron.zero_bubble.integration.patching.apply import _pipeline
@@ -61,9 +61,9 @@ def test_configuration_says_when_receives_are_posted(forward_only: bool) -> None
     def ops(**options: Any) -> list[tuple[Op, ...]]:
         return list(configured(**options)._plan(schedule, (), forward_only).ops)
 
-    lower = lower_forward_only if forward_only else lower_training
-    assert ops(post_receives="late") == list(lower(schedule, "late").ops)
-    assert ops() == list(lower(schedule, "early").ops) != ops(post_receives="late")
+    lower = plan_of_evaluation if forward_only else plan_of
+    assert ops(post_receives="late") == list(lower(schedule, Additions("late")).ops)
+    assert ops() == list(lower(schedule, Additions("early")).ops) != ops(post_receives="late")
     with_headers = configured()._plan(schedule, (), forward_only, needs_headers=True)
     assert list(with_headers.ops) == ops(post_receives="late")
 
@@ -81,7 +81,7 @@ def test_configuration_says_what_the_process_groups_get(monkeypatch: pytest.Monk
     monkeypatch.setattr(connection.Directions, "of", of)
     monkeypatch.setattr(prepared.dist, "all_gather_object", gather)
     group: Any = SimpleNamespace(size=lambda: 2)
-    plan = lower_training(build("zb-h1", num_ranks=2, num_microbatches=2))
+    plan = plan_of(build("zb-h1", num_ranks=2, num_microbatches=2))
     with pytest.raises(Reached) as reached:
         configured(nccl_ctas=7, peer_timeout_s=30.0)._connect(group, plan)
     assert reached.value.args == (timedelta(seconds=30), 7)
@@ -96,7 +96,7 @@ def test_one_watchdog_follows_messages_and_all_collectives(monkeypatch: pytest.M
     made["Directions"].of.return_value = SimpleNamespace(backend="nccl", device="cpu")
     connected, part = configured(vocabulary=1, nccl_ctas=7, nccl_collective_ctas=5), mock.Mock()
     connected._parts = (part,)
-    plan = lower_training(build("zb-h1", num_ranks=2, num_microbatches=2))
+    plan = plan_of(build("zb-h1", num_ranks=2, num_microbatches=2))
     connected._connect(SimpleNamespace(size=lambda: 2), plan)  # type: ignore[arg-type]
     watchdog = made["Watchdog"].return_value
     assert made["Transport"].call_args.args[-1] is watchdog
@@ -110,7 +110,7 @@ def test_one_watchdog_follows_messages_and_all_collectives(monkeypatch: pytest.M
 def test_plans_that_need_several_queues_are_refused_where_transfers_start_in_one_order(
     monkeypatch: pytest.MonkeyPatch, backend: str, variable: str
 ) -> None:
-    plan, group = lower_training(build("breadth-first", num_ranks=4, num_microbatches=16)), mock.Mock()
+    plan, group = plan_of(build("breadth-first", num_ranks=4, num_microbatches=16)), mock.Mock()
     for name, value in {"CUDA_DEVICE_MAX_CONNECTIONS": "32", variable: "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(prepared, "backend_of", lambda _: backend)
@@ -126,7 +126,7 @@ def test_plans_that_need_several_queues_are_refused_where_transfers_start_in_one
 @pytest.mark.parametrize("divides", ["tensor_model", "context"])
 def test_the_remedy_for_one_queue_is_one_that_megatron_allows(monkeypatch: pytest.MonkeyPatch, divides: str) -> None:
     """Where layers are divided, Megatron-LM starts with one queue only on GPUs before Blackwell."""
-    plan, group = lower_training(build("breadth-first", num_ranks=4, num_microbatches=16)), mock.Mock()
+    plan, group = plan_of(build("breadth-first", num_ranks=4, num_microbatches=16)), mock.Mock()
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     monkeypatch.setattr(prepared, "backend_of", lambda _: "nccl")

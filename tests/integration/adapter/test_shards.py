@@ -11,7 +11,7 @@ import torch
 
 from megatron.zero_bubble import PassMemory, Schedule, build
 from megatron.zero_bubble.core.ir import Op
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan import shard as plan_shard
 from megatron.zero_bubble.core.plan.shard import Sharding
 from tests.helpers import parity
@@ -77,7 +77,7 @@ def moved(sharder: Any) -> tuple[int, int]:
 
 def planned(schedule: Schedule, sharding: Sharding, rank: int) -> Sequence[Op]:
     """The ops of a rank."""
-    return lower_training(schedule, sharding=sharding).ops[rank]
+    return plan_of(schedule, Additions(sharding=sharding)).ops[rank]
 
 
 full = pytest.mark.full

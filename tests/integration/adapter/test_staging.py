@@ -10,7 +10,7 @@ import pytest
 
 from megatron.zero_bubble import build
 from megatron.zero_bubble.core.ir import WHOLE, Pass
-from megatron.zero_bubble.core.plan import lower_forward_only, lower_training
+from megatron.zero_bubble.core.plan import plan_of, plan_of_evaluation
 from megatron.zero_bubble.core.plan.offload import Move
 from megatron.zero_bubble.engine.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.engine.runtime.transport import Receive, Transport
@@ -116,7 +116,7 @@ def test_steps_are_undone_when_messages_are_drained(ranks: RankPool) -> None:
 
 def steps(name: str, num_microbatches: int = 4, forward_only: bool = False) -> frozenset[Hashable]:
     schedule = build(name, num_ranks=2, num_microbatches=num_microbatches)
-    lower = lower_forward_only if forward_only else lower_training
+    lower = plan_of_evaluation if forward_only else plan_of
     return steps_of(lower(schedule), forward_only, ())
 
 
@@ -128,14 +128,14 @@ def test_other_numbers_of_microbatches_are_nothing_new() -> None:
 def test_other_passes_are_new() -> None:
     """As after a switch of ``zb-auto``: a fused backward, or the gradients of a divided vocabulary."""
     schedule = build("zb-h1", num_ranks=2, num_microbatches=4)
-    fused = steps_of(lower_training(fused_but_last(schedule)), False, ())
+    fused = steps_of(plan_of(fused_but_last(schedule)), False, ())
     assert fused - steps("zb-h1")
     assert steps("1f1b") - steps("zb-h1")
 
 
 def test_other_moves_and_slices_are_new() -> None:
     schedule = build("zb-h1", num_ranks=2, num_microbatches=4)
-    plan = lower_training(schedule)
+    plan = plan_of(schedule)
     one, two = (steps_of(plan, False, [Move(Pass.parse("0F0")), Move(Pass.parse("0F1"))][:n]) for n in (1, 2))
     assert steps("zb-h1") < one < two
     assert steps("seq-zb-h1") - steps("zb-h1")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble import build
-from megatron.zero_bubble.core.plan import lower_training
+from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.shard import Sharding, most_whole
 from tests.helpers.megatron_lm import Checkout, Log, pretrain_gpt, stock
 from tests.helpers.ranks import RankPool
@@ -30,7 +30,7 @@ def check_bytes(own: Log, num_chunks: int, pipeline: int = 2) -> None:
     lines = own.of("sharded units: {")
     assert len(lines) == len(own.exit_codes) == 2 * pipeline
     size = {"num_ranks": pipeline, "num_microbatches": NUM_MICROBATCHES[pipeline], "num_chunks": num_chunks}
-    plan = lower_training(build("zero-pp", **size, unit_microbatches=64), sharding=Sharding(64))
+    plan = plan_of(build("zero-pp", **size, unit_microbatches=64), Additions(sharding=Sharding(64)))
     for line in lines:
         found = json.loads(line.partition(": ")[2])
         rank = found["rank"] // 2

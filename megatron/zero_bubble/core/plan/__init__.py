@@ -5,8 +5,6 @@ from megatron.zero_bubble.core.plan.lower import LoweringPass, lower
 from megatron.zero_bubble.core.plan.plan_of import (
     NOTHING,
     Additions,
-    lower_forward_only,
-    lower_training,
     plan_of,
     plan_of_evaluation,
     plan_without_messages,
@@ -25,8 +23,6 @@ __all__ = [
     "alike",
     "communicate",
     "lower",
-    "lower_forward_only",
-    "lower_training",
     "plan_of",
     "plan_of_evaluation",
     "plan_without_messages",

@@ -5,7 +5,6 @@ The planner, a dry run, a plan file and a run all lower by this list, so that wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -92,25 +91,3 @@ def plan_of_evaluation(schedule: Schedule, added: Additions = NOTHING) -> Plan:
 def _of_training(added: Additions) -> list[LoweringPass]:
     validates = [with_validation] if added.post_validation else []
     return [collect, partial(communicate, post_receives=added.post_receives), in_turn, *validates, *added.ops]
-
-
-def lower_training(
-    schedule: Schedule,
-    post_receives: PostReceives = "early",
-    post_validation: bool = False,
-    moves: Collection[Move] = (),
-    sharding: Sharding | None = None,
-    more: Sequence[LoweringPass] = (),
-) -> Plan:
-    """Return ``plan_of`` with these additions."""
-    return plan_of(schedule, Additions(post_receives, post_validation, tuple(moves), sharding, tuple(more)))
-
-
-def lower_forward_only(
-    schedule: Schedule,
-    post_receives: PostReceives = "early",
-    sharding: Sharding | None = None,
-    more: Sequence[LoweringPass] = (),
-) -> Plan:
-    """Return ``plan_of_evaluation`` with these additions."""
-    return plan_of_evaluation(schedule, Additions(post_receives, sharding=sharding, more=tuple(more)))
