@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import UserError, explaining
 from megatron.zero_bubble.core.formats.costs import read_costs_file
 from megatron.zero_bubble.core.formats.facts import KEY_FACTS, Facts, differences, facts_from, listed
 from megatron.zero_bubble.core.formats.files import json_object, read_file, read_key
@@ -41,10 +41,8 @@ def read_decision(file: Path) -> Decision:
     Raises:
         UserError: the file is none, or sets flags that are not for ``auto`` to decide.
     """
-    try:
+    with explaining(after="; remove the file to decide again"):
         return read_file(file, "decision of --zero-bubble-schedule auto", _decision_from)
-    except UserError as error:
-        raise UserError(f"{error}; remove the file to decide again") from error
 
 
 def write_decision(file: Path, decision: Decision) -> list[str]:

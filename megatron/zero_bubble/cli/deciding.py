@@ -14,7 +14,6 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +36,7 @@ from megatron.zero_bubble.cli.job_runs import check_job, job_runs
 from megatron.zero_bubble.cli.machine import Gpu, gpu_here
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
 from megatron.zero_bubble.core.analysis.idle import idle_of
-from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
+from megatron.zero_bubble.core.errors import Refusal, UserError, attempted, explaining
 from megatron.zero_bubble.core.formats.facts import Facts, all_differences, listed
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, name_of
 from megatron.zero_bubble.planning.change import ROUNDED, Row
@@ -180,7 +179,7 @@ def _facts(
         UserError: a job that could not run without this package.
     """
     ours = {name: value for name, value in given(options).items() if name not in _ASIDE}
-    with _deciding():
+    with explaining(f"{_SCHEDULE} {AUTO} could not decide: "):
         args = checked_megatron_job(others, *_sizes(environment)).args
         name = "cpu" if options.zero_bubble_device == "cpu" else gpu.name
         of_job = {**facts_of(args, name, known_vocabulary(args)), **job_facts(args)}
@@ -198,15 +197,6 @@ def _facts(
 def _is_exact(options: argparse.Namespace) -> bool:
     """Whether sums must have the bits of stock; ``--no-zero-bubble-fuse-wgrad`` is the older name."""
     return bool(options.zero_bubble_exact) or options.zero_bubble_fuse_wgrad is False
-
-
-@contextmanager
-def _deciding() -> Iterator[None]:
-    """Context in which an error also says what was being done."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{_SCHEDULE} {AUTO} could not decide: {error}") from error
 
 
 def _decision(
@@ -316,7 +306,7 @@ def _advice(
         return advised(argparse.Namespace(**{**vars(defaults()), **asked, "costs": measured}), others)
 
     remarks: list[str] = []
-    with _deciding():
+    with explaining(f"{_SCHEDULE} {AUTO} could not decide: "):
         if costs is not None:
             found = attempted(partial(ask, costs.file))
             if not isinstance(found, Refusal):

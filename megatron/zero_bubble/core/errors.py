@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -46,6 +47,19 @@ def attempted(make: Callable[[], T]) -> T | Refusal:
         return make()
     except UserError as error:
         return Refusal(str(error), isinstance(error, PlanError))
+
+
+@contextmanager
+def explaining(before: str = "", after: str = "") -> Iterator[None]:
+    """Context in which the sentence of a ``UserError`` also says what was being read or done.
+
+    Args:
+        before, after: what stands in front of the sentence, and behind it.
+    """
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{before}{error}{after}", error.everywhere) from error
 
 
 class PeerError(RuntimeError):

@@ -85,11 +85,6 @@ class Advice:
         before, after = ((schedule, of.on(schedule.placement)[0]) for schedule, of in schedules)
         return None if before[1].experts or after[1].experts else gains(before, after, self.objective)
 
-    @property
-    def today_ms(self) -> float:
-        """The time of the job as it is."""
-        return length_ms(self.today.timeline, self.objective)
-
 
 class Setting(NamedTuple):
     """What a job is started with, and what its GPUs can then run."""

@@ -17,7 +17,7 @@ from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.costs.passes import backward_share
 from megatron.zero_bubble.core.costs.terms import MEMORY, OF_LAYER, TIMES
 from megatron.zero_bubble.core.costs.units import refuse_no_time
-from megatron.zero_bubble.core.errors import UserError, nearest
+from megatron.zero_bubble.core.errors import UserError, explaining, nearest
 from megatron.zero_bubble.core.ir.sizes import MOST_LAYERS
 
 LAYERS, PARTS = "layers", "parts"
@@ -116,10 +116,8 @@ def _part(kind: str, figures: Mapping[str, Any], with_memory: bool) -> LayerFigu
     given = {_FIELDS[key]: figure for key, figure in figures.items()}
     if is_layer and not with_memory:
         given |= dict.fromkeys(MEMORY, 1.0)
-    try:
+    with explaining(f"{PARTS}.{kind}: "):
         part = LayerFigures(**given)
-    except UserError as error:
-        raise UserError(f"{PARTS}.{kind}: {error}") from None
     if is_layer and not part.activation:
         raise UserError(f"{PARTS}.{kind}: activation memory must be above 0, because it is the unit of peaks; got 0")
     if "backward_attention" in figures:

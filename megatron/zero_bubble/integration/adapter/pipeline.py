@@ -148,7 +148,8 @@ class Pipeline:
         Raises:
             UserError: the configuration is without post-validation, or the optimizer or the model do not support it.
         """
-        if self._options.rollback is None:
+        options = self._options
+        if options.rollback is None:
             raise UserError(
                 "only a schedule with post-validation can validate optimizer steps; apply "
                 "ZeroBubbleConfig(..., post_validation=True)"
@@ -158,7 +159,6 @@ class Pipeline:
         group = parallel_state.get_pipeline_model_parallel_group()
         # Tokens travel between the replicas of a stage with experts, so these must repeat their forwards together.
         replicas = parallel_state.get_expert_model_parallel_group() if config.num_moe_experts else None
-        options = self._options
         ahead = PostValidatedOptimizer(optimizer, chunks, group, options.rollback, replicas, options.timeout)
         ahead.on_settle = self._settle_reports
         if self._optimizer is not None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.zero_bubble.core.errors import PatchError, PeerError, SeamError, UserError
+from megatron.zero_bubble.core.errors import PatchError, PeerError, SeamError, UserError, explaining
 from megatron.zero_bubble.integration.megatron_lm.checks import check_format
 from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
 from megatron.zero_bubble.planning.job.flags import HELP_ALL, add_flags, full_help, has_schedule, parse_ours
@@ -164,10 +164,8 @@ def _prepare_device(name: str, arguments: Sequence[str]) -> bool:
     from megatron.zero_bubble.engine.platforms import cpu
     from megatron.zero_bubble.engine.platforms.cpu.megatron_lm import JOB_POINTS
 
-    try:
+    with explaining(f"--zero-bubble-device {name}: "):
         platform = platforms.select(name)
-    except UserError as error:
-        raise UserError(f"--zero-bubble-device {name}: {error}") from error
     asked = name == "cpu" or _value_of("--distributed-backend", arguments) == "gloo"
     if platform.name != "cpu" or not asked:
         return False  # the script selects its GPU

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NoReturn
 
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import UserError, explaining
 from megatron.zero_bubble.planning.job.arguments.config_file import config_tokens
 from megatron.zero_bubble.planning.job.arguments.group import Group
 from megatron.zero_bubble.planning.job.arguments.layer_frequency import layer_frequency
@@ -60,10 +60,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     tokens: list[str] = []
     if config is not None:
         tokens = config_tokens(config, argv)
-        try:
+        with explaining(f"configuration file {config}: "):
             parser.parse_args(tokens)
-        except UserError as error:
-            raise UserError(f"configuration file {config}: {error}") from None
     return parser.parse_args([*tokens, *argv])
 
 
