@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.schedules import SCHEDULES, ZB_AUTO
 from megatron.zero_bubble.planning.codecs import Medium, difference, parse, spell, speller
-from megatron.zero_bubble.planning.job.flags import parse_ours
+from megatron.zero_bubble.planning.job.flags import config_of, decide, parse_ours
 from megatron.zero_bubble.planning.job.rules import Job, refused
 from megatron.zero_bubble.planning.setup import (
     Cuts,
@@ -166,6 +166,24 @@ def test_a_difference_leaves_out_retired_flags() -> None:
         (zb("schedule"), "zb-h1"),
         (zb("schedule"), zb("schedule-file"), zb("slices"), zb("num-slices"), zb("slice-ends")),
     )
+
+
+def test_the_share_of_attention_is_no_cut_with_balanced_microbatches() -> None:
+    """It is for the cost of samples: such a job keeps it, whatever its schedule is to be."""
+    job = [zb("schedule"), "zb-h1", zb("balance-microbatches"), zb("attention-share"), "0.25"]
+    old = parse(job)
+    assert (
+        old == parse(job[:2])
+        and difference(old, Setup(Named("zb-v"))).leave_out
+        == difference(parse(job[:2]), Setup(Named("zb-v"))).leave_out
+    )
+    options, _ = parse_ours(job)
+    decide(options, Setup(Named("zb-v")))
+    assert options.zero_bubble_attention_share == 0.25 and config_of(options).setup.cuts is None
+    decide(sliced := parse_ours(job[:2] + job[3:])[0], Setup(Named("zb-v")))
+    assert sliced.zero_bubble_attention_share is None
+    variables = {"ZERO_BUBBLE_SCHEDULE": "zb-h1", "ZERO_BUBBLE_BALANCE_MICROBATCHES": "1"}
+    assert parse(variables | {"ZERO_BUBBLE_ATTENTION_SHARE": "0.25"}, "env") == old
 
 
 def test_every_decision_has_a_place() -> None:

@@ -14,10 +14,20 @@ from megatron.zero_bubble.planning.decision import NEGATABLE, Decision
 from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT, OF_PLANS
 from megatron.zero_bubble.planning.rule import Spell, shown
 from megatron.zero_bubble.planning.setup import Setup
-from megatron.zero_bubble.planning.values import PLAN_ROWS, ROWS, setup_of, values_of, values_of_plan
+from megatron.zero_bubble.planning.values import (
+    BALANCE,
+    PLAN_ROWS,
+    ROWS,
+    of_setup,
+    setup_of,
+    values_of,
+    values_of_plan,
+)
 
 Medium = Literal["job", "plan", "env", "query", "json"]
 _LAYOUT_FLAG = "--pipeline-model-parallel-layout"
+_READ = (*ROWS, *(row for row in DECISIONS if row.name == BALANCE))
+"""The decisions of a job that say what its setup is."""
 
 
 class StrictParser(argparse.ArgumentParser):
@@ -82,17 +92,18 @@ def parse(given: Sequence[str] | str | Mapping[str, Any], as_: Medium = "job") -
         if as_ == "json":
             words = [word for name, value in given.items() for word in _words(_flag(_row(name)), value)]
         else:
-            words = [word for row in ROWS for word in words_of_variable(row, given.get(variable(row), ""))]
+            words = [word for row in _READ for word in words_of_variable(row, given.get(variable(row), ""))]
         return parse(words)
     parser = StrictParser(add_help=False, allow_abbrev=False)
-    rows = ROWS if as_ == "job" else PLAN_ROWS
+    rows = _READ if as_ == "job" else PLAN_ROWS
     for row in rows:
         if as_ == "plan" and row.plan is not None:
             parser.add_argument(_flag(row, as_), dest=row.dest, **row.plan.arguments)
         else:
             parser.add_argument(_own_flag(row), dest=row.dest, **row.arguments)
     options, _ = parser.parse_known_args(list(given))
-    return setup_of({row.name: getattr(options, row.dest) for row in rows}, speller(as_), of_plan=as_ == "plan")
+    values = of_setup({row.name: getattr(options, row.dest) for row in rows})
+    return setup_of(values, speller(as_), of_plan=as_ == "plan")
 
 
 def setup_of_flags(flags: Mapping[str, Any], **other: Any) -> Setup:

@@ -45,6 +45,8 @@ _SECTIONS: dict[str, type[Any]] = {
 """The classes of the others whose decisions have a place of their own."""
 _ALWAYS = ("messages",)
 """Those of them that are never None."""
+BALANCE, SHARE = "balance_microbatches", "attention_share"
+"""With the first, which is no part of a setup, the second is none either."""
 _ALGORITHMS: dict[object, Algorithm] = {"1": 1, "2": 2}
 _OPEN = {"vocabulary": "off", "layout": "even", "unit_microbatches": AUTO_UNIT}
 """Values that choose nothing."""
@@ -53,6 +55,14 @@ _NEITHER = (
     *("exact", "fuse_wgrad"),
 )
 """Decisions of which several make one field."""
+
+
+def of_setup(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that make up a setup. With balanced microbatches, the share of attention is for the cost of samples."""
+    own = dict(values)
+    if own.pop(BALANCE, None):
+        own.pop(SHARE, None)
+    return own
 
 
 def setup_of(values: Mapping[str, Any], spelled: Spell, of_plan: bool = False) -> Setup:

@@ -12,7 +12,7 @@ from megatron.zero_bubble.planning.codecs import StrictParser, speller
 from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT, REMOVED
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.setup import Setup
-from megatron.zero_bubble.planning.values import ROWS, values_of
+from megatron.zero_bubble.planning.values import ROWS, SHARE, of_setup, values_of
 
 HELP_ALL = "--zero-bubble-help-all"
 _DEVICE = "auto"
@@ -82,8 +82,9 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 
 def decide(options: argparse.Namespace, setup: Setup) -> None:
     """Set the flags of a setup as if they, and no others that make up one, were given."""
+    others = (SHARE,) if options.zero_bubble_balance_microbatches else ()
     for row in DECISIONS:
-        if row.path:
+        if row.path and row.name not in others:
             setattr(options, row.dest, None)
     options.zero_bubble_plan, options.pipeline_model_parallel_layout = None, None
     for name, value in values_of(setup).items():
@@ -112,14 +113,12 @@ def config_of(
     Raises:
         UserError: flags that exclude each other, or an invalid configuration.
     """
-    choices = given(options)
+    choices = of_setup(given(options))
     fields = {o.field: choices[o.field] for o in DECISIONS if o.field in choices}
     if "unit_microbatches" in fields:
         fields["unit_microbatches"] = fields["unit_microbatches"] or None
     if "vocabulary" in fields:
         fields["vocabulary"] = vocabulary_algorithm(options)
-    if options.zero_bubble_balance_microbatches:  # then the share is for the cost of samples
-        fields.pop("attention_share", None)
     if num_chunks is not None:
         fields["num_chunks"] = num_chunks
     return ZeroBubbleConfig(
