@@ -32,8 +32,8 @@ class Promise(NamedTuple):
     """How equal two runs are.
 
     Attributes:
-        kind: ``bits``; ``model``: bits of losses and weights, on whatever rank they are, and norms up to rounding; or
-            ``tolerance``.
+        kind: ``bits``; ``model``: bits of losses and weights, on whatever rank they are, and norms up to rounding;
+            ``tolerance``; or ``none``, where samples are in other microbatches.
         losses, norms: relative differences; 0 where bits are promised.
         steps: how far the steps of all weights may be apart, relative to their norm; 0 where bits are promised.
     """
@@ -46,11 +46,13 @@ class Promise(NamedTuple):
 
 def promise_to_stock(row: Row, results: Results) -> Promise:
     """How equal the schedule is to stock 1F1B."""
+    if row["samples"] == "balanced":
+        return Promise("none")
     tolerance, steps = TOLERANCES[row["dtype"]], STEPS[row["dtype"]]
     if is_sliced(row) and row["experts"] == "auxiliary-loss":  # it is not linear in the tokens (docs/slices.md)
         tolerance, steps = max(tolerance, _AUXILIARY_LOSS), max(steps, _AUXILIARY_STEPS)
     rounded = Promise("tolerance", tolerance, tolerance, steps)
-    sums_of_units = row["shards"] not in ("off", "one-unit") and microbatches_of(row) > 1
+    sums_of_units = row["shards"] not in ("off", "one-unit", "of-plans") and microbatches_of(row) > 1
     if row["wgrad"] == "fused" or row["vocabulary"] != "whole" or is_sliced(row) or sums_of_units:
         return rounded
     if _is_in_place(row):
@@ -105,6 +107,8 @@ def _unmoved(row: Row, results: Results) -> list[str]:
 
 
 def _between(own: str, other: str, promise: Promise, row: Row, results: Results) -> list[str]:
+    if promise.kind == "none":
+        return []
     lines: dict[str, str] = {}
     left_out = _VOCABULARY if row["vocabulary"] != "whole" else ()
     for rank, result in enumerate(results):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 
+from megatron.zero_bubble import SCHEDULES
 from pair_matrix.options import OPTIONS, Row, value_of
 from tests.helpers.parity import BASE_FLAGS, Layout
 
@@ -40,7 +41,7 @@ RUN_RULES: tuple[tuple[dict[str, tuple[str, ...]], str], ...] = (
 def layout_of(row: Row) -> Layout:
     """The ranks of a row, and two layers per rank, or one more on the first."""
     pipeline = int(row["ranks"])
-    layers = 2 * pipeline + (row["layers"] == "uneven")
+    layers = 2 * pipeline + (row["layers"] != "even")
     tensor = 1 if row["tensor"] == "1" else 2
     return Layout(pipeline, tensor, 1 if row["data"] == "1" else 2, layers)
 
@@ -68,14 +69,24 @@ def modes_of(row: Row) -> dict[str, str]:
     job = " ".join(" ".join(words).split())
     schedule = " ".join(part.schedule for part in parts if part.schedule)
     variant = " ".join(part.variant for part in parts if part.variant)
-    stock = f"{job} --pipeline-model-parallel-layout {_layout(layout)}" if row["layers"] == "uneven" else job
+    stock = job if row["layers"] == "even" else f"{job} {_layout(layout.pipeline, layout.pipeline)}"
+    schedule += f" {_layout(layout.pipeline, _stages(row))}" if row["layers"] == "laid-out" else ""
     modes: dict[str, str] = {"stock": stock, "schedule": f"{job} {schedule}"}
     return modes | ({"variant": f"{job} {schedule} {variant}"} if variant else {})
 
 
-def _layout(layout: Layout) -> str:
-    """The stages of stock megatron-core with one layer more on the first rank."""
-    return "Ettt|" + "tt|" * (layout.pipeline - 2) + "ttL"
+def _layout(num_ranks: int, num_stages: int) -> str:
+    """The flag for stages with two layers per rank, and one more on the first rank."""
+    layers = "t" * (2 * num_ranks // num_stages)
+    return f"--pipeline-model-parallel-layout E{layers}t|" + f"{layers}|" * (num_stages - 2) + f"{layers}L"
+
+
+def _stages(row: Row) -> int:
+    """The number of stages of the schedule of a row."""
+    ranks, known = int(row["ranks"]), SCHEDULES.get(row["schedule"])
+    if known is None:
+        return ranks if row["schedule"] == "zb-auto" else 2 * ranks
+    return known.placement(ranks, known.num_chunks(None)).num_stages
 
 
 def own_refusal(row: Row) -> str | None:

@@ -38,6 +38,7 @@ SELECTIVE = "--recompute-granularity selective"
 WHOLE_LAYERS = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 SHARDED = {"data": "distributed", "schedule": "zero-pp"}
 SLICED = {"schedule": "seq-zb-h1"}
+PAIRED = {"experts": "on-2-ranks", "data": "2", "dtype": "bf16", "schedule": "dualpipe-v"}
 
 
 def _schedule(name: str) -> Value:
@@ -103,9 +104,10 @@ OPTIONS: dict[str, tuple[Value, ...]] = {
         Value("units-of-1", schedule=_shards(1), needs=SHARDED),
         Value("one-unit", schedule=_shards(99, "--zero-bubble-whole-stages 1"), needs=SHARDED),
         Value("on-demand", schedule=_shards(2, "--zero-bubble-shard-weights on-demand"), needs=SHARDED),
+        Value("of-plans", schedule=_shards(99), needs={"data": "distributed", "schedule": "zb-auto-on-a-v"}),
     ),
     "embeddings": (Value("tied"), Value("untied", "--untie-embeddings-and-output-weights")),
-    "layers": (Value("even"), Value("uneven")),
+    "layers": (Value("even"), Value("uneven"), Value("laid-out")),
     "experts": (
         Value("none"),
         Value("auxiliary-loss", f"{EXPERTS} --moe-aux-loss-coeff 0.01"),
@@ -114,6 +116,16 @@ OPTIONS: dict[str, tuple[Value, ...]] = {
         Value(
             "on-2-ranks",
             f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+            needs={"data": "2"},
+        ),
+    ),
+    "overlap": (Value("off"), Value("pairs", schedule="--zero-bubble-overlap-experts", needs=PAIRED)),
+    "samples": (
+        Value("equal"),
+        Value(
+            "balanced",
+            "--calculate-per-token-loss",
+            "--zero-bubble-balance-microbatches",
             needs={"data": "2"},
         ),
     ),

@@ -24,7 +24,7 @@ class Verdict:
         row: the row as words ``option=value``.
         status: ``equal``; ``refused``, as a rule of ``jobs.RUN_RULES`` says; ``different``; or ``failed``, also for a
             refusal or a run that no rule expects.
-        promise: how equal the schedule had to be to stock: ``bits``, ``model`` or ``tolerance``.
+        promise: how equal the schedule had to be to stock: ``bits``, ``model``, ``tolerance`` or ``none``.
         details: differences, the sentence of a refusal, or the report of all ranks of a failure.
     """
 

@@ -18,7 +18,7 @@ from megatron.zero_bubble.engine.runtime.observer import IterationObserver
 from megatron.zero_bubble.planning.setup import Named, Searched, Setup
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
-from tests.helpers.parity import Outcome, Tokens, _named, _train_once, rebuild_process_groups
+from tests.helpers.parity import Outcome, Tokens, _named, _splits, _train_once, rebuild_process_groups
 from tests.helpers.shards import read_each
 
 SPIKE = 1e6
@@ -139,6 +139,8 @@ def _train(
 
 def _data(args: Any) -> Any:
     """Samples for training, and for evaluations, whose batches do not begin small."""
+    if args.zero_bubble_balance_microbatches:
+        return _splits(args)
     from pretrain.data.batches import Splits, reads_data
 
     sizes = args.batch_sizes
