@@ -105,7 +105,7 @@ def test_unsuitable_flags_are_refused(capsys: Capture, flags: list[str], message
 
 
 def test_files_choose_what_the_flags_exclude(capsys: Capture, tmp_path: Path) -> None:
-    """A vocabulary that only the costs or the schedule file divide was left out of sharded units and of layouts."""
+    """A vocabulary that only the costs or the schedule file divide was left out of sharded units."""
     of_file = {"divided": ["zb-v", "--vocabulary", "2", *SHARDS], "sliced": ["seq-zb-h1", "--num-slices", "2"]}
     for name, flags in of_file.items():
         made = run_json(capsys, "plan", "--schedule", *flags, *SIZES, *TIMES)
@@ -117,9 +117,7 @@ def test_files_choose_what_the_flags_exclude(capsys: Capture, tmp_path: Path) ->
     for command, one in (
         (["plan", "--schedule", "zb-v", *SIZES, *by_costs, "--shard-weights"], "sharded units"),
         (["compare", *SIZES, *by_costs, "--shard-weights"], "sharded units"),
-        (["compare", *SIZES, *by_costs, "--layout", "auto"], "a layout by cost"),
         (["plan", *divided, *TIMES, "--shard-weights"], "sharded units"),
-        (["plan", *divided, "--costs", STOCK, "--layout", "auto"], "a layout by cost"),
         (["plan", "--schedule-file", str(tmp_path / "sliced.json"), *TIMES, *SHARDS], "sequence slices"),
     ):
         assert main(command) == 2

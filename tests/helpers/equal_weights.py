@@ -24,6 +24,10 @@ class EqualStages:
         sizes = self.of_stages(placement)
         return tuple(sizes.whole(placement.stages_of(rank), 1) for rank in range(placement.num_ranks))
 
-    def of_stages(self, placement: Placement) -> StageBytes:
+    def of_stages(self, placement: Placement, layout: tuple[int, ...] | None = None) -> StageBytes:
         """Bytes per stage."""
         return StageBytes.of((self.parameters(placement),) * placement.num_stages, 2, 4, 12)
+
+    def of_layers(self) -> EqualStages:
+        """They have no vocabulary."""
+        return self

@@ -61,7 +61,6 @@ _CHOICES = {
     exclusions.SHARDS: ("--zero-bubble-shard-weights", "--shard-weights"),
     exclusions.COLLECTIVES: ("--zero-bubble-shard-weights", ""),
     exclusions.POST_VALIDATION: ("--zero-bubble-post-validation", ""),
-    exclusions.LAYOUT: ("", "--layout auto"),
     exclusions.PAIRS: ("--zero-bubble-overlap-experts", "--pairs"),
     exclusions.RECORDED_COSTS: ("--zero-bubble-record-costs x", ""),
     exclusions.EXACT: ("--zero-bubble-exact", ""),
@@ -113,7 +112,7 @@ def jobs_of_exclusions(under_launcher: bool) -> list[tuple[Rule, str]]:
 
 def plans_of_exclusions() -> list[tuple[Rule, str]]:
     """The commands ``plan`` and ``compare`` per pair of choices that they offer; ``compare`` has no schedule, and rows
-    of their own for layouts, and for ``--vocabulary auto``.
+    of their own for ``--vocabulary auto``.
     """
     found = []
     for rule in EXCLUSIONS:
@@ -121,6 +120,6 @@ def plans_of_exclusions() -> list[tuple[Rule, str]]:
         words = f"{one} {other}"
         if one and other:
             found.append((rule, f"plan {words}" if "--schedule" in words else f"plan --schedule zero-pp {words}"))
-            if "--schedule" not in words and exclusions.LAYOUT is not rule.subject:
+            if "--schedule" not in words:
                 found.append((rule, f"compare {words.replace('auto', '2') if 'vocabulary' in words else words}"))
     return found

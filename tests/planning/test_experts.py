@@ -179,7 +179,6 @@ def test_the_plan_file_has_what_overlaps(
         ("--schedule zb-auto", "pairs and zb-auto exclude each other, because its search does not order pairs"),
         ("--schedule seq-1f1b", "pairs and sequence slices exclude each other"),
         ("--schedule zero-pp --shard-weights", "pairs and sharded units exclude each other"),
-        ("--schedule dualpipe-v --layout auto", "exclude each other, because the all-to-alls of experts are known"),
         ("--schedule-file plan.json", "--pairs does not apply to a schedule file"),
     ],
 )

@@ -1,7 +1,8 @@
-"""Answers in which offloading, sharded units and a search meet: one plan, simulated with all that it has."""
+"""Answers in which several features meet: one plan, simulated with all that it has."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,15 +10,21 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
 from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, StageParts
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.answer import Answer, answer
+from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.planning.layout_plan import EVEN
 from megatron.zero_bubble.planning.plan_file import written
+from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.question import Offloading, Question
-from megatron.zero_bubble.planning.setup import Named, Offload, Searched, Setup, Shards
+from megatron.zero_bubble.planning.setup import BY_COST, Divided, Named, Offload, Searched, Setup, Shards
 from megatron.zero_bubble.planning.shards import Replicas
 from tests.helpers.equal_weights import EqualStages
 
@@ -88,3 +95,65 @@ def test_a_plan_file_runs_the_plan_that_was_simulated(tmp_path: Path) -> None:
     added = Additions(moves=tuple(select(made.schedule)), sharding=config.sharding(P))
     assert added == made.added
     assert plan_of(source.make(M), added).digest == plan_of(made.schedule, made.added).digest
+
+
+LAYERS = (LayerFigures(1.0, 1.1, 0.9, 4.0, 2.0, gather_ms=0.4, reduce_ms=0.4),) * 6 + (
+    LayerFigures(2.4, 2.6, 2.0, 6.0, 3.0, gather_ms=0.8, reduce_ms=0.8),
+) * 18
+ALL_TO_ALLS = (NO_EXPERTS,) * 6 + (StageParts(1, 0, 0.4, 0.7, 0.4, 0.4, 0.7, 0.4, 0, 0.6, 0),) * 18
+
+
+def of_layers(experts: bool = False) -> Figures:
+    """Six short layers before eighteen long ones, whose even split is far from even work."""
+
+    def unused(_: Placement) -> tuple[PassCosts, PassMemory]:
+        raise AssertionError("costs of even stages come from the layers")
+
+    ends = LayerFigures(0.2, 0.0, 0.2), LayerFigures(2.0, 2.5, 2.0, 3.0, 1.0)
+    layers = LayerCosts(LAYERS, *ends, comm_ms=0.1, experts=ALL_TO_ALLS if experts else ())
+    return Figures(4, 8, unused, memory_given=True, layers=layers, division=Division(24)).evenly()
+
+
+def with_layout(name: str, more: str, by_cost: bool) -> Answer:
+    costs = of_layers(more == "pairs")
+    limit = costs.limit("2.5p" if more in ("1", "2") else "1.5p")
+    setup = Setup(
+        Searched("auto") if name == "zb-auto" else Named(name),
+        vocabulary=Divided(1 if more == "1" else 2) if more in ("1", "2") else None,
+        shards=Shards() if more == "shards" else None,
+        layout=BY_COST if by_cost else None,
+        pairs=more == "pairs",
+    )
+    replicas = Replicas(2, None, None, math.inf, limit) if more == "shards" else None
+    return answer(Question(costs, setup, limit, replicas=replicas, effort=0.1))
+
+
+@pytest.mark.usefixtures("short_searches")
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("zb-h1", "1"),
+        ("zb-v", "2"),
+        ("zb-auto", "2"),
+        ("zero-pp", "shards"),
+        ("zb-auto", "shards"),
+        ("dualpipe-v", "pairs"),
+        ("zb-v", "pairs"),
+    ],
+)
+def test_layouts_are_chosen_by_the_timeline_of_their_plan(name: str, more: str) -> None:
+    """With the passes of the vocabulary, the collectives of units, or the all-to-alls of experts."""
+    evenly, made = (with_layout(name, more, by_cost) for by_cost in (False, True))
+    on = made.schedule.placement
+    assert made.layouts is not None and sum(made.layouts.best.layout) == 24
+    assert made.timeline.makespan_ms < 0.99 * evenly.timeline.makespan_ms
+    assert made.layouts.best.ms == made.timeline.makespan_ms and made.layouts.gains()[EVEN] > 0.01
+    limit = made.question.limit
+    assert within(peak_memory(evenly.timeline, evenly.costs), limit) and within(
+        peak_memory(made.timeline, made.costs), limit
+    )
+    assert timeline_of(made.schedule, *made.costs.on(on), made.added) == made.timeline
+    assert made.costs.on(on)[0].forward_ms == made.costs.laid_out(on, made.layouts.best.layout).on(on)[0].forward_ms
+    assert (algorithm_of(made.schedule) is not None) is (more in ("1", "2"))
+    assert (made.shards is not None) is (more == "shards")
+    assert made.schedule.overlaps is (more == "pairs")

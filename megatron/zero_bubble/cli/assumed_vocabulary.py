@@ -57,10 +57,10 @@ def _with_other(size: int, today: Today, costs: Figures, best: Row | None, objec
 def _costs_of(row: Row, costs: Figures) -> Figures:
     """The costs of a row's layers per stage and vocabulary."""
     schedule, layouts = row.timeline.schedule, row.plan.layouts
-    if layouts is not None:
-        return costs.evenly().laid_out(schedule.placement, layouts.best.layout)
-    algorithm = algorithm_of(schedule)
-    return costs if algorithm is None else divided_costs(costs, Divided(algorithm))
+    own = costs if layouts is None else costs.evenly()
+    if (algorithm := algorithm_of(schedule)) is not None:
+        own = divided_costs(own, Divided(algorithm))
+    return own if layouts is None else own.laid_out(schedule.placement, layouts.best.layout)
 
 
 def remark(others: Iterable[OtherVocabulary]) -> str:

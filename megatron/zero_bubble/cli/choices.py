@@ -28,12 +28,10 @@ def choices_of_files(costs: Figures, file: Schedule | None = None) -> dict[str, 
 def common_choices(options: argparse.Namespace) -> dict[str, Any]:
     """What all rows of ``compare`` have in common.
 
-    Layouts by cost are rows of their own, and so are schedules with and without the passes of the vocabulary for
-    ``--vocabulary auto``; not so with sharded units, which have neither.
+    Schedules with and without the passes of the vocabulary are rows of their own for ``--vocabulary auto``; not so with
+    sharded units, which have none.
     """
     choices = choices_of(options)
-    if not options.shard_weights:
-        choices["layout"] = None
-        if options.vocabulary == "auto":
-            choices["vocabulary"] = None
+    if options.vocabulary == "auto" and not options.shard_weights:
+        choices["vocabulary"] = None
     return choices

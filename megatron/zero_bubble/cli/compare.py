@@ -129,17 +129,20 @@ def compare(options: argparse.Namespace) -> str:
     cuts = None if setup.cuts is None else with_candidates(setup.cuts, costs)
     alike = Setup(offload=setup.offload if moves else None, step=setup.step)
     comparison = Comparison(chunks, limit, searched, not options.equal_passes, alike, moving)
-    listed: list[Candidate | DroppedVariant] = [*without]
-    for variant in choices:
-        if variant.algorithm is None:
-            listed += chain(comparison.whole(costs), comparison.sliced(costs, cuts) if cuts else ())
-        else:
-            listed += comparison.divided(variant)
-    listed += comparison.laid_out(costs) if by_cost else ()
-    listed += comparison.hidden(costs) if options.pairs else ()
-    if replicas is not None:
-        listed += comparison.sharded(costs, replicas)
-        listed += comparison.tensor(costs, replicas, rate) if rate is not None else ()
+    has_whole = any(variant.algorithm is None for variant in choices)
+    whole = [*comparison.whole(costs)] if has_whole else []
+    halves = [row for variant in choices if variant.algorithm for row in comparison.divided(variant)]
+    hides = [*comparison.hidden(costs)] if options.pairs else []
+    of_units = [] if replicas is None else [*comparison.sharded(costs, replicas)]
+    listed: list[Candidate | DroppedVariant] = [*without, *whole]
+    listed += comparison.sliced(costs, cuts) if cuts and has_whole else ()
+    listed += halves
+    if by_cost:  # without --vocabulary, a divided one is only what layouts are compared with
+        both = halves if options.vocabulary or not has_whole else []
+        listed += comparison.laid_out((*whole, *both, *hides, *of_units))
+    listed += (*hides, *of_units)
+    if replicas is not None and rate is not None:
+        listed += comparison.tensor(costs, replicas, rate)
     listed, hidden = comparable(listed, options.all)
     rows, absent, best, break_even = _simulated(listed, limit, options.objective, replicas)
     bounds_of = partial(_bounds, Goal(options.objective, limit), () if options.pairs else searched, moves)

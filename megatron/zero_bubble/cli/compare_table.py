@@ -99,9 +99,11 @@ class Table:
     break_even: BreakEven | None = None
 
     def shortest(self, *, divided: bool) -> Row | None:
-        """Return the shortest schedule within the limit with a divided vocabulary, or else with a layout by cost."""
-        rows = (row for row in self.rows if row.within_limit)
-        return next((row for row in rows if (row.vocabulary if divided else row.layout) is not None), None)
+        """Return the shortest schedule within the limit with a divided vocabulary, or else with a layout by cost and a
+        whole one.
+        """
+        rows = (row for row in self.rows if row.within_limit and (row.vocabulary is not None) is divided)
+        return next((row for row in rows if divided or row.layout is not None), None)
 
 
 def short_text(row: Row, objective: Metric) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.zero_bubble.core.formats.layout import stages_text
-from megatron.zero_bubble.planning.layouts import LayoutPlan
+from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 
 
 def layout_summary(plan: LayoutPlan) -> str:

@@ -153,9 +153,8 @@ def plan(options: argparse.Namespace) -> str:
         return written(made)
     divided = division_text(costs, timeline.schedule.placement)
     text = plan_text(timeline, costs) + (divided if layouts is None else layout_summary(layouts))
-    neither = units is not None or made.question.setup.pairs
-    divides = layouts is not None or neither, algorithm_of(timeline.schedule) is not None or neither
-    text += imbalance_text(timeline, costs, *divides)
+    divides = algorithm_of(timeline.schedule) is not None or units is not None or made.question.setup.pairs
+    text += imbalance_text(timeline, costs, layouts is not None, divides)
     text += "".join(f"{each}\n" for each in made.dropped)
     if lengths is not None:
         return text + lengths.text()

@@ -45,15 +45,14 @@ def imbalance_text(timeline: Timeline, costs: Figures, layout: bool = False, voc
     """Name the rank with the most work, and the flags that divide the work better; empty if all have about as much.
 
     Args:
-        layout, vocabulary: whether the plan has a layout by cost, or a divided vocabulary; if one, the other would
-            replace it; if both, neither helps.
+        layout, vocabulary: whether the plan has a layout by cost, or a divided vocabulary, or cannot have it.
     """
     if (found := imbalance(timeline)) is None:
         return ""
     if costs.layers is None:
         return f"{found}: to try --layout auto, give --config, or costs with layers_per_stage\n"
     others = ["--layout auto"] * (not layout) + ["--vocabulary auto"] * (not vocabulary)
-    return f"{found}{': try ' if others else ''}{' or '.join(others)}{' instead' if len(others) == 1 else ''}\n"
+    return f"{found}{': try ' if others else ''}{' or '.join(others)}\n"
 
 
 def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:

@@ -20,7 +20,7 @@ from megatron.zero_bubble.planning.plans import bound, peak_memory
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, attempt, best
 
-CHOOSERS: tuple[Chooser, ...] = (offload, shards, layout, vocabulary, slices, schedules)
+CHOOSERS: tuple[Chooser, ...] = (offload, vocabulary, layout, shards, slices, schedules)
 """Who chooses what, in this order: a chooser sees what those after it offer for each of its values."""
 
 

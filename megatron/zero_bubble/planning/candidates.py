@@ -128,9 +128,8 @@ class Comparison:
 
     def hidden(self, costs: Figures) -> Iterator[Candidate]:
         """Yield schedules that hide the all-to-all of experts: in pairs, or beneath weight gradients if it is known."""
-        has_experts = bool(costs.on(Placement.linear(costs.num_ranks))[0].experts)
         for name, recipe in SCHEDULES.items():
-            if recipe.has_pairs or (has_experts and name in _OVERLAPPED):
+            if recipe.has_pairs or (costs.has_experts and name in _OVERLAPPED):
                 end = WITH_PAIRS if recipe.has_pairs else WITH_OVERLAP
                 for way in self._named(recipe, costs):
                     yield way.row(f" {end}", pairs=True)
@@ -154,9 +153,12 @@ class Comparison:
         (way,) = self._named(SCHEDULES[name], divided.costs)
         return way.row(f" tp{degree}")._replace(tensor_parallel=degree, tensor_bytes=divided.sent)
 
-    def laid_out(self, costs: Figures) -> Iterator[Candidate]:
-        """Yield them with layouts by cost; ``costs`` are those of the even split."""
-        return (way.row(f" ({LAID_OUT})", layout=BY_COST) for way in self._ways(costs))
+    def laid_out(self, rows: Iterable[Candidate]) -> Iterator[Candidate]:
+        """Yield rows with layouts by cost; their costs are those of the even split."""
+        for row in rows:
+            name, title = (f"{text} ({LAID_OUT})" for text in (row.name, row.title))
+            question = replace(row.question.deciding(layout=BY_COST), offloading=self.offloading)
+            yield Candidate(name, title, question)
 
     def divided(self, variant: Variant) -> Iterator[Candidate]:
         """Yield them with the passes of vocabulary parallelism; searches for these have more to choose from."""

@@ -22,7 +22,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import lay_out
 from megatron.zero_bubble.planning.offer import Ask, Offer, score
 from megatron.zero_bubble.planning.offload import AUTO, plan_offload
-from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search, with_units
+from megatron.zero_bubble.planning.plans import auto, fitted, with_units
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, Score, attempt, best
 from megatron.zero_bubble.planning.setup import Cuts, Named, Searched
@@ -73,11 +73,8 @@ def _with_room(question: Question, replicas: Replicas) -> Iterator[Question]:
     Raises:
         UserError: there is no such placement.
     """
-    costs, choices = question.costs, _placements(question)
-    several = [on for on in choices if on.num_stages > on.num_ranks]
-    if not several:
-        check_chunks(choices[0])
-    for on in several:
+    costs = question.costs
+    for on in _several(_placements(question)):
         limit, sizes = question.limit, costs.sizes_on(on)
         if replicas.counts_weights and sizes is not None and limit is not None:
             ranks = map(on.stages_of, range(on.num_ranks))
@@ -91,6 +88,18 @@ def _placements(question: Question) -> tuple[Placement, ...]:
     order = question.setup.order
     assert isinstance(order, Searched), "only a search has a choice"
     return order.placements(question.costs.num_ranks)
+
+
+def _several(choices: Sequence[Placement]) -> Sequence[Placement]:
+    """Those of the placements with several stages per rank.
+
+    Raises:
+        UserError: there are none.
+    """
+    several = [on for on in choices if on.num_stages > on.num_ranks]
+    if not several:
+        check_chunks(choices[0])
+    return several
 
 
 def offload(question: Question, ask: Ask) -> Offers:
@@ -143,27 +152,27 @@ def layout(question: Question, ask: Ask) -> Offers:
     if not question.by_cost:
         yield from ask(question)
         return
-    costs, order = question.costs, question.setup.order
+    asked, order = replace(_cut(question).deciding(layout=None), known=False), question.setup.order
+    questions = [asked]
+    if isinstance(order, Named):
+        counts = _counts(question.costs, order)
+        questions = [asked.deciding(order=replace(order, stages=count)) for count in counts]
+    for own in questions:
+        offer = lay_out(own, _choices(own), ask)
+        yield from () if offer.layouts is None else offer.layouts.dropped
+        yield offer
+
+
+def _choices(question: Question) -> Sequence[Placement]:
+    """The placements that a layout may be for."""
+    order, num_ranks = question.setup.order, question.costs.num_ranks
     if isinstance(order, Named):
         known = recipe(order.name)
-        (count,) = _counts(costs, order)
-        choices: tuple[Placement, ...] = (known.placement(costs.num_ranks, known.num_chunks(count)),)
-    else:
-        choices = _placements(question) if question.is_search else (_given(question).placement,)
-    own = replace(_cut(question).deciding(layout=None, vocabulary=None), known=False)
-
-    def make(figures: Figures, placement: Placement) -> Schedule:
-        asked = replace(own.deciding(order=Searched.on(placement)) if own.is_search else own, costs=figures)
-        return _best(asked, ask(asked)).offer.schedule
-
-    search = None
-    if own.setup.cuts is None and question.is_search:
-        search = auto_search(question.goal)
-    elif own.setup.cuts is None and question.adapts:
-        search = fitting_search(str(question.schedule))
-    plan = lay_out(costs, choices, make, question.goal, search)
-    yield from plan.dropped
-    yield Offer(plan.best.schedule, plan.best.costs, plan, simulated=plan.best.timeline)
+        (count,) = _counts(question.costs, order)
+        return (known.placement(num_ranks, known.num_chunks(count)),)
+    if not question.is_search:
+        return (_given(question).placement,)
+    return _placements(question) if question.replicas is None else _several(_placements(question))
 
 
 def vocabulary(question: Question, ask: Ask) -> Offers:
@@ -224,9 +233,8 @@ def _made(question: Question, variant: Variant, choices: Sequence[Placement]) ->
     costs, slices = question.costs, _only_slices(question)
     yield from question.starts
     if isinstance(question.setup.order, Named):
-        known = costs.on(Placement.linear(costs.num_ranks))[0].experts
-        pairs = question.setup.pairs
-        yield from hidden(_hiding(question), question.setup.name, bool(known)) if pairs else [_named(question)]
+        name, pairs = question.setup.name, question.setup.pairs
+        yield from hidden(_hiding(question), name, costs.has_experts) if pairs else [_named(question)]
     elif not question.is_search:
         yield _given(question)
     else:

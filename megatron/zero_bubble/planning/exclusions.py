@@ -60,7 +60,6 @@ MEASURED_OFFLOAD = Choice("offloading that is planned by times", _of_one_length)
 SHARDS = Choice("sharded units", chosen("shard_weights"), "sharded units")
 COLLECTIVES = Choice("sharded units without shard_transport=on-demand", _by_collectives)
 POST_VALIDATION = Choice("post-validation", chosen("post_validation"))
-LAYOUT = Choice("a layout by cost", chosen("layout"))
 EXACT = Choice(
     "exact weight gradients", lambda choices: chosen("exact")(choices) or is_value("fuse_wgrad", False)(choices)
 )
@@ -82,8 +81,6 @@ EXCLUSIONS = (
     Rule(SLICES, VOCABULARY, False, "the passes of the vocabulary take whole sequences"),
     Rule(SHARDS, POST_VALIDATION, False, "a rank that undoes a step would stop between the collectives of its units"),
     Rule(SHARDS, VOCABULARY, False, "this version does not shard a rank's part of the vocabulary"),
-    Rule(SHARDS, LAYOUT, False, "layouts are compared without the collectives of units"),
-    Rule(LAYOUT, VOCABULARY, False, "layouts are compared without the passes of the vocabulary"),
     Rule(EXACT, FUSED, False, "fused weight gradients are rounded once less than those of stock Megatron"),
     Rule(BALANCE, SCHEDULE_FILE, False, "a file has one number of microbatches for all replicas"),
     Rule(
@@ -103,7 +100,6 @@ EXCLUSIONS = (
     Rule(PAIRS, SLICES, False, "the all-to-alls of experts are known for whole sequences"),
     Rule(PAIRS, VOCABULARY, False, "the passes of the vocabulary would be part of pairs"),
     Rule(PAIRS, SHARDS, False, "their collectives would compete with the all-to-alls of experts"),
-    Rule(LAYOUT, PAIRS, False, "the all-to-alls of experts are known per stage, not per layer"),
     Rule(PAIRS, RECORDED_COSTS, False, "the two passes of a pair have no times of their own"),
     Rule(LENGTHS, PAIRS, False, "this version pairs only microbatches of equal length"),
     Rule(UNTOLD_LENGTHS, RECORDS, False, "passes of different lengths have no common times", _TO_ONE_LENGTH),

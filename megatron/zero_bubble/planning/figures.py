@@ -114,7 +114,7 @@ class Figures:
 
     def sizes_on(self, placement: Placement) -> StageBytes | None:
         """Bytes of weights, gradients and optimizer per stage; None if unknown."""
-        return None if self.weights is None else self.weights.of_stages(placement)
+        return None if self.weights is None else self.weights.of_stages(placement, self.laid or None)
 
     def halves(self, placement: Placement) -> bool:
         """Whether ``on`` divides stages that differ, for a placement with more stages than there are figures for."""
@@ -218,6 +218,11 @@ class Figures:
         own = self.giving(**figures)
         layers = None if self.layers is None else own.given.transfers(self.layers, self.num_ranks)
         return replace(own, layers=layers)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the all-to-alls of experts are known."""
+        return bool((self.base or self).on(Placement.linear(self.num_ranks))[0].experts)
 
     @property
     def microbatch(self) -> float:
@@ -346,9 +351,11 @@ def measured(
             kept = PassMemory.uniform(read_as)
         return (costs, kept) if read_as == placement else (costs.fit(placement), kept.fit(placement))
 
-    own = file.layer_costs()
+    own, (of_ranks, kept) = file.layer_costs(), file.on(Placement.linear(num_ranks))
     division = None if own is None else Division(own.num_layers, given=file.layers_per_stage)
-    given = memory is not None or file.on(Placement.linear(num_ranks))[1] is not None
+    if own is not None:
+        own = replace(own, vocabulary=of_ranks.vocabulary, logits=() if kept is None else kept.logits)
+    given = memory is not None or kept is not None
     sequence, least = file.tokens or (None, None)
     return Figures(
         num_ranks,

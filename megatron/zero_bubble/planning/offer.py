@@ -11,7 +11,7 @@ from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.plan import Additions
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.layouts import LayoutPlan
+from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.offload import OffloadPlan
 from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.question import Question

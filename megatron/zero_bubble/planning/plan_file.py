@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.formats.plan import RECOMPUTE_LOGITS, PlanFile, p
 from megatron.zero_bubble.core.formats.sharding import SHARD_WEIGHTS, sharding_content
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.layouts import LayoutPlan
+from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.offload import OffloadPlan
 from megatron.zero_bubble.planning.plans import bound, message_memory
 from megatron.zero_bubble.planning.shards import ShardPlan, least_ms

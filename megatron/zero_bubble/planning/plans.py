@@ -19,13 +19,10 @@ from megatron.zero_bubble.core.search.auto import fit, zb_auto
 from megatron.zero_bubble.core.search.placements import Placements, placements
 from megatron.zero_bubble.core.search.sliced import sliced_auto
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.layouts import Search
 from megatron.zero_bubble.planning.unit_sizes import best_within
 
 _ALIKE = 0.005
 """Relative difference between two amounts of memory up to which they count as equal."""
-_LITTLE = 0.03
-"""Effort of the search for a draft."""
 ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
 
 
@@ -75,33 +72,15 @@ def bound(
     return of(*costs.on(placement), *sizes, goal.limit, goal.objective, slices=slices, vocabulary=vocabulary)
 
 
-def auto_search(goal: Goal) -> Search:
-    """Return how layouts are compared before schedules are searched for with ``auto``."""
-
-    def draft(costs: Figures, placement: Placement) -> Schedule:
-        return auto(costs, (placement,), goal, effort=_LITTLE)
-
-    return Search(draft, quick_bound)
-
-
-def fitting_search(name: str) -> Search:
-    """Return the same for a schedule that is ``fitted``: its drafts are for equal passes."""
-
-    def draft(costs: Figures, placement: Placement) -> Schedule:
-        sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
-        return build(name, **sizes, num_chunks=placement.num_stages // placement.num_ranks)
-
-    return Search(draft, quick_bound)
-
-
-def quick_bound(costs: Figures, placement: Placement, goal: Goal) -> float:
+def quick_bound(costs: Figures, placement: Placement, goal: Goal, vocabulary: Algorithm | None = None) -> float:
     """Return a lower bound in ms on whole sequences for one placement, in closed form, which takes little time.
 
     Raises:
         UserError: when the limit admits no schedule.
     """
     sizes = placement, costs.num_microbatches
-    return lower_bound(*costs.on(placement), *sizes, goal.limit, goal.objective, effort=None).value_ms
+    how = {"effort": None, "vocabulary": vocabulary}
+    return lower_bound(*costs.on(placement), *sizes, goal.limit, goal.objective, **how).value_ms  # type: ignore[arg-type]
 
 
 def fitted(schedule: Schedule, costs: Figures, objective: Metric, ends: bool = False) -> Schedule:

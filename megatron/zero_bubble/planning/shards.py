@@ -118,6 +118,16 @@ def of_schedule(costs: Figures, schedule: Schedule, sharding: Sharding, replicas
     """
     plan = lowered(schedule, sharding)
     prove(plan)
+    return _of_plan(costs, plan, sharding, replicas)
+
+
+def of_layout(plan: ShardPlan, costs: Figures) -> ShardPlan:
+    """The same plan, which is proved, with the costs of another layout."""
+    return _of_plan(costs, lowered(plan.timeline.schedule, plan.sharding), plan.sharding, plan.replicas)
+
+
+def _of_plan(costs: Figures, plan: Plan, sharding: Sharding, replicas: int) -> ShardPlan:
+    schedule = plan.schedule
     times, memory = costs.on(schedule.placement)
     timeline = simulate(plan, times, memory)
     sizes = costs.sizes_on(schedule.placement)

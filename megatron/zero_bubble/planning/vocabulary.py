@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,7 +23,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, fitted
 from megatron.zero_bubble.planning.setup import Auto, Divided
 from megatron.zero_bubble.planning.source import ZB_AUTO
-from megatron.zero_bubble.planning.weights import EqualWeights
+from megatron.zero_bubble.planning.weights import DividedWeights
 
 Choice = Literal["off", "1", "2", "auto"]
 CHOICES: tuple[Choice, ...] = ("off", "1", "2", "auto")
@@ -109,13 +110,10 @@ def divided_costs(costs: Figures, divided: Divided) -> Figures:
     shards = divide(layers, costs.num_ranks, algorithm, divided.recompute_logits)
 
     def make(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        times, memory = shards.layers.on(costs.layout(placement))
-        times = replace(times, vocabulary=shards.vocabulary)
-        if not costs.memory_given:
-            return times, PassMemory.uniform(placement)
-        return times, replace(memory, logits=shards.logits)
+        times, memory = shards.on(costs.layout(placement))
+        return times, memory if costs.memory_given else PassMemory.uniform(placement)
 
-    share, uneven = efficiency(algorithm, costs.num_ranks), costs.layers.num_layers % costs.num_ranks
+    share = efficiency(algorithm, costs.num_ranks)
     note = (
         f"Vocabulary parallelism {algorithm}: the shards of the output layer are assumed to run at {share:.0%} of "
         "its throughput, as published for A100s; the layers are divided as Megatron does by default."
@@ -123,9 +121,10 @@ def divided_costs(costs: Figures, divided: Divided) -> Figures:
     return replace(
         costs,
         make=make,
+        layers=shards,
         notes=(*costs.notes, note),
         base=costs.base or costs,
-        weights=None if costs.weights is None or uneven else EqualWeights(costs.weights),
+        weights=None if costs.weights is None else DividedWeights(costs.weights),
     )
 
 
@@ -152,8 +151,10 @@ def searched(variant: Variant, placement: Placements, goal: Goal, effort: float 
         return
     barriers = 2 if variant.algorithm == 1 else 1
     for on in placements(placement, costs.num_ranks):
-        less = goal.most - barriers * max(costs.on(Placement.linear(costs.num_ranks))[1].activation)
-        if within(max(least_memory(costs.on(on)[1], on, fused=True)), less):
+        memory = costs.on(on)[1]
+        ranks = map(on.stages_of, range(on.num_ranks))
+        less = goal.most - barriers * max(math.fsum(memory.activation[stage] for stage in stages) for stages in ranks)
+        if within(max(least_memory(memory, on, fused=True)), less):
             yield auto(costs, (on,), replace(goal, limit=less), effort=effort)
         yield from known_schedules(costs, (on,), goal.objective)
 

@@ -21,8 +21,11 @@ class Weights(Protocol):
     def of_ranks(self, placement: Placement, layout: Layout | None = None) -> tuple[float, ...]:
         """Bytes per rank, as its replicas hold them."""
 
-    def of_stages(self, placement: Placement) -> StageBytes:
+    def of_stages(self, placement: Placement, layout: Layout | None = None) -> StageBytes:
         """Bytes per stage, all on one replica."""
+
+    def of_layers(self) -> Weights:
+        """Those without the embedding and the output layer."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,13 @@ class ModelWeights:
         stages = [of_all * (own - expert) + of_experts * expert for own, expert in pairs]
         return tuple(sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
 
-    def of_stages(self, placement: Placement) -> StageBytes:
+    def of_stages(self, placement: Placement, layout: Layout | None = None) -> StageBytes:
         """See ``Weights``."""
-        return StageBytes.of(self._parameters(placement, None), *self.parts)
+        return StageBytes.of(self._parameters(placement, layout), *self.parts)
+
+    def of_layers(self) -> ModelWeights:
+        """See ``Weights``."""
+        return replace(self, model=replace(self.model, vocabulary=0))
 
     def _parameters(self, placement: Placement, layout: Layout | None) -> tuple[float, ...]:
         more = prediction_weights(self.model, on_stages(self.predictions, placement))
@@ -72,8 +79,8 @@ class ModelWeights:
 
 
 @dataclass(frozen=True)
-class EqualWeights:
-    """Equal parts of the layers and of the vocabulary on all ranks.
+class DividedWeights:
+    """The layers of a rank, and equal parts of the vocabulary on all ranks.
 
     Attributes:
         undivided: those of the model whose vocabulary is on the first and the last stage.
@@ -83,11 +90,17 @@ class EqualWeights:
 
     def of_ranks(self, placement: Placement, layout: Layout | None = None) -> tuple[float, ...]:
         """See ``Weights``."""
-        return (sum(self.undivided.of_ranks(placement)) / placement.num_ranks,) * placement.num_ranks
+        layers = self.of_layers().of_ranks(placement, layout)
+        vocabulary = sum(self.undivided.of_ranks(placement, layout)) - sum(layers)
+        return tuple(own + vocabulary / placement.num_ranks for own in layers)
 
-    def of_stages(self, placement: Placement) -> StageBytes:
+    def of_stages(self, placement: Placement, layout: Layout | None = None) -> StageBytes:
         """See ``Weights``."""
-        return self.undivided.of_stages(placement)
+        return self.undivided.of_stages(placement, layout)
+
+    def of_layers(self) -> Weights:
+        """See ``Weights``."""
+        return self.undivided.of_layers()
 
 
 @dataclass(frozen=True)
@@ -106,9 +119,13 @@ class PlannedWeights:
         """See ``Weights``."""
         return self.ranks
 
-    def of_stages(self, placement: Placement) -> StageBytes:
+    def of_stages(self, placement: Placement, layout: Layout | None = None) -> StageBytes:
         """See ``Weights``."""
-        return self.stages.of_stages(placement)
+        return self.stages.of_stages(placement, layout)
+
+    def of_layers(self) -> Weights:
+        """See ``Weights``."""
+        return self.stages.of_layers()
 
 
 def on_stages(predictions: Sequence[int], placement: Placement) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ def test_all_shards_together_take_the_time_of_the_whole(algorithm: Algorithm, s:
     times = shards.vocabulary
     assert (times.output_ms, times.output_wgrad_ms) == ((s / 4,) * 4, (t / 4,) * 4)
     assert (times.embedding_ms, times.embedding_wgrad_ms) == ((0.125,) * 4, (0.25,) * 4)
-    costs, memory = shards.layers.on((2, 2, 2, 2))
+    costs, memory = shards.on((2, 2, 2, 2))
     assert costs.forward_ms == (2.0,) * 4 and memory.activation == (16.0,) * 4
     assert shards.logits == ((20.0 - 4.0) / 4 + 2.0,) * 4
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,7 +73,6 @@ def test_dividing_the_vocabulary_of_stock_jobs_leaves_less_than_two_percent_of_b
     assert layers is not None
     shards = divide(layers, 8, 2, throughput=1.0)
     schedule = build("zb-v", num_ranks=8, num_microbatches=m)
-    costs = replace(shards.layers.on((2,) * 16)[0], vocabulary=shards.vocabulary)
-    timeline = best_with_vocabulary(schedule, costs, PassMemory.uniform(schedule.placement), 2)
+    timeline = best_with_vocabulary(schedule, shards.on((2,) * 16)[0], PassMemory.uniform(schedule.placement), 2)
     assert balanced <= timeline.makespan_ms <= 1.02 * balanced
     assert max(timeline.peak_activation) <= 9.0

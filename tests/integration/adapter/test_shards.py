@@ -103,6 +103,18 @@ ROWS = {
     "slices": ("seq-interleaved-1f1b --zero-bubble-num-slices 2", TWO, 4, f"{CHUNKS} 2"),
     "tensor parallelism": ("zero-pp", Layout(2, tensor=2, data=2, num_layers=4), 4, f"{CHUNKS} 2"),
     "four ranks": ("zero-pp", FOUR, 8, f"{CHUNKS} 2"),
+    "uneven layout": (
+        "zero-pp",
+        Layout(2, data=2, num_layers=6),
+        4,
+        "--pipeline-model-parallel-layout Ett|t|tt|tL --untie-embeddings-and-output-weights",
+    ),
+    "uneven layout, four ranks": (
+        "zero-pp",
+        Layout(4, data=2, num_layers=12),
+        8,
+        "--pipeline-model-parallel-layout Ett|t|t|tt|tt|t|tt|tL",
+    ),
     "four ranks, bf16, untied": ("zero-pp", FOUR, 8, f"{CHUNKS} 2 --bf16 --untie-embeddings-and-output-weights"),
 }
 
@@ -116,7 +128,7 @@ UNSHARDED = {
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=() if row in ("fp32", "bf16, untied") else full) for row in ROWS]
+    "row", [pytest.param(row, marks=() if row in ("fp32", "bf16, untied", "uneven layout") else full) for row in ROWS]
 )
 def test_one_unit_has_the_bits_of_plain_data_parallelism(ranks: RankPool, row: str) -> None:
     """Losses, gradient norms, weights and states of five clipped steps; evaluations between them see whole weights."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import parity
 from tests.helpers.faults import Fault, train_with_faults
-from tests.helpers.parity import Layout, assert_same_bits
+from tests.helpers.parity import Layout, assert_same_bits, assert_same_model
 from tests.helpers.ranks import RankPool
 from tests.integration.adapter.test_auto import STEPS, train_and_wait_for_the_plan
 from tests.integration.adapter.test_offload import ALL, CHUNKS, HALF, LARGE, train
@@ -76,6 +77,26 @@ def test_microbatches_of_different_lengths_move_with_the_bits_of_stock(
         stock, own = ([outcome for outcome, _ in side] for side in (expected, got))
         assert differences(stock, own) == [], loop.tells
         assert got[0][1] > 0, "nothing was on the host"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "count", "stages"),
+    [
+        (Layout(2, data=2, num_layers=6), 8, "Ett|t|tt|tL"),
+        (Layout(4, data=2, num_layers=12), 12, "Ett|t|t|tt|tt|t|tt|tL"),
+    ],
+    ids=["two ranks", "four ranks"],
+)
+def test_pairs_on_an_uneven_layout_have_the_bits_of_stock(
+    ranks: RankPool, layout: Layout, count: int, stages: str
+) -> None:
+    """Interleaved, on the ranks of stock; and on a V, where gradient norms are other sums."""
+    runs = [None, f"interleaved-1f1b {PAIRS}", f"dualpipe-v {PAIRS}"]
+    flags = layout.flags(count, f"{EXPERTS} --pipeline-model-parallel-layout {stages}")
+    results = ranks.run(layout.num_ranks, parity.train, flags, runs, timeout=300)
+    assert_same_bits([of_rank[:2] for of_rank in results], runs[:2])
+    assert_same_model(results, runs, layout)
 
 
 AHEAD_ROWS = {

@@ -52,6 +52,12 @@ ROWS = {
         "--calculate-per-token-loss",
         divided("zb-h1", more=AGAIN),
     ),
+    "two stages per rank, uneven layout": (
+        Layout(2, num_layers=6),
+        4,
+        f"{UNTIED} --pipeline-model-parallel-layout Ett|t|tt|tL",
+        divided("zb-v", "interleaved-1f1b")[1:3],
+    ),
 }
 """Layout, number of microbatches, options, schedules."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
@@ -16,21 +16,6 @@ _MEASURED: dict[Algorithm, dict[int, float]] = {
 }
 """By algorithm and number of shards: the time of an undivided output layer over that of all its shards together, with
 256k tokens in the vocabulary and sequences of 2048 tokens on A100s (arXiv 2411.05288, section 6.5)."""
-
-
-@dataclass(frozen=True)
-class DividedVocabulary:
-    """A model whose embedding and output layer are divided over all ranks.
-
-    Attributes:
-        layers: the costs of the layers, without both.
-        vocabulary: the times of their shards in ms.
-        logits: the memory from S to T per rank, in the unit of ``layers``: bytes, or microbatches.
-    """
-
-    layers: LayerCosts
-    vocabulary: VocabularyCosts
-    logits: tuple[float, ...]
 
 
 def efficiency(algorithm: Algorithm, num_shards: int) -> float:
@@ -52,7 +37,7 @@ def divide(
     algorithm: Algorithm,
     recompute_logits: bool = False,
     throughput: float | None = None,
-) -> DividedVocabulary:
+) -> LayerCosts:
     """Divide the embedding and the output layer of ``whole`` over the ranks.
 
     F of the output layer is in S, and W in T; B is in T with algorithm 1, in S with algorithm 2. From S to T, a rank
@@ -77,4 +62,5 @@ def divide(
         embedding.forward_ms / num_ranks,
         (embedding.backward_ms + embedding.wgrad_ms) / num_ranks,
     )
-    return DividedVocabulary(replace(whole, embedding=LayerFigures(), loss=LayerFigures()), times, (kept,) * num_ranks)
+    nothing = LayerFigures()
+    return replace(whole, embedding=nothing, loss=nothing, vocabulary=times, logits=(kept,) * num_ranks)

@@ -14,6 +14,7 @@ from megatron.zero_bubble.core.costs.memory import PassMemory
 from megatron.zero_bubble.core.costs.passes import PassCosts
 from megatron.zero_bubble.core.costs.terms import MEMORY, OF_LAYER, SHARED, Owner
 from megatron.zero_bubble.core.costs.units import refuse_huge
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 
@@ -69,7 +70,7 @@ class LayerCosts:
     """The parts of a model in order, for every division of its layers among stages.
 
     A layout is the number of layers per stage, in model order. The embedding is on the first stage, and the output
-    layer with the loss on the last one.
+    layer with the loss on the last one, unless all ranks divide them.
 
     Attributes:
         layers: one part per layer.
@@ -80,6 +81,8 @@ class LayerCosts:
         slice_overhead: share, as in ``PassCosts``.
         experts: the all-to-alls and experts of every layer, which its part includes; empty if no layer has any.
         contention: the factor of ``PassCosts``.
+        vocabulary: of a divided vocabulary, the times of its passes, which ``embedding`` and ``loss`` are then without.
+        logits: as in ``PassMemory``.
     """
 
     layers: tuple[LayerFigures, ...]
@@ -93,6 +96,8 @@ class LayerCosts:
     experts: tuple[ExpertParts, ...] = ()
     contention: float = 1.0
     slice_overhead: float = 0.0
+    vocabulary: VocabularyCosts | None = None
+    logits: tuple[float, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -129,13 +134,13 @@ class LayerCosts:
             raise UserError(
                 f"the layers per stage must add up to {self.num_layers}; got {', '.join(map(str, layout))}; change them"
             )
-        passes = PassCosts(**self._terms_on(layout, "passes"), **self.shared)
+        passes = PassCosts(**self._terms_on(layout, "passes"), **self.shared, vocabulary=self.vocabulary)
         if self.experts:
             passes = passes.with_experts(tuple(self._experts_on(layout)), self.contention)
         least = self.input_memory or _NEARLY_NOTHING * max(layer.activation for layer in self.layers)
         memory = self._terms_on(layout, "memory")
         memory["activation"] = tuple(max(least, amount) for amount in memory["activation"])
-        return passes, PassMemory(**memory, recomputed=self.recomputed)
+        return passes, PassMemory(**memory, recomputed=self.recomputed, logits=self.logits)
 
     @property
     def shared(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import sub
 from typing import NamedTuple
 
 from megatron.zero_bubble.core.analysis.memory import most_kept
@@ -62,32 +63,49 @@ class LayoutTrials:
         layers: costs of the parts of the model.
         goal: what layouts are compared by.
         effort: the number of layouts to simulate, relative to the default.
+        rated: returns the excess and the objective of a plan that has more than the passes of a chain; by default, the
+            schedule alone is simulated.
 
     Attributes:
         value: simulates the schedule with a layout.
         least_ms: a lower bound of the objective with a layout: the work of the busiest rank.
         most: the number of layouts to simulate at most, if not all are compared.
+        compared: the most layouts that are all compared.
     """
 
-    def __init__(self, layers: LayerCosts, schedule: Schedule, goal: Goal, effort: float = 1.0) -> None:
+    def __init__(
+        self,
+        layers: LayerCosts,
+        schedule: Schedule,
+        goal: Goal,
+        effort: float = 1.0,
+        rated: Callable[[Layout], tuple[float, float]] | None = None,
+    ) -> None:
         self._layers, self.schedule, self._limit = layers, schedule, goal.limit
-        by_loops = _by_loops(schedule, goal.objective, goal.limit is not None)
+        by_loops = None if rated is not None else _by_loops(schedule, goal.objective, goal.limit is not None)
         self._run = by_loops or _by_simulation(schedule, goal.objective)
-        self._work = [0.0, *accumulate((layers.embedding.work_ms, *layers.work_ms, layers.loss.work_ms))]
+        self._rated = rated or self._simulated
+        hidden = [parts.all_to_all for parts in layers.experts] if schedule.overlaps else []
+        computed = map(sub, layers.work_ms, hidden or repeat(0.0))
+        self._work = [0.0, *accumulate((layers.embedding.work_ms, *computed, layers.loss.work_ms))]
         self.value = cache(self._evaluated)
         self.least_ms = cache(self._least_ms)
         budget = effort * (_BUDGET if by_loops and compiled() else _BUDGET_IN_PYTHON)
         self.most = int(budget) // (sum(map(len, schedule.order)) + _OVERHEAD_PER_STAGE * schedule.num_stages)
+        self.compared = _MOST_COMPARED if rated is None else min(_MOST_COMPARED, self.most)
 
     def _evaluated(self, layout: Layout) -> LayoutValue:
+        return LayoutValue(*self._rated(layout), math.fsum(work * work for work in self._work_of(layout)))
+
+    def _simulated(self, layout: Layout) -> tuple[float, float]:
         peak, ms = self._run(*self._layers.on(layout))
-        return LayoutValue(excess(peak, self._limit), ms, math.fsum(work * work for work in self._work_of(layout)))
+        return excess(peak, self._limit), ms
 
     def _least_ms(self, layout: Layout) -> float:
         return self.schedule.num_microbatches * max(self._work_of(layout))
 
     def _work_of(self, layout: Layout) -> list[float]:
-        """Return the time of F, B and W of one microbatch per rank."""
+        """Return the time for which F, B and W of one microbatch compute, per rank."""
         placement = self.schedule.placement
         of_rank = [0.0] * placement.num_ranks
         end, last, work = 1, len(layout) - 1, self._work  # the embedding is part 0
@@ -102,7 +120,7 @@ def best_layout(trials: LayoutTrials, num_layers: int, starts: Iterable[Layout])
     starts = list(dict.fromkeys(starts))
     least = least_layers(trials.schedule.placement)
     best = min(starts, key=trials.value)
-    if number_of_layouts(num_layers, least) <= _MOST_COMPARED:
+    if number_of_layouts(num_layers, least) <= trials.compared:
         return _best_of(trials, layouts(num_layers, least), best)
     left = trials.most
     for start in sorted(starts, key=trials.value):

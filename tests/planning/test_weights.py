@@ -1,0 +1,49 @@
+"""Weights of the layout that a plan has, with a whole or a divided vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory, Placement
+from megatron.zero_bubble.core.costs.estimate import Model
+from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
+from megatron.zero_bubble.planning.division import Division
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.setup import Divided
+from megatron.zero_bubble.planning.vocabulary import variants
+from megatron.zero_bubble.planning.weights import ModelWeights
+
+MODEL = Model((3,) * 4, 64, 256, 4, 4, 16, 32, 1, 1000)
+ON, UNEVEN = Placement.linear(4), (4, 3, 3, 2)
+
+
+def figures() -> Figures:
+    layer = LayerFigures(1.0, 1.0, 1.0, 4.0, 2.0)
+    layers, division = LayerCosts((layer,) * 12, LayerFigures(0.1), layer), Division(12)
+
+    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+        return layers.on(division.on(placement))
+
+    weights = ModelWeights(MODEL, division, (2.0, 4.0, 12.0))
+    return Figures(4, 8, on, layers=layers, division=division, weights=weights).evenly()
+
+
+def test_a_rank_with_more_layers_has_more_weights() -> None:
+    costs, ends = figures(), 18.0 * MODEL.vocabulary * MODEL.hidden
+    layer = 18.0 * MODEL.layer_weights
+    assert costs.weights_on(ON) == pytest.approx((3 * layer + ends, 3 * layer, 3 * layer, 3 * layer + ends))
+    laid_out = costs.laid_out(ON, UNEVEN)
+    assert laid_out.weights_on(ON) == pytest.approx((4 * layer + ends, 3 * layer, 3 * layer, 2 * layer + ends))
+    sizes = laid_out.sizes_on(ON)
+    assert sizes is not None and sizes.weights == pytest.approx([own / 9 for own in laid_out.weights_on(ON) or ()])
+
+
+def test_all_ranks_have_equal_parts_of_a_divided_vocabulary() -> None:
+    (variant,) = variants(figures(), Divided(2))
+    layer, part = 18.0 * MODEL.layer_weights, 18.0 * 2 * MODEL.vocabulary * MODEL.hidden / 4
+    assert variant.costs.weights_on(ON) == pytest.approx((3 * layer + part,) * 4)
+    laid_out = variant.costs.laid_out(ON, UNEVEN)
+    assert laid_out.weights_on(ON) == pytest.approx([count * layer + part for count in UNEVEN])
+    times, memory = laid_out.on(ON)
+    assert times.vocabulary is not None and times.forward_ms == (4.0, 3.0, 3.0, 2.0), "neither embedding nor loss"
+    assert len(memory.logits) == 4
