@@ -10,7 +10,7 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
 from megatron.zero_bubble.core.analysis.score import within
-from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, StageParts
+from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, ExpertParts
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
@@ -100,7 +100,7 @@ def test_a_plan_file_runs_the_plan_that_was_simulated(tmp_path: Path) -> None:
 LAYERS = (LayerFigures(1.0, 1.1, 0.9, 4.0, 2.0, gather_ms=0.4, reduce_ms=0.4),) * 6 + (
     LayerFigures(2.4, 2.6, 2.0, 6.0, 3.0, gather_ms=0.8, reduce_ms=0.8),
 ) * 18
-ALL_TO_ALLS = (NO_EXPERTS,) * 6 + (StageParts(1, 0, 0.4, 0.7, 0.4, 0.4, 0.7, 0.4, 0, 0.6, 0),) * 18
+ALL_TO_ALLS = (NO_EXPERTS,) * 6 + (ExpertParts(1, 0, 0.4, 0.7, 0.4, 0.4, 0.7, 0.4, 0, 0.6, 0),) * 18
 
 
 def of_layers(experts: bool = False) -> Figures:

@@ -9,11 +9,13 @@ from functools import partial
 
 from megatron.zero_bubble.core.analysis.bounds import least_memory
 from megatron.zero_bubble.core.analysis.score import ROUNDING, is_less, within
+from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.costs.layers import LayerCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import layout_text
-from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir import Placement, Plan
 from megatron.zero_bubble.core.ir.schedule import chain_of
+from megatron.zero_bubble.core.plan import plan_without_messages
 from megatron.zero_bubble.core.search.cut import cut, least_layers
 from megatron.zero_bubble.core.search.layout import Layout, LayoutTrials, best_layout
 from megatron.zero_bubble.planning.figures import Figures
@@ -23,7 +25,7 @@ from megatron.zero_bubble.planning.plans import quick_bound
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt, best
 from megatron.zero_bubble.planning.setup import Named, Searched
-from megatron.zero_bubble.planning.shards import of_layout
+from megatron.zero_bubble.planning.shards import figures_of, lowered
 
 _MOST_ROUNDS = 3
 """How often a schedule is made again for the best layout, and the best layout found again for that schedule."""
@@ -201,8 +203,10 @@ class _Desk:
         if offer.shards is None and offer.schedule.make_flow is chain_of and not offer.schedule.overlaps:
             return LayoutTrials(*how, _EFFORT_BESIDES_SEARCH if self.drafts else 1.0)
 
+        plan = plan_without_messages(offer.schedule, offer.added)
+
         def rated(layout: Layout) -> tuple[float, float]:
-            excess, ms = self.moved(layout, offer).value
+            excess, ms = self.moved(layout, offer, plan).value
             return excess, ms
 
         return LayoutTrials(*how, rated=rated)
@@ -244,12 +248,19 @@ class _Desk:
             asked = asked.deciding(order=Searched.on(self.placement))
         return self.of_offer(layout, best(self.ask(asked), partial(score, asked)).offer)
 
-    def moved(self, layout: Layout, offer: Offer) -> _LaidOut:
-        """The same schedule and units with another layout."""
+    def moved(self, layout: Layout, offer: Offer, plan: Plan | None = None) -> _LaidOut:
+        """The same schedule and units with another layout.
+
+        Args:
+            plan: what is simulated; None to lower the schedule for it.
+        """
         costs = self.costs(layout)
-        shards = None if offer.shards is None else of_layout(offer.shards, costs)
-        other = Offer(offer.schedule, costs, shards=shards, simulated=None if shards is None else shards.timeline)
-        return self.of_offer(layout, other)
+        if offer.shards is None:
+            timeline = None if plan is None else simulate(plan, *costs.on(self.placement))
+            return self.of_offer(layout, Offer(offer.schedule, costs, simulated=timeline))
+        sharding, replicas = offer.shards.sharding, offer.shards.replicas
+        units = figures_of(costs, plan or lowered(offer.schedule, sharding), sharding, replicas)
+        return self.of_offer(layout, Offer(offer.schedule, costs, shards=units, simulated=units.timeline))
 
     def costs(self, layout: Layout) -> Figures:
         """The costs of a layout."""

@@ -118,15 +118,11 @@ def of_schedule(costs: Figures, schedule: Schedule, sharding: Sharding, replicas
     """
     plan = lowered(schedule, sharding)
     prove(plan)
-    return _of_plan(costs, plan, sharding, replicas)
+    return figures_of(costs, plan, sharding, replicas)
 
 
-def of_layout(plan: ShardPlan, costs: Figures) -> ShardPlan:
-    """The same plan, which is proved, with the costs of another layout."""
-    return _of_plan(costs, lowered(plan.timeline.schedule, plan.sharding), plan.sharding, plan.replicas)
-
-
-def _of_plan(costs: Figures, plan: Plan, sharding: Sharding, replicas: int) -> ShardPlan:
+def figures_of(costs: Figures, plan: Plan, sharding: Sharding, replicas: int) -> ShardPlan:
+    """Simulate a sharded plan, without a proof."""
     schedule = plan.schedule
     times, memory = costs.on(schedule.placement)
     timeline = simulate(plan, times, memory)

@@ -107,13 +107,13 @@ ROWS = {
         "zero-pp",
         Layout(2, data=2, num_layers=6),
         4,
-        "--pipeline-model-parallel-layout Ett|t|tt|tL --untie-embeddings-and-output-weights",
+        f"{CHUNKS} 2 --pipeline-model-parallel-layout Ett|t|tt|tL --untie-embeddings-and-output-weights",
     ),
     "uneven layout, four ranks": (
         "zero-pp",
         Layout(4, data=2, num_layers=12),
         8,
-        "--pipeline-model-parallel-layout Ett|t|t|tt|tt|t|tt|tL",
+        f"{CHUNKS} 2 --pipeline-model-parallel-layout Ett|t|t|tt|tt|t|tt|tL",
     ),
     "four ranks, bf16, untied": ("zero-pp", FOUR, 8, f"{CHUNKS} 2 --bf16 --untie-embeddings-and-output-weights"),
 }

@@ -93,7 +93,7 @@ def test_pairs_on_an_uneven_layout_have_the_bits_of_stock(
 ) -> None:
     """Interleaved, on the ranks of stock; and on a V, where gradient norms are other sums."""
     runs = [None, f"interleaved-1f1b {PAIRS}", f"dualpipe-v {PAIRS}"]
-    flags = layout.flags(count, f"{EXPERTS} --pipeline-model-parallel-layout {stages}")
+    flags = layout.flags(count, f"{EXPERTS} {CHUNKS} --pipeline-model-parallel-layout {stages}")
     results = ranks.run(layout.num_ranks, parity.train, flags, runs, timeout=300)
     assert_same_bits([of_rank[:2] for of_rank in results], runs[:2])
     assert_same_model(results, runs, layout)

@@ -55,7 +55,7 @@ ROWS = {
     "two stages per rank, uneven layout": (
         Layout(2, num_layers=6),
         4,
-        f"{UNTIED} --pipeline-model-parallel-layout Ett|t|tt|tL",
+        f"{UNTIED} --num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-layout Ett|t|tt|tL",
         divided("zb-v", "interleaved-1f1b")[1:3],
     ),
 }
