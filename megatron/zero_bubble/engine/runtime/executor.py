@@ -6,14 +6,13 @@ a GPT model and runs the emulated stages of the tests, which only advance a cloc
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Op, Plan
 from megatron.zero_bubble.core.ir.registers import Registers
-from megatron.zero_bubble.engine.runtime.handler import FORGOTTEN, STOP, Awaited, EarlyHandler, Handler
+from megatron.zero_bubble.engine.runtime.handler import FORGOTTEN, STOP, Awaited, Handler
 from megatron.zero_bubble.engine.runtime.observer import IterationObserver
 
 
@@ -23,7 +22,7 @@ class Executor:
     Args:
         plan: a proved plan.
         rank: the pipeline rank, which selects the row of the plan.
-        handlers: handlers by class of op; one with ``giving`` is an ``EarlyHandler``.
+        handlers: handlers by class of op.
         observer: is notified of every op that occupies a lane; None adds no overhead.
 
     Raises:
@@ -34,7 +33,7 @@ class Executor:
         self,
         plan: Plan,
         rank: int,
-        handlers: Mapping[type[Op], Handler | EarlyHandler],
+        handlers: Mapping[type[Op], Handler],
         observer: IterationObserver | None = None,
     ) -> None:
         self._ops, self._drain, self._registers = plan.executable(rank)
@@ -44,13 +43,9 @@ class Executor:
                 f"every op of a plan needs a handler in this version; {plan.schedule.name!r} has {missing[0]} on rank "
                 f"{rank}, which has none; plan the schedule without ops of this kind"
             )
-        self._handlers = {kind: self._bound(handler) for kind, handler in handlers.items()}
+        self._handlers = handlers
         self._observer = observer
         self._table: list[Any] = [None] * self._registers.size
-        # The row, and the positions of the running op and of the last one that has run ahead of its end.
-        self._row: tuple[Sequence[Op], Sequence[Registers], Iterator[Any]] = (), (), iter(())
-        self._at = self._ahead = 0
-        self._given: dict[int, int] = {}
 
     def run(self) -> bool:
         """Execute every op, in order.
@@ -87,9 +82,7 @@ class Executor:
     def _execute(self, ops: Sequence[Op], registers: Sequence[Registers]) -> bool:
         """Run ``ops``; returns False as soon as a handler returns ``STOP``."""
         handlers, observer, table = self._handlers, self._observer, self._table
-        steps = enumerate(zip(ops, registers, strict=True))
-        self._row = ops, registers, steps
-        for self._at, (op, (reads, may_wait, ends, writes)) in steps:
+        for op, (reads, may_wait, ends, writes) in zip(ops, registers, strict=True):
             inputs = []
             for register in reads:
                 inputs.append(table[register])
@@ -114,39 +107,3 @@ class Executor:
         for place, held in enumerate(inputs):
             if isinstance(held, Awaited):
                 inputs[place] = self._table[reads[place]] = held.wait(op)  # another op may read it too
-
-    def _bound(self, handler: Handler | EarlyHandler) -> Handler:
-        """The handler itself, or the one that an ``EarlyHandler`` makes."""
-        giving = getattr(handler, "giving", None)
-        if giving is None:
-            return cast(Handler, handler)
-        own = weakref.proxy(self)  # a cycle would keep the values of an iteration until garbage collection
-
-        def give(place: int, value: Any) -> None:
-            own._give(place, value)
-
-        run: Handler = giving(give)
-
-        def run_early(op: Op, inputs: Sequence[Any]) -> Any:
-            own._given, own._ahead = {}, own._at
-            table, given, outputs = own._table, own._given, run(op, inputs)
-            # What is left of values given before: nothing, if the last ops that use them have run.
-            return [table[given[place]] if place in given else held for place, held in enumerate(outputs)]
-
-        return run_early
-
-    def _give(self, place: int, value: Any) -> None:
-        """Take a value of the running op, and run the ops that directly follow and wait only for such values."""
-        ops, registers, steps = self._row
-        self._given[place] = register = registers[self._at].writes[place]
-        self._table[register] = value
-        given = set(self._given.values())
-        while self._ahead + 1 < len(ops):
-            op, (reads, _, ends, writes) = ops[self._ahead + 1], registers[self._ahead + 1]
-            if op.lane is not None or writes or not reads or not given.issuperset(reads):
-                return
-            next(steps)
-            self._ahead += 1
-            self._handlers[type(op)](op, [self._table[register] for register in reads])
-            for register in ends:
-                self._table[register] = None

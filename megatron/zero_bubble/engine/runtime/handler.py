@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 STOP = object()
 """Returned by a handler if the plan must stop at this op; all other ranks stop too."""
@@ -17,20 +17,6 @@ Handler = Callable[[Any, Sequence[Any]], Any]
 Arguments are the op and its input values: first those that the op uses, then those that it takes, in the order of its
 ``effects``. Returns the values that the op gives, in the order of its ``effects``, or ``STOP``.
 """
-
-Give = Callable[[int, Any], None]
-"""Hands over a value that the running op gives, before the op ends: its place among these values, and the value.
-
-The ops that directly follow, take no time and need no other value, such as sends, run at once.
-"""
-
-
-class EarlyHandler(Protocol):
-    """Makes the handler of ops that have some of their values before they end."""
-
-    def giving(self, give: Give) -> Handler:
-        """The handler, which may call ``give`` while it runs, and returns all values as any other handler."""
-        ...
 
 
 class Awaited:

@@ -10,17 +10,17 @@ Upstream: ``megatron.core.pipeline_parallel.combined_1f1b.combined_forward_backw
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import Compute, Flow, Op, Pair, Pass, Schedule, Value
-from megatron.zero_bubble.engine.runtime.handler import EarlyHandler, Give, Handler
-from megatron.zero_bubble.integration.adapter.layered_stage import HandOver, LayeredStage
+from megatron.zero_bubble.core.ir import Compute, Op, Pair, Schedule, Send
+from megatron.zero_bubble.engine.runtime.early_sends import EarlySends
+from megatron.zero_bubble.engine.runtime.handler import Handler
+from megatron.zero_bubble.integration.adapter.layered_stage import LayeredStage
 from megatron.zero_bubble.integration.adapter.part import IterationFacts, Part
 from megatron.zero_bubble.integration.adapter.prepared import chosen_by
 from megatron.zero_bubble.integration.adapter.stage import StageParts
@@ -70,42 +70,24 @@ class ExpertOverlap(Part):
         finally:
             self._stages = {}
 
-    def handlers(self, iteration: IterationFacts) -> Mapping[type[Op], EarlyHandler]:
-        """The handlers of passes and of pairs."""
-        stages, flow = self._stages, iteration.prepared.schedule.flow
+    def replacing(self, iteration: IterationFacts, basic: Mapping[type[Op], Handler]) -> Mapping[type[Op], Handler]:
+        """The handlers of passes and of pairs, which send what a pass gives as soon as its nodes are issued: while the
+        other pass of a pair still runs, and before the weight gradients of the last node of a fused backward.
+        """
+        stages, prepared = self._stages, iteration.prepared
+        if not stages:
+            return {}
+        flow, sends = prepared.schedule.flow, EarlySends(prepared.plan.executable(prepared.rank).ops, basic[Send])
 
-        def run_alone(op: Compute, inputs: Sequence[Any], hand_over: HandOver) -> Sequence[Any]:
-            return stages[op.work.stage].run_alone(op.work, inputs, hand_over)
+        def run_alone(op: Compute, inputs: Sequence[Any]) -> Sequence[Any]:
+            return stages[op.work.stage].run_alone(op.work, inputs, sends.during(op))
 
-        def run_pair(op: Pair, inputs: Sequence[Any], hand_over: HandOver) -> Sequence[Any]:
+        def run_pair(op: Pair, inputs: Sequence[Any]) -> Sequence[Any]:
             forward, backward = stages[op.forward.stage], stages[op.backward.stage]
             taken = len(flow.inputs(op.forward))
-            return forward.run_pair(op, inputs[:taken], backward, inputs[taken:], hand_over)
+            return forward.run_pair(op, inputs[:taken], backward, inputs[taken:], sends.during(op))
 
-        return {Compute: _Early(flow, run_alone), Pair: _Early(flow, run_pair)} if stages else {}
-
-
-class _Early:
-    """Sends what a pass gives to another rank as soon as its nodes are issued: while the other pass of a pair still
-    runs, and before the weight gradients of the last node of a fused backward.
-    """
-
-    def __init__(self, flow: Flow, run: Callable[[Any, Sequence[Any], HandOver], Sequence[Any]]) -> None:
-        self._flow, self._run = flow, run
-
-    def giving(self, give: Give) -> Handler:
-        """See ``EarlyHandler``."""
-
-        def run(op: Op, inputs: Sequence[Any]) -> Sequence[Any]:
-            gives = op.effects(self._flow).gives
-
-            def hand_over(work: Pass, output: torch.Tensor) -> None:
-                if (value := Value(work)) in gives:
-                    give(gives.index(value), output)
-
-            return self._run(op, inputs, hand_over)
-
-        return run
+        return {Compute: run_alone, Pair: run_pair, Send: sends.send}
 
 
 def _check_returns_plans(own: StageParts) -> None:

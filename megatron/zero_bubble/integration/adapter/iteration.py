@@ -127,10 +127,10 @@ class Iteration:
                 stages.update(each.stages(facts, chunks))
             for each in self.parts:
                 context.enter_context(each.iteration(facts))
-            basic = handlers(stages, facts.channels(), boundary.new_buffer, observer, validate)
-            compute = self.store.saved.around(basic[Compute], facts.call.chunks)
-            of_parts = {op: handler for each in self.parts for op, handler in each.handlers(facts).items()}
-            by_op = {**basic, Compute: compute, **of_parts}
+            by_op = handlers(stages, facts.channels(), boundary.new_buffer, observer, validate)
+            by_op[Compute] = self.store.saved.around(by_op[Compute], facts.call.chunks)
+            for each in self.parts:
+                by_op |= {**each.handlers(facts), **each.replacing(facts, by_op)}
             executor = Executor(prepared.plan, prepared.rank, by_op, observer)
             self.begins()
             return executor.run()

@@ -18,12 +18,9 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron.zero_bubble.core.ir import Kind, Pair, Pass
 from megatron.zero_bubble.engine.platforms.device import keep_until_used
+from megatron.zero_bubble.engine.runtime.early_sends import HandOver
 from megatron.zero_bubble.integration.adapter.stage import MegatronStage, StageParts
 from megatron.zero_bubble.integration.adapter.versions import layer_plans, nodes_with_weights
-
-HandOver = Callable[[Pass, torch.Tensor], None]
-"""Called with each pass as soon as all its nodes are issued, and with its output, for another stage. The current stream
-then has the output."""
 
 
 class _Backward(NamedTuple):
@@ -55,7 +52,11 @@ class LayeredStage(MegatronStage):
         self._hand_over: HandOver = lambda work, output: None
 
     def run_alone(self, work: Pass, inputs: Sequence[Any], hand_over: HandOver) -> Sequence[Any]:
-        """Run one pass; as ``run``."""
+        """Run one pass; as ``run``.
+
+        Args:
+            hand_over: called as soon as all nodes of the pass are issued; the current stream then has its output.
+        """
         self._hand_over = hand_over
         with self._store.saved.of(work):
             return self.run(work, inputs)
@@ -68,6 +69,7 @@ class LayeredStage(MegatronStage):
         Args:
             inputs: those of the forward.
             of_other: those of the backward.
+            hand_over: called for each of the two passes; see ``run_alone``.
 
         Returns:
             the outputs of both.

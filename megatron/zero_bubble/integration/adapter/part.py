@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.core.ir import Op, Plan, Schedule, Slices
 from megatron.zero_bubble.engine.platforms import Platform
-from megatron.zero_bubble.engine.runtime.handler import EarlyHandler, Handler
+from megatron.zero_bubble.engine.runtime.handler import Handler
 from megatron.zero_bubble.engine.runtime.handlers import Channels, Stage
 from megatron.zero_bubble.engine.runtime.observer import IterationObserver
 from megatron.zero_bubble.engine.runtime.saved import SavedTensors
@@ -111,8 +111,12 @@ class Part:
         """Context around the passes of an iteration, entered when the stages are made, and again if they are rerun."""
         return nullcontext()
 
-    def handlers(self, iteration: IterationFacts) -> Mapping[type[Op], Handler | EarlyHandler]:
+    def handlers(self, iteration: IterationFacts) -> Mapping[type[Op], Handler]:
         """The handlers of the part's own ops, made within ``iteration``."""
+        return {}
+
+    def replacing(self, iteration: IterationFacts, basic: Mapping[type[Op], Handler]) -> Mapping[type[Op], Handler]:
+        """What runs passes or messages in place of the handlers ``basic``; called after ``handlers``."""
         return {}
 
     def finalizing(self, finalize: Finalize) -> Finalize:

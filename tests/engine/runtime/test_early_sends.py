@@ -1,4 +1,4 @@
-"""A handler may hand over a value of its op before the op ends: the sends that wait only for it start at once."""
+"""A handler may hand over what a pass of its op gives before the op ends: the sends that wait only for it start."""
 
 from __future__ import annotations
 
@@ -8,44 +8,36 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble import build
-from megatron.zero_bubble.core.ir import Compute, Flow, Op, Pair, Recv, Send, Settle, Value
+from megatron.zero_bubble.core.ir import Compute, Op, Pair, Pass, Recv, Send, Settle, Value
 from megatron.zero_bubble.core.plan import plan_of
+from megatron.zero_bubble.engine.runtime.early_sends import EarlySends
 from megatron.zero_bubble.engine.runtime.executor import Executor
-from megatron.zero_bubble.engine.runtime.handler import Give, Handler
+from megatron.zero_bubble.engine.runtime.handler import Handler
 
 PLAN = plan_of(build("dualpipe-v", num_ranks=2, num_microbatches=6, pairs=True))
 
 
-class _Pairs:
-    """Gives the outputs for other stages early, in the order of ``works``, and notes the end of each pass."""
-
-    def __init__(self, flow: Flow, log: list[str], works: Callable[[Pair], Sequence[Any]]) -> None:
-        self._flow, self._log, self._works = flow, log, works
-
-    def giving(self, give: Give) -> Handler:
-        def run(op: Pair, inputs: Sequence[Any]) -> list[str]:
-            gives = op.effects(self._flow).gives
-            for work in self._works(op):
-                if (value := Value(work)) in gives:
-                    give(gives.index(value), str(value))
-                self._log.append(f"{work} ended")
-            return list(map(str, gives))
-
-        return run
-
-
-def executed(rank: int, works: Callable[[Pair], Sequence[Any]]) -> list[str]:
-    """The sends of a rank, with what they send, and the ends of the passes in its pairs."""
+def executed(rank: int, works: Callable[[Op], Sequence[Pass]]) -> list[str]:
+    """The sends of a rank, with what they send, and the ends of the passes in its pairs, which end as in ``works``."""
     log: list[str] = []
     flow = PLAN.schedule.flow
-    named: dict[type[Op], Any] = {
+    sends = EarlySends(PLAN.ops[rank], lambda op, inputs: log.append(f"{op} {inputs[0]}"))
+
+    def run_pair(op: Pair, _inputs: Sequence[Any]) -> list[str]:
+        hand_over = sends.during(op)
+        for work in works(op):
+            hand_over(work, str(Value(work)))
+            log.append(f"{work} ended")
+        return list(map(str, op.effects(flow).gives))
+
+    handlers: dict[type[Op], Handler] = {
         Compute: lambda op, _: list(map(str, op.effects(flow).gives)),
-        Pair: _Pairs(flow, log, works),
-        Send: lambda op, inputs: log.append(f"{op} {inputs[0]}"),
+        Pair: run_pair,
+        Send: sends.send,
         Recv: lambda op, _: [str(op.message.value)],
         Settle: lambda op, _: None,
     }
-    assert Executor(PLAN, rank, named).run()
+    assert Executor(PLAN, rank, handlers).run()
     return log
 
 
