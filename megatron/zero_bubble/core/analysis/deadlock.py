@@ -6,17 +6,22 @@ from collections.abc import Mapping
 from typing import cast
 
 from megatron.zero_bubble.core.analysis.errors import ScheduleError
-from megatron.zero_bubble.core.analysis.steps import Blocked
+from megatron.zero_bubble.core.analysis.steps import Blocked, run_to_end, steps_of
 from megatron.zero_bubble.core.ir import Pass, Schedule
 from megatron.zero_bubble.core.ir.pairs import computes
 
 
-def deadlock(schedule: Schedule, blocked: Blocked) -> ScheduleError:
-    """Describe a deadlock: follow the waits from one blocked rank to a cycle, or to a pass that no rank runs.
+def deadlock(schedule: Schedule) -> ScheduleError | None:
+    """Return the deadlock of a schedule; None if its order comes to its end."""
+    try:
+        run_to_end(steps_of(schedule))
+    except Blocked as blocked:
+        return _described(schedule, blocked)
+    return None
 
-    Args:
-        blocked: the state in which a run of ``steps_of(schedule)`` stopped.
-    """
+
+def _described(schedule: Schedule, blocked: Blocked) -> ScheduleError:
+    """Follow the waits from one blocked rank to a cycle, or to a pass that no rank runs."""
     cursor, waits_for = blocked.positions, cast("Mapping[int, Pass]", blocked.waits_for)
     holder = {p: rank for rank, row in enumerate(schedule.order) for p in row}
     ops = [list(computes(row, schedule.pairs)) for row in schedule.order]

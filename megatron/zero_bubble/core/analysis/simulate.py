@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
 
 from megatron.zero_bubble.core.analysis.deadlock import deadlock
 from megatron.zero_bubble.core.analysis.memory import peaks
+from megatron.zero_bubble.core.analysis.parts import in_parts, joined
 from megatron.zero_bubble.core.analysis.steps import Blocked, Step, advance, steps, steps_of
 from megatron.zero_bubble.core.analysis.timeline import LaneSpan, Span, Timeline, divided
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
-from megatron.zero_bubble.core.costs.messages import occupied
+from megatron.zero_bubble.core.costs.messages import of_schedule
 from megatron.zero_bubble.core.errors import PlanError, UserError
-from megatron.zero_bubble.core.ir import Op, Pass, Plan, Schedule, Token, Value
+from megatron.zero_bubble.core.ir import Op, Plan, Schedule, Token
 from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.core.ir.ops import COMPUTE
-from megatron.zero_bubble.core.ir.parts import Part
 
 __all__ = ["Span", "Timeline", "simulate"]
 
@@ -51,9 +50,9 @@ def simulate(plan: Plan | Schedule, costs: PassCosts, memory: PassMemory | None 
     run = Run(steps_of(plan) if isinstance(plan, Schedule) else steps(plan), schedule, costs)
     try:
         run.iteration({})
-    except Blocked as blocked:
-        if isinstance(plan, Schedule):
-            raise deadlock(plan, blocked) from None
+    except Blocked:
+        if isinstance(plan, Schedule) and (error := deadlock(plan)) is not None:
+            raise error from None
         raise PlanError(
             f"the ranks of this plan for {schedule.name!r} wait for each other; prove() shows where"
         ) from None
@@ -73,9 +72,7 @@ class Run:
     """
 
     def __init__(self, rows: Sequence[Iterable[Step]], schedule: Schedule, costs: PassCosts) -> None:
-        self._steps = rows
-        costs = costs.overlapping(schedule.overlaps)
-        self._costs, self._slices = occupied(costs, schedule.placement), schedule.slices
+        self._rows, self._figures = rows, of_schedule(costs, schedule)
         self.free = [0.0] * len(rows)
         self._lane_free: list[dict[str, float]] = [{} for _ in rows]
 
@@ -89,8 +86,9 @@ class Run:
         ends: list[list[float]] = [[] for _ in self.free]
         self.spans: list[list[Span]] = [[] for _ in self.free]
         self.lanes: list[list[LaneSpan]] = [[] for _ in self.free]
-        comm, costs, overlaps = self._costs.comm, self._costs, self._costs.overlaps
-        for rank, _, (op, after, waits, makes) in advance(self._steps, made):
+        costs = self._figures[0]
+        comm = costs.comm
+        for rank, _, (op, after, waits, makes) in advance(in_parts(self._rows, costs), made):
             own = ends[rank]
             # An op waits for results of its rank and of others; the rank itself waits only for those of others.
             ready = waited = self.free[rank]
@@ -106,62 +104,25 @@ class Run:
                         waited = ms
                 if ms > ready:
                     ready = ms
-            if parts := op.parts(costs) if overlaps else ():
-                ended = self._issue(rank, op, parts, ready)
-                # What several passes give is awaited by tokens, each at the end of its pass (``analysis.steps``).
-                own.append(ended[0] if len(ended) == 1 else ready)
-                made |= {token: (ended[op.works.index(_producer(token))], rank) for token in makes}
-            else:
-                end = self._occupy(rank, op, ready, waited)
-                own.append(end)
-                for token in makes:
-                    made[token] = end, rank
-        for rank, lanes in enumerate(self._lane_free):
-            self.free[rank] = max(self.free[rank], lanes.get(COMPUTE, 0.0))
+            end = self._occupy(rank, op, ready, waited)
+            own.append(end)
+            for token in makes:
+                made[token] = end, rank
+        self.spans, self.lanes = joined(self.spans, self.lanes)
 
     def _occupy(self, rank: int, op: Op, ready: float, waited: float) -> float:
         """Run an op on its lane, once its inputs are there and the lane is free; return the time at which it ends."""
         lane, lanes, reached = op.lane, self._lane_free[rank], self.free[rank]
         start = ready if lane is None else max(ready, lanes.get(lane, 0.0))
-        end = start + op.duration_ms(self._costs, self._slices)
+        end = start + op.duration_ms(*self._figures)
         if lane is None:
             self.free[rank] = waited
             return end
         lanes[lane] = end
         if lane == COMPUTE:
             self.free[rank] = end
-        works = op.works
-        if len(works) == 1:
-            self.spans[rank].append(Span(*works, start, end))
-        elif works:
+        if works := op.works:
             self.spans[rank].extend(divided(works, start, end))
         else:
             self.lanes[rank].append(LaneSpan(lane, op, start, end, reached))
         return end
-
-    def _issue(self, rank: int, op: Op, parts: Sequence[Part], ready: float) -> list[float]:
-        """Run the parts of an op, each once its lane is free; return the times at which the passes of the op end."""
-        self.free[rank] = ready  # the rank issues the parts, and continues
-        lanes, spans = self._lane_free[rank], self.spans[rank]
-        begun = max(ready, lanes.get(COMPUTE, 0.0))
-        ended = [ready] * len(op.works)
-        for lane, ms, work in parts:
-            start = max(lanes.get(lane, 0.0), ready if work is None else ended[work])
-            end = lanes[lane] = start + ms
-            if work is not None:
-                ended[work] = end
-            if lane != COMPUTE:
-                self.lanes[rank].append(LaneSpan(lane, str(op), start, end, ready))
-        # The passes of the op before have the rank until this op computes, even if their last parts end later.
-        position = len(spans) - 1
-        while position >= 0 and spans[position].end_ms > begun:
-            p, start, _ = spans[position]
-            spans[position] = Span(p, min(start, begun), begun)
-            position -= 1
-        spans.extend(divided(op.works, begun, max(lanes.get(COMPUTE, 0.0), *ended)))
-        return ended
-
-
-def _producer(token: Hashable) -> Pass:
-    """The pass that makes a token of a plan: a value, or, in a schedule without ops, the pass itself."""
-    return token.producer if isinstance(token, Value) else cast(Pass, token)

@@ -24,13 +24,12 @@ class Span(NamedTuple):
     end_ms: float
 
 
-def divided(works: Sequence[Pass], start_ms: float, end_ms: float) -> Iterator[Span]:
-    """Yield one span per pass of an op; passes that run at the same time have equal parts of its time."""
+def divided(works: Sequence[Pass], start_ms: float, end_ms: float) -> Sequence[Span]:
+    """Return one span per pass of an op; passes that run at the same time have equal parts of its time."""
     if len(works) == 1:
-        yield Span(works[0], start_ms, end_ms)
-        return
+        return (Span(works[0], start_ms, end_ms),)
     edges = [start_ms + (end_ms - start_ms) * number / len(works) for number in range(len(works))]
-    yield from map(Span, works, edges, [*edges[1:], end_ms])
+    return tuple(map(Span, works, edges, [*edges[1:], end_ms]))
 
 
 class Box(NamedTuple):

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from megatron.zero_bubble.core.analysis.deadlock import deadlock
 from megatron.zero_bubble.core.analysis.errors import ScheduleError
-from megatron.zero_bubble.core.analysis.steps import Blocked, run_to_end, steps_of
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Kind, Pass, Schedule, Value
 from megatron.zero_bubble.core.ir.flow import OPERANDS, SAVED
@@ -170,10 +169,8 @@ def wgrad_after_backward(schedule: Schedule) -> Faults:
 
 def no_deadlock(schedule: Schedule) -> None:
     """Ranks that run their lists in order never wait for each other in a cycle; raises the error itself."""
-    try:
-        run_to_end(steps_of(schedule))
-    except Blocked as blocked:
-        raise deadlock(schedule, blocked) from None
+    if (error := deadlock(schedule)) is not None:
+        raise error
 
 
 def _cells(schedule: Schedule) -> Iterator[Cell]:

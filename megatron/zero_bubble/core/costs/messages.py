@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron.zero_bubble.core.costs.passes import PassCosts
-from megatron.zero_bubble.core.ir import WHOLE, Pass, Placement, Slices
+from megatron.zero_bubble.core.ir import WHOLE, Pass, Placement, Schedule, Slices
 from megatron.zero_bubble.core.ir.ops import COMPUTE
 from megatron.zero_bubble.core.ir.parts import Part
 from megatron.zero_bubble.core.ir.passes import BW, B, F
@@ -58,3 +58,10 @@ def occupied(costs: PassCosts, placement: Placement) -> PassCosts:
         return costs
     figures = {each.name: getattr(costs, each.name) for each in fields(PassCosts)}
     return CostsWithMessages(**figures, messages=costs.messages_on(placement), without=costs)
+
+
+def of_schedule(costs: PassCosts, schedule: Schedule) -> tuple[PassCosts, Slices]:
+    """Return what the durations of a schedule's ops depend on: ``costs``, with messages, and with lanes that overlap if
+    the schedule says so, and its slices.
+    """
+    return occupied(costs.overlapping(schedule.overlaps), schedule.placement), schedule.slices
