@@ -1,6 +1,7 @@
 """The hot loops of the search: compiled from csrc/planner.cpp if that was built, else the Python reference.
 
-Both give bit-identical results; the compiled loops are about fifty times as fast.
+The reference (``compact``, ``refill``, ``refine``, ``evaluate``, ``rows``) is the fallback without a compiler, and what
+the compiled loops are tested against. Both give bit-identical results; the compiled ones are about fifty times as fast.
 """
 
 from __future__ import annotations
