@@ -142,3 +142,23 @@ class Chain:
         else:
             slice_ += step
         return (Pass(stage, F, microbatch, slice_) if step > 0 else self.backward_of(stage, microbatch, slice_),)
+
+
+def microbatch(flow: Flow) -> tuple[Pass, ...]:
+    """The passes of microbatch 0, whose sequence is whole: each after those whose values it uses, and those that make
+    no value at the end, by stage.
+    """
+    waits: dict[Pass, set[Pass]] = {}
+    found = [Pass(0, F, 0)]
+    for p in found:  # grows
+        if p not in waits:
+            waits[p] = {value.producer for value in flow.inputs(p)}
+            found += [*waits[p], *(user for value in flow.outputs(p) for user in flow.consumers(value))]
+    order = [p for p, producers in waits.items() if not producers]
+    for p in order:  # grows
+        for user in dict.fromkeys(user for value in flow.outputs(p) for user in flow.consumers(value)):
+            waits[user].remove(p)
+            if not waits[user]:
+                order.append(user)
+    makes = [p for p in order if flow.outputs(p)]
+    return (*makes, *sorted((p for p in order if not flow.outputs(p)), key=lambda p: p.stage))

@@ -5,8 +5,8 @@ gap. Every bound holds for all schedules of whole microbatches, or of given slic
 or fused backwards, and any order of microbatches. ``setting`` explains why these schedules can be treated alike;
 ``windows`` and ``ways`` derive the bounds in closed form, ``paths`` those by longest paths with Jackson's preemptive
 one-machine schedule, and ``trial`` those of small pipelines, by contradiction. Slices have bounds of their own
-(``sliced``), and vocabulary parallelism has bounds in addition (``vocabulary``, ``vocabulary_paths``). With offloading,
-memory limits the length in another way (``offload``).
+(``sliced``), and vocabulary parallelism has bounds in addition (``vocabulary``, and ``paths`` with its passes). With
+offloading, memory limits the length in another way (``offload``).
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from megatron.zero_bubble.core.analysis.bounds.setting import Setting, must_fuse
 from megatron.zero_bubble.core.analysis.bounds.sliced import by_slices
 from megatron.zero_bubble.core.analysis.bounds.trial import Effort, by_contradiction
 from megatron.zero_bubble.core.analysis.bounds.vocabulary import by_vocabulary
-from megatron.zero_bubble.core.analysis.bounds.vocabulary_paths import VocabularyPaths
 from megatron.zero_bubble.core.analysis.bounds.ways import by_ways
 from megatron.zero_bubble.core.analysis.bounds.windows import by_area, by_head_chain, by_waits
 from megatron.zero_bubble.core.analysis.score import ROUNDING
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import WHOLE, Placement, Slices
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.ir import WHOLE, Chain, Placement, Slices
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm, Vocabulary
 
 __all__ = ["Bound", "least_memory", "lower_bound", "lower_bound_with_offload"]
 
@@ -124,14 +123,14 @@ def _of_setting(
         best = Bound(chain, "waits of neighbouring ranks")
     if effort is None:
         return best
-    passes = 3 * setting.num_stages * setting.m
+    flow, passes = Chain(setting.num_stages), 3 * setting.num_stages * setting.m
     effort = max(effort, passes if passes <= _ONE_RANK else 0)
     if vocabulary is not None:
-        with_shards = VocabularyPaths(setting, costs, vocabulary)
+        with_shards = Paths(setting, costs, Vocabulary(flow, setting.num_ranks, vocabulary))
         affordable = max(effort // with_shards.size, int(passes <= _ONE_RANK))
         best = _by_paths(with_shards.bound, _origins(closed, objective, affordable), best)
-    paths = Paths(setting, _reach(setting, objective, effort))
-    best = _by_paths(paths.bound, _origins(closed, objective, effort // len(paths.length)), best)
+    paths = Paths(setting, costs, flow, _reach(setting, objective, effort))
+    best = _by_paths(paths.bound, _origins(closed, objective, effort // paths.size), best)
     return _by_contradiction(paths, objective, best, _COMPARED * effort) if paths.reach == setting.m else best
 
 

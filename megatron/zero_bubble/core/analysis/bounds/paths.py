@@ -1,25 +1,31 @@
 """Bounds by longest paths: the least time before and after each pass, and a one-machine problem per rank.
 
-In every schedule of a ``Setting``, the passes obey the dependencies of the pipeline, the order of microbatches, and an
+In every schedule of a ``Setting``, the passes obey the dependencies of the flow, the order of microbatches, and an
 order that the memory limit enforces: if at most K microbatches fit, F(j) comes after B(j-K). Longest paths along these
 edges give every pass a head and a tail. In small pipelines, so do the passes of the same rank that always come before
 or after it. The passes of any one rank, with their heads and tails, are a one-machine problem (``jackson``), whose
 solution is a lower bound.
 
-All edges lead from earlier to later microbatches or along the path of one microbatch. Passes numbered by microbatch,
-then F by rising stage, B by falling stage, and W, are therefore in topological order.
+The flow may be any in which every pass takes inputs of its own microbatch: the k-th pass of a kind on a stage can be
+relabelled as that of microbatch k. All edges lead from earlier to later microbatches or along the path of one
+microbatch, so passes numbered by microbatch, then in the order in which one microbatch runs them, are in topological
+order. The first of them on a rank is the one with which its span starts: with a divided vocabulary, every other pass
+of the rank needs the first F of the pipeline, which takes the sum of all I.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from megatron.zero_bubble.core.analysis.bounds.jackson import one_machine_bound
+from megatron.zero_bubble.core.analysis.bounds.jackson import Job, one_machine_bound
 from megatron.zero_bubble.core.analysis.bounds.room import time_to_make_room
 from megatron.zero_bubble.core.analysis.bounds.setting import Setting
-from megatron.zero_bubble.core.ir import Chain, Kind, Pass
+from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.ir import Compute, Flow, Kind, Pass
+from megatron.zero_bubble.core.ir.flow import microbatch
+from megatron.zero_bubble.core.ir.passes import B, F, W
 
 _NEVER = -math.inf
 _ROUNDS = 4
@@ -27,133 +33,155 @@ _ROUNDS = 4
 
 
 class Paths:
-    """The graph of the passes of a setting, numbered in the order in which a single microbatch would run them."""
+    """The graph of the passes of a setting.
 
-    def __init__(self, setting: Setting, reach: int = 0) -> None:
-        """``reach`` is the number of microbatches before and after a pass whose passes compete with it for its rank."""
-        self.setting = setting
-        self.reach = reach
-        self.stages = setting.num_stages
-        self.length = (*setting.f, *reversed(setting.b), *setting.w) * setting.m
+    Args:
+        costs: has the times of transfers, and of passes other than F, B and W.
+        reach: the number of microbatches before and after a pass whose passes compete with it for its rank.
 
-    def f(self, stage: int, microbatch: int) -> int:
-        """Return the number of F of ``stage``."""
-        return microbatch * 3 * self.stages + stage
+    Attributes:
+        size: the number of passes.
+        length: the time of every pass.
+    """
 
-    def b(self, stage: int, microbatch: int) -> int:
-        """Return the number of B of ``stage``."""
-        return (microbatch * 3 + 2) * self.stages - 1 - stage
+    def __init__(self, setting: Setting, costs: PassCosts, flow: Flow, reach: int = 0) -> None:
+        self.setting, self.reach, self._costs, self._flow = setting, reach, costs, flow
+        self._order = microbatch(flow)
+        self._step = len(self._order)
+        self._number = {p: n for n, p in enumerate(self._order)}
+        self._rank_of = [setting.placement.stage_to_rank[p.stage] for p in self._order]
+        self.length = [self._duration(p) for p in self._order] * setting.m
+        self.size = len(self.length)
 
-    def w(self, stage: int, microbatch: int) -> int:
-        """Return the number of W of ``stage``."""
-        return (microbatch * 3 + 2) * self.stages + stage
+    def number(self, p: Pass) -> int:
+        """Return the number of a pass."""
+        return p.microbatch * self._step + self._number[p._replace(microbatch=0)]
+
+    def bound(self, rank: int | None) -> float:
+        """Return a bound on the span of ``rank``, or on the makespan (None): the largest bound over all machines."""
+        heads, tails = self.around(rank)
+        return max(one_machine_bound(self._jobs(machine, heads, tails)) for machine in range(self.setting.num_ranks))
+
+    def around(self, rank: int | None) -> tuple[list[float], list[float]]:
+        """Return the least time before each pass, from the first one of ``rank`` or of all ranks (None), and the least
+        time after it, to the last one; -inf without a path.
+        """
+        own = [n for n, of in enumerate(self._rank_of) if rank is None or of == rank]
+        return self._heads(own[0]), self._tails([self.size - self._step + n for n in own])
+
+    def _duration(self, p: Pass) -> float:
+        own = {F: self.setting.f, B: self.setting.b, W: self.setting.w}
+        return own[p.kind][p.stage] if p.kind in own else self._costs.duration(p)
 
     @cached_property
     def before(self) -> Sequence[Sequence[tuple[int, float]]]:
-        """For every pass, the passes that must end before it starts, and the transfer times between them."""
-        s, step = self.setting, 3 * self.stages
-        number = {Kind.B: self.b, Kind.W: self.w}
-        turns = [
-            [(number[kind](k, -lag), lag, ms) for kind, k, lag, ms in forced_by_memory(s, stage)]
-            for stage in range(self.stages)
+        """For every pass, the passes that must end before it starts, and the least times between them."""
+        return [
+            [(first + offset, ms) for offset, ms in edges if first + offset >= 0]
+            for first in range(0, self.size, self._step)
+            for edges in self._before
         ]
-        by_kind = [list(self._fed_by(kind)) for kind in (Kind.F, Kind.B, Kind.W)]
-        edges: list[list[tuple[int, float]]] = []
-        for j in range(s.m):
-            of_j = ([[(n + j * step, ms) for n, ms in needs] for needs in stages] for stages in by_kind)
-            forwards, backwards, wgrads = of_j
-            for k, needs in enumerate(forwards):
-                edges.append(needs + [(first + j * step, ms) for first, since, ms in turns[k] if j >= since])
-            edges += reversed(backwards)
-            edges += wgrads
-            if j:
-                for n in range(j * step, (j + 1) * step):
-                    edges[n].append((n - step, 0.0))
+
+    @cached_property
+    def _before(self) -> Sequence[Sequence[tuple[int, float]]]:
+        """For every pass of a microbatch, the passes that must end before it starts: their number, relative to the
+        first pass of its microbatch, and the least time from their end to its start.
+        """
+        edges = []
+        for n, p in enumerate(self._order):
+            sources = dict.fromkeys(self._number[value.producer] for value in self._flow.inputs(p))
+            before = [(n - self._step, 0.0)]
+            for source in sources:
+                ms = self._hop_ms(p, self._order[source])
+                if ms or not any(self._earlier[other] >> source & 1 for other in sources):  # else it is shorter
+                    before.append((source, ms))
+            if p.kind is F:
+                forced = forced_by_memory(self.setting, p.stage)
+                before += [(self._number[Pass(k, kind, 0)] - lag * self._step, ms) for kind, k, lag, ms in forced]
+            edges.append(before)
         return edges
 
-    def _fed_by(self, kind: Kind) -> Iterator[list[tuple[int, float]]]:
-        """Yield, for every stage, the pass that determines when the pass of ``kind`` for microbatch 0 can start, with
-        the transfer time between them.
-        """
-        s, chain = self.setting, Chain(self.stages)
-        number = {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w}
-        for stage in range(self.stages):
-            source = chain.source(Pass(stage, kind, 0))
-            if source is None:
-                yield []
-                continue
-            hop = 0.0
-            if source.stage != stage:
-                hop = s.activation_hop[stage - 1] if kind is Kind.F else s.gradient_hop[stage]
-            yield [(number[source.kind](source.stage, 0), hop)]
+    def _hop_ms(self, p: Pass, producer: Pass) -> float:
+        source, rank = (self.setting.placement.stage_to_rank[of.stage] for of in (producer, p))
+        if source == rank:
+            return 0.0
+        return self._costs.comm(source, rank) + Compute(p).arrival_ms(self._costs, producer)
 
-    def heads(self, origin: int) -> list[float]:
+    @cached_property
+    def _earlier(self) -> list[int]:
+        """For every pass of a microbatch, the set of passes that it depends on, as bits of a number."""
+        earlier: list[int] = []
+        for p in self._order:
+            producers = {self._number[value.producer] for value in self._flow.inputs(p)}
+            earlier.append(sum(1 << n for n in producers))
+            for n in producers:
+                earlier[-1] |= earlier[n]
+        return earlier
+
+    def _heads(self, origin: int) -> list[float]:
         """Return the least time from the start of pass ``origin`` to the start of each pass; -inf without a path."""
-        heads = [_NEVER] * len(self.length)
+        heads, ends = [_NEVER] * self.size, [_NEVER] * self.size
         heads[origin] = 0.0
-        length = self.length
-        for n in range(origin + 1, len(heads)):
-            for before, transfer in self.before[n]:
-                time = heads[before] + length[before] + transfer
-                if time > heads[n]:
-                    heads[n] = time
-            if heads[n] > _NEVER and self.reach:
-                heads[n] = max(heads[n], self._busy(n, heads, self._earlier, range(-self.reach, 1)))
+        for first in range(0, self.size, self._step):
+            for n, edges in enumerate(self._before, first):
+                head = heads[n]
+                for offset, transfer in edges:
+                    if first + offset >= 0 and ends[first + offset] + transfer > head:
+                        head = ends[first + offset] + transfer
+                if head > _NEVER:
+                    heads[n] = head
+                    if self.reach:
+                        heads[n] = max(head, self._busy(n, heads, self._same_before, range(-self.reach, 1)))
+                    ends[n] = heads[n] + self.length[n]
         return heads
 
-    def tails(self, ends: Iterable[int]) -> list[float]:
+    def _tails(self, ends: Sequence[int]) -> list[float]:
         """Return the least time from the end of each pass to the end of any pass in ``ends``; -inf without a path."""
-        tails = [_NEVER] * len(self.length)
+        tails, length, before = [_NEVER] * self.size, self.length, self._before
         for n in ends:
             tails[n] = 0.0
-        length = self.length
-        for n in range(len(tails) - 1, -1, -1):
-            if tails[n] > _NEVER and self.reach:
-                tails[n] = max(tails[n], self._busy(n, tails, self._later, range(self.reach + 1)))
-            time = tails[n] + length[n]
-            for before, transfer in self.before[n]:
-                if time + transfer > tails[before]:
-                    tails[before] = time + transfer
+        for first in range(self.size - self._step, -1, -self._step):
+            for n in range(first + self._step - 1, first - 1, -1):
+                if tails[n] == _NEVER:
+                    continue
+                if self.reach:
+                    tails[n] = max(tails[n], self._busy(n, tails, self._same_after, range(self.reach + 1)))
+                time = tails[n] + length[n]
+                for offset, transfer in before[n - first]:
+                    if first + offset >= 0 and time + transfer > tails[first + offset]:
+                        tails[first + offset] = time + transfer
         return tails
 
     @cached_property
-    def _earlier(self) -> list[list[int]]:
-        """For every pass of microbatch 0, itself and the passes of that microbatch and rank that always precede it."""
-        path = [*range(self.stages), *reversed(range(self.stages))]
-        ranks = self.setting.placement.stage_to_rank
-        along = [[k for k in range(n + 1) if ranks[path[k]] == ranks[path[n]]] for n in range(len(path))]
-        return along + [[*along[self.b(stage, 0)], self.w(stage, 0)] for stage in range(self.stages)]
+    def _same_before(self) -> list[list[int]]:
+        """For every pass of a microbatch, itself and the passes of that microbatch and rank that always precede it."""
+        ranks = self._rank_of
+        return [
+            [*(k for k in range(n) if ranks[k] == ranks[n] and earlier >> k & 1), n]
+            for n, earlier in enumerate(self._earlier)
+        ]
 
     @cached_property
-    def _later(self) -> list[list[int]]:
-        """For every pass of microbatch 0, itself and the passes of that microbatch and rank that always follow it."""
-        return [[n for n, earlier in enumerate(self._earlier) if k in earlier] for k in range(3 * self.stages)]
+    def _same_after(self) -> list[list[int]]:
+        """For every pass of a microbatch, itself and the passes of that microbatch and rank that always follow it."""
+        return [[n for n, before in enumerate(self._same_before) if k in before] for k in range(self._step)]
 
     def _busy(self, n: int, times: Sequence[float], same: Sequence[Sequence[int]], lags: range) -> float:
         """Return the least time in which the rank of pass ``n`` can run the passes ``same`` of the microbatches at
         ``lags``, none of them before its entry in ``times``. Microbatches keep their order.
         """
-        j, own = divmod(n, 3 * self.stages)
+        j, own = divmod(n, self._step)
         end = 0.0
-        others = [k + (j + lag) * 3 * self.stages for lag in lags if 0 <= j + lag < self.setting.m for k in same[own]]
+        others = [k + (j + lag) * self._step for lag in lags if 0 <= j + lag < self.setting.m for k in same[own]]
         for time, k in sorted((times[k], k) for k in others if k != n):
             if time > _NEVER:
                 end = max(end, time) + self.length[k]
         return end
 
-    def bound(self, rank: int | None) -> float:
-        """Return a bound on the span of ``rank``, or on the makespan (None): the largest bound over all machines."""
-        s = self.setting
-        own = range(s.num_ranks) if rank is None else (rank,)
-        stages = [k for r in own for k in s.stages(r)]
-        heads = self.heads(self.f(min(stages), 0))
-        tails = self.tails(self.w(k, s.m - 1) for k in stages)
-        return max(one_machine_bound(self._jobs(machine, heads, tails)) for machine in range(s.num_ranks))
-
-    def _jobs(self, rank: int, heads: Sequence[float], tails: Sequence[float]) -> Iterable[tuple[float, float, float]]:
-        for stage in self.setting.stages(rank):
-            for first in (self.f(stage, 0), self.b(stage, 0), self.w(stage, 0)):
-                for n in range(first, len(heads), 3 * self.stages):
+    def _jobs(self, machine: int, heads: Sequence[float], tails: Sequence[float]) -> Iterator[Job]:
+        for own, rank in enumerate(self._rank_of):
+            if rank == machine:
+                for n in range(own, self.size, self._step):
                     if heads[n] > _NEVER and tails[n] > _NEVER:
                         yield heads[n], self.length[n], tails[n]
 
@@ -176,12 +204,12 @@ def forced_by_memory(s: Setting, stage: int) -> Iterator[tuple[Kind, int, int, f
         if k >= stage:
             between += s.a[k] if k > stage else 0.0
             lags[k] = max(1, s.fits(upper, limit - between))
-            yield Kind.B, k, lags[k], 0.0
+            yield B, k, lags[k], 0.0
         if k <= stage and s.g[k] > 0:
             lag = s.fits(s.g[k], limit - upper) + 1
-            yield Kind.W, k, lag, 0.0
+            yield W, k, lag, 0.0
     last = chunks[-1]
     for lag in range(lags[last], min(lags[last] + _ROUNDS, s.m)):
         # Passes of later chunks that F on this stage is known to follow.
         counts = [lag + 1 if k <= stage else max(0, lag - lags[k] + 1) for k in chunks]
-        yield Kind.B, last, lag, max(0.0, time_to_make_room(s, rank, counts) - s.b[last])
+        yield B, last, lag, max(0.0, time_to_make_room(s, rank, counts) - s.b[last])

@@ -18,6 +18,8 @@ from itertools import combinations, product
 
 from megatron.zero_bubble.core.analysis.bounds.paths import Paths
 from megatron.zero_bubble.core.analysis.score import ROUNDING
+from megatron.zero_bubble.core.ir import Pass
+from megatron.zero_bubble.core.ir.passes import B, F, W
 
 _FIRST_STEP, _LAST_STEP = 1e-2, 1e-4
 """By how much the first end that is tried exceeds the known bound, and the least excess that is tried."""
@@ -76,12 +78,9 @@ class Trial:
 
     def __init__(self, paths: Paths, rank: int | None, end: float, effort: Effort) -> None:
         s = self.setting = paths.setting
-        ranks = range(s.num_ranks) if rank is None else (rank,)
-        stages = [stage for at in ranks for stage in s.stages(at)]
         self.paths, self.length, self.effort = paths, paths.length, effort
         self.end, self.next_end = end * (1 + ROUNDING), math.inf
-        self.heads = paths.heads(paths.f(min(stages), 0))
-        self.tails = paths.tails([paths.w(stage, s.m - 1) for stage in stages])
+        self.heads, self.tails = paths.around(rank)
         self.rows = [self._row(at) for at in range(s.num_ranks)]
         self.rank_of = {n: rank for rank, row in enumerate(self.rows) for n in row}
         self.forward, self.adds = self._memory()
@@ -89,16 +88,17 @@ class Trial:
         self.open = [(i, j) for row in self.rows for i, j in combinations(row, 2) if not self._decided(i, j)]
 
     def _row(self, rank: int) -> list[int]:
-        s, paths = self.setting, self.paths
-        kinds = (paths.f, paths.b, paths.w)
-        return sorted(number(stage, j) for stage in s.stages(rank) for j in range(s.m) for number in kinds)
+        s, number = self.setting, self.paths.number
+        return sorted(
+            number(Pass(stage, kind, j)) for stage in s.stages(rank) for j in range(s.m) for kind in (F, B, W)
+        )
 
     def _memory(self) -> tuple[list[int], list[float]]:
         """For every pass, the F of its microbatch on its stage, and the memory that it adds; negative if it frees."""
         s, paths = self.setting, self.paths
         forward, adds = [0] * len(self.length), [0.0] * len(self.length)
         for stage, j in product(range(s.num_stages), range(s.m)):
-            f, b, w = paths.f(stage, j), paths.b(stage, j), paths.w(stage, j)
+            f, b, w = (paths.number(Pass(stage, kind, j)) for kind in (F, B, W))
             forward[f] = forward[b] = forward[w] = f
             adds[f], adds[b], adds[w] = s.a[stage], s.g[stage] - s.a[stage], -s.g[stage]
         return forward, adds
