@@ -292,8 +292,8 @@ def _changes_of(variant: Variant, options: argparse.Namespace, argv: Sequence[st
     """The changes of a job with other sizes."""
     other = read_job(options, changed(argv, variant.flags, variant.drops))
     schedule = other.today.timeline.schedule
-    sizes = schedule.placement, other.costs, limit, options.host_bandwidth * 1e6
-    pipeline = Pipeline(*sizes, setup=other.parsed.setup)
+    bandwidth = options.host_bandwidth * 1e6
+    pipeline = Pipeline(schedule.placement, other.costs, limit, bandwidth, setup=other.parsed.setup)
     for change in pipeline.quick_changes(schedule):
         yield replace(
             change,

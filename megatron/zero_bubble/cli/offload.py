@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from megatron.zero_bubble.core.costs.units import bytes_per_ms, parse_bytes, positive_figure
 from megatron.zero_bubble.core.errors import UserError, as_flag
-from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.plan.offload import NO_SHARE, parse_share
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO, HostLimits, OffloadPlan, check_copies
@@ -74,7 +73,7 @@ def with_copies(options: argparse.Namespace, costs: Figures) -> Figures:
     if ms is not None:
         positive_figure("--host-ms", ms)
     own = costs.with_copies(ms, bytes_per_ms("--host-bandwidth", bandwidth))
-    check_copies(own.on(Placement.linear(costs.num_ranks))[0], options.offload)
+    check_copies(own.of_ranks[0], options.offload)
     return own
 
 

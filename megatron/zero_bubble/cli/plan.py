@@ -153,12 +153,13 @@ def plan(options: argparse.Namespace) -> str:
         return written(made)
     divided = division_text(costs, timeline.schedule.placement)
     text = plan_text(timeline, costs) + (divided if layouts is None else layout_summary(layouts))
-    divides = algorithm_of(timeline.schedule) is not None or units is not None or made.question.setup.pairs
-    text += imbalance_text(timeline, costs, layouts is not None, divides)
+    algorithm = algorithm_of(timeline.schedule)
+    divides = algorithm is not None or units is not None or made.question.setup.pairs
+    text += imbalance_text(timeline, costs, layout=layouts is not None, vocabulary=divides)
     text += "".join(f"{each}\n" for each in made.dropped)
     if lengths is not None:
         return text + lengths.text()
-    if layouts is None and units is None and algorithm_of(timeline.schedule) is None:
+    if layouts is None and units is None and algorithm is None:
         slower = slower_than_1f1b(timeline, costs, options.objective)
         text += "" if slower is None else f"{slower}\n"
     text += f"{sentence}\n" if (sentence := verdict(made.question.costs, options.objective)) else ""

@@ -71,8 +71,7 @@ def _flags(setup: Setup) -> Iterator[str]:
     if known.name != "1f1b":
         yield f"--zero-bubble-schedule {known.name}"
     if known.shape == "interleaved":
-        stages = setup.order.stages
-        yield f"--zero-bubble-num-chunks {known.num_chunks(None if stages == 'auto' else stages)}"
+        yield f"--zero-bubble-num-chunks {known.num_chunks(setup.order.of_run)}"
     if known.has_units:
         yield f"--zero-bubble-unit-microbatches {setup.unit}"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 
 from megatron.zero_bubble.core.errors import PlanError, UserError
@@ -55,8 +55,14 @@ class Answer(Offer):
         if limit is None or self.shards is not None or self.schedule.overlaps:
             return None
         schedule = self.schedule
-        kinds = schedule.slices, algorithm_of(schedule), self.question.setup.offload is not None
-        least = bound(self.costs, schedule.placement, self.question.goal, *kinds)
+        least = bound(
+            self.costs,
+            schedule.placement,
+            self.question.goal,
+            slices=schedule.slices,
+            vocabulary=algorithm_of(schedule),
+            offload=self.question.setup.offload is not None,
+        )
         return Certificate(objective, limit, limit / self.costs.microbatch, least, self.seconds)
 
 
@@ -74,9 +80,9 @@ def answer(question: Question, choosers: Sequence[Chooser] = CHOOSERS) -> Answer
     """
     started = time.perf_counter()
     found, within = _found(question, _asking(choosers))
-    own, seconds = found.offer, time.perf_counter() - started
-    offered = own.schedule, own.costs, own.layouts, own.offloaded, own.shards, own.simulated
-    return Answer(*offered, question=question, dropped=found.dropped, seconds=seconds, within=within)
+    seconds = time.perf_counter() - started
+    offered = {field.name: getattr(found.offer, field.name) for field in fields(Offer)}
+    return Answer(**offered, question=question, dropped=found.dropped, seconds=seconds, within=within)
 
 
 def _found(question: Question, ask: Ask) -> tuple[Best[Offer], float | None]:

@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.core.plan.shard import check_chunks
-from megatron.zero_bubble.core.schedules import build, recipe
+from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.core.search.placements import label_of
 from megatron.zero_bubble.planning.cuts import with_candidates
@@ -232,9 +232,11 @@ def _made(question: Question, variant: Variant, choices: Sequence[Placement]) ->
     """Yield the schedules, of a search on the best of these placements."""
     costs, slices = question.costs, _only_slices(question)
     yield from question.starts
-    if isinstance(question.setup.order, Named):
-        name, pairs = question.setup.name, question.setup.pairs
-        yield from hidden(_hiding(question), name, costs.has_experts) if pairs else [_named(question)]
+    order, pairs = question.setup.order, question.setup.pairs
+    if isinstance(order, Named) and pairs:
+        yield from hidden(_hiding(question, order), order.name, costs.has_experts)
+    elif isinstance(order, Named):
+        yield _named(question, order)
     elif not question.is_search:
         yield _given(question)
     else:
@@ -252,32 +254,25 @@ def _given(question: Question) -> Schedule:
     return plan.schedule
 
 
-def _named(question: Question) -> Schedule:
-    costs, order, unit = question.costs, question.setup.order, question.setup.unit
-    assert isinstance(order, Named), "another order has no name"
-    (chunks,) = _counts(costs, order)
-    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
-    make = partial(build, order.name, **sizes, num_chunks=chunks)
+def _named(question: Question, order: Named) -> Schedule:
+    costs, unit, fits = question.costs, question.setup.unit, question.adapts and not order.equal_passes
+    make = partial(costs.build, order.name, num_chunks=order.of_run)
     if recipe(order.name).sliced:
         return make(num_slices=_only_slices(question))
     if question.has_units and unit is None:
         return with_units(make, costs, question.goal)
     schedule = make(unit_microbatches=unit if question.has_units else None)
-    return fitted(schedule, costs, question.objective, question.ends) if question.adapts else schedule
+    return fitted(schedule, costs, question.objective, question.ends) if fits else schedule
 
 
-def _hiding(question: Question) -> Iterator[Schedule]:
+def _hiding(question: Question, order: Named) -> Iterator[Schedule]:
     """The schedules whose all-to-alls are hidden: with pairs, or else as published and as refitted to the costs."""
-    order = question.setup.order
-    assert isinstance(order, Named), "another order has no pairs to choose"
     if recipe(order.name).has_pairs:
-        sizes = {"num_ranks": question.costs.num_ranks, "num_microbatches": question.costs.num_microbatches}
-        (count,) = _counts(question.costs, order)
-        yield build(order.name, **sizes, num_chunks=count, pairs=True)
+        yield question.costs.build(order.name, num_chunks=order.of_run, pairs=True)
         return
-    yield _named(question.deciding(order=replace(order, equal_passes=True)))
+    yield _named(question, replace(order, equal_passes=True))
     if question.adapts:
-        yield _named(question)
+        yield _named(question, order)
 
 
 def _cut(question: Question) -> Question:

@@ -30,7 +30,7 @@ def with_candidates(cuts: Cuts, costs: Figures) -> Cuts:
 
 
 def _candidates(cuts: Cuts, costs: Figures) -> tuple[Slices, ...]:
-    on = costs.on(Placement.linear(costs.num_ranks))[0]
+    on = costs.of_ranks[0]
     if isinstance(cuts.places, tuple):
         found = [_between(cuts.places)]
     elif isinstance(cuts.number, int):

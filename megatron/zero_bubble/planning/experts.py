@@ -11,9 +11,9 @@ from typing import NamedTuple
 from megatron.zero_bubble.core.analysis.score import length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.costs.units import format_bytes
-from megatron.zero_bubble.core.ir import Placement, Schedule
+from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.plan.timelines import timeline_of
-from megatron.zero_bubble.core.schedules import build, recipe
+from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.core.schedules.alone import fuse_alone, split_alone
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import peak_memory
@@ -73,10 +73,9 @@ def contenders(costs: Figures, objective: Metric, refusal: Refusal = lambda _: N
     Args:
         refusal: of the job.
     """
-    known = costs.on(Placement.linear(costs.num_ranks))[0].experts
+    known = costs.of_ranks[0].experts
     if not known:
         return []
-    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     layers = min(stage.layers for stage in known)
 
     def timed(what: str, *schedules: Schedule) -> Iterator[Contender]:
@@ -88,17 +87,17 @@ def contenders(costs: Figures, objective: Metric, refusal: Refusal = lambda _: N
             yield Contender(what, length_ms(timeline, objective), peak, refusal(timeline))
 
     combined = {
-        f"Megatron's combined schedule (interleaved-1f1b x{chunks} {WITH_PAIRS})": build(
-            "interleaved-1f1b", **sizes, num_chunks=chunks, pairs=True
+        f"Megatron's combined schedule (interleaved-1f1b x{chunks} {WITH_PAIRS})": costs.build(
+            "interleaved-1f1b", num_chunks=chunks, pairs=True
         )
         for chunks in _CHUNKS
         if layers >= chunks
     }
-    dualpipe = build("dualpipe-v", **sizes, pairs=True)
+    dualpipe = costs.build("dualpipe-v", pairs=True)
     kinds = (
         [attempt(name, partial(timed, name, schedule)) for name, schedule in combined.items()],
         [attempt("pairs", partial(timed, f"dualpipe-v {WITH_PAIRS}", fuse_alone(dualpipe), split_alone(dualpipe)))],
-        [attempt("plain", partial(timed, "zb-v without overlap", build("zb-v", **sizes)))],
+        [attempt("plain", partial(timed, "zb-v without overlap", costs.build("zb-v")))],
     )
     # Costs of other stages than those of a schedule may not be divisible: it is left out.
     found = ([each for each in chain(*kind) if isinstance(each, Contender)] for kind in kinds)
@@ -116,7 +115,7 @@ def verdict(costs: Figures, objective: Metric, refusal: Refusal = lambda _: None
     found = contenders(costs, objective, refusal)
     if not found:
         return ""
-    share = costs.on(Placement.linear(costs.num_ranks))[0].exposed_share
+    share = costs.of_ranks[0].exposed_share
     text = f"all-to-all of experts: {share:.0%} of a microbatch if nothing hides it"
     runs = [each for each in found if each.why is None]
     if runs:

@@ -17,7 +17,8 @@ from megatron.zero_bubble.core.costs.units import BYTES, checked_figure, parse_m
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.formats.facts import Facts
-from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir import Placement, Schedule
+from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.core.search.cut import even
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.given import NOTHING, Given
@@ -100,6 +101,15 @@ class Figures:
                 costs = self.given.replacing(costs, memory, self.sizes_on(placement), placement)
             self._made[placement] = costs, memory
         return self._made[placement]
+
+    @property
+    def of_ranks(self) -> tuple[PassCosts, PassMemory]:
+        """Those of whole ranks, with one stage each."""
+        return self.on(Placement.linear(self.num_ranks))
+
+    def build(self, name: str, **more: Any) -> Schedule:
+        """Build a schedule by name for these sizes, with further arguments of ``build``."""
+        return build(name, num_ranks=self.num_ranks, num_microbatches=self.num_microbatches, **more)
 
     def weights_on(self, placement: Placement) -> tuple[float, ...] | None:
         """Bytes of weights, gradients and optimizer state per rank; None if unknown."""
@@ -238,7 +248,7 @@ class Figures:
     @property
     def _activation(self) -> tuple[float, ...]:
         """Activations of a microbatch per rank with one stage per rank."""
-        return (self.base or self).on(Placement.linear(self.num_ranks))[1].activation
+        return (self.base or self).of_ranks[1].activation
 
     @property
     def in_bytes(self) -> bool:

@@ -14,7 +14,7 @@ from megatron.zero_bubble.core.ir.sizes import check_size
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.plan import Additions, PostReceives, unproved_plan_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
-from megatron.zero_bubble.core.schedules import SCHEDULES, build
+from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.search.auto import fit, zb_auto
 from megatron.zero_bubble.core.search.placements import Placements, placements
 from megatron.zero_bubble.core.search.sliced import sliced_auto
@@ -51,9 +51,8 @@ def auto(
 
 def _sliced_on_a_line(costs: Figures, slices: Slices) -> list[Schedule]:
     """The known schedules of slices with one stage per rank."""
-    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     known = (name for name, recipe in SCHEDULES.items() if recipe.sliced and recipe.shape == "linear")
-    return [build(name, **sizes, num_slices=slices) for name in known]
+    return [costs.build(name, num_slices=slices) for name in known]
 
 
 def bound(
@@ -123,8 +122,7 @@ def about_1p(costs: Figures) -> str | None:
 
 def slower_than_1f1b(timeline: Timeline, costs: Figures, objective: Metric) -> str | None:
     """Return a sentence if 1F1B would be shorter than this schedule of the whole model, else None."""
-    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
-    schedule = build("1f1b", **sizes)
+    schedule = costs.build("1f1b")
     plain = timeline_of(schedule, *costs.on(schedule.placement))
     own_ms, plain_ms = (length_ms(of, objective) for of in (timeline, plain))
     if within(own_ms, plain_ms):

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.zero_bubble.core.analysis.score import Goal, within
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs.units import parse_memory_limit
-from megatron.zero_bubble.core.ir import Placement, Schedule
+from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.core.plan.timelines import timeline_of
@@ -213,7 +213,7 @@ def of_run(costs: Figures, setup: Setup, runs: Feasibility | None = None) -> Que
 
 def _first(costs: Figures, setup: Setup, runs: Feasibility | None) -> Schedule:
     """The schedule that a run begins with."""
-    memory = costs.on(Placement.linear(costs.num_ranks))[1]
+    memory = costs.of_ranks[1]
     grows = any(map(gt, memory.wgrad, memory.activation))
     messages = replace(setup.messages, receives=(runs or Feasibility()).post_receives)
     begun = replace(setup.unmeasured, messages=messages)

@@ -52,6 +52,12 @@ class Named:
     costs: str | None = None
     equal_passes: bool = False
 
+    @property
+    def of_run(self) -> int | None:
+        """The stages per rank of a run; None for the default."""
+        assert self.stages != "auto", "a run has a number of stages"
+        return self.stages
+
 
 @dataclass(frozen=True)
 class Searched:

@@ -138,15 +138,14 @@ def _named(setup: Setup, order: Named, num_ranks: int, costs: CostsFile | None) 
     gradients of fused backwards do.
     """
     known = recipe(order.name)
-    chunks = None if order.stages == "auto" else order.stages
-    placement, slices = known.placement(num_ranks, known.num_chunks(chunks)), known.slices(slices_of(setup.cuts))
+    placement, slices = known.placement(num_ranks, known.num_chunks(order.of_run)), known.slices(slices_of(setup.cuts))
 
     def build_units(num_microbatches: int, unit: int | None = setup.unit) -> Schedule:
         schedule = build(
             known.name,
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
-            num_chunks=chunks,
+            num_chunks=order.of_run,
             num_slices=slices_of(setup.cuts),
             unit_microbatches=unit if known.has_units else None,
             pairs=setup.pairs and known.has_pairs,
@@ -304,8 +303,8 @@ def _searched(on: Placement, slices: Slices, num_microbatches: int, limit: float
     if len(slices) > 1:
         limit = min(limit, 1 + ranks * max(slices.shares))
         return sliced_auto(lambda _: (costs, memory), [on], num_microbatches, slices, Goal(limit=limit))
-    limits = ranks, num_microbatches, min(limit, float(ranks))
-    return zb_auto(costs, memory, *limits, placement=(on,), objective="makespan", effort=_LITTLE)
+    limit = min(limit, float(ranks))
+    return zb_auto(costs, memory, ranks, num_microbatches, limit, placement=(on,), objective="makespan", effort=_LITTLE)
 
 
 def _within(limit: str, slices: Slices, make: Callable[[int], Schedule], num_microbatches: int) -> Schedule:

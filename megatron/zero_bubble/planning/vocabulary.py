@@ -16,7 +16,6 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Algorithm, algorithm_of
-from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.core.search.placements import Placements, name_of, placements
 from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.figures import Figures
@@ -51,7 +50,7 @@ class Variant:
 
 def are_divided(costs: Figures) -> bool:
     """Whether the costs have the times of S and T, so that those of F, B and W are without the vocabulary."""
-    return costs.on(Placement.linear(costs.num_ranks))[0].vocabulary is not None
+    return costs.of_ranks[0].vocabulary is not None
 
 
 def divided_by(costs: Figures, choice: Choice | None, recompute_logits: bool = False) -> Divided | None:
@@ -163,10 +162,9 @@ def known_schedules(costs: Figures, placement: Placements, objective: Metric) ->
     """The schedules that a search also tries where it does not know what follows: passes of the vocabulary that are
     inserted, or activations that move to host memory.
     """
-    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     for on in placements(placement, costs.num_ranks):
         for known in _KNOWN.get(name_of(on), ()):
-            schedule = build(known, **sizes, num_chunks=on.num_stages // on.num_ranks)
+            schedule = costs.build(known, num_chunks=on.num_stages // on.num_ranks)
             yield replace(fitted(schedule, costs, objective), name=ZB_AUTO)
 
 

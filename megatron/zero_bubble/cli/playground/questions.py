@@ -253,25 +253,25 @@ def _check_size(options: argparse.Namespace) -> None:
             "values"
         )
     forwards = (options.num_ranks or 1) * (options.num_microbatches or 1) * slices
-    chunks = options.num_chunks or 1
-    most = _MOST_SEARCHED if options.schedule == ZB_AUTO else _MOST_FORWARDS // chunks
-    if slices > 1 and forwards > most:
-        raise UserError(
-            f"the playground allows at most {most} for ranks x microbatches x slices of this schedule; got {forwards}; "
-            "choose fewer slices, or use zero-bubble plan"
-        )
-    most = _MOST_DIVIDED_SEARCHED if options.schedule == ZB_AUTO else _MOST_DIVIDED // chunks
-    if options.vocabulary not in (None, "off") and forwards > most:
-        raise UserError(
-            f"the playground allows at most {most} for ranks x microbatches of this schedule with vocabulary "
-            f"parallelism; got {forwards}; choose fewer, or use zero-bubble plan"
-        )
-    most = _MOST_OFFLOADED_SEARCHED if options.schedule == ZB_AUTO else _MOST_OFFLOADED // chunks
-    if options.offload not in (None, NO_SHARE) and forwards > most:
-        raise UserError(
-            f"the playground allows at most {most} for ranks x microbatches of this schedule with offloading; got "
-            f"{forwards}; choose fewer, or use zero-bubble plan"
-        )
+    for is_given, searched, built, what, fewer in (
+        (slices > 1, _MOST_SEARCHED, _MOST_FORWARDS, " x slices of this schedule", "fewer slices"),
+        (
+            options.vocabulary not in (None, "off"),
+            *(_MOST_DIVIDED_SEARCHED, _MOST_DIVIDED),
+            *(" of this schedule with vocabulary parallelism", "fewer"),
+        ),
+        (
+            options.offload not in (None, NO_SHARE),
+            *(_MOST_OFFLOADED_SEARCHED, _MOST_OFFLOADED),
+            *(" of this schedule with offloading", "fewer"),
+        ),
+    ):
+        most = searched if options.schedule == ZB_AUTO else built // (options.num_chunks or 1)
+        if is_given and forwards > most:
+            raise UserError(
+                f"the playground allows at most {most} for ranks x microbatches{what}; got {forwards}; choose {fewer}, "
+                "or use zero-bubble plan"
+            )
 
 
 def _most_slices(options: argparse.Namespace) -> int:

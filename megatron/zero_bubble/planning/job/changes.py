@@ -148,7 +148,7 @@ class Pipeline:
 
     def _paired(self) -> Iterator[Change]:
         """Schedules whose forwards run together with backwards, to hide the all-to-all of experts."""
-        if not self.costs.on(Placement.linear(self.costs.num_ranks))[0].experts:
+        if not self.costs.of_ranks[0].experts:
             return
         for recipe in SCHEDULES.values():
             for own in self._of_recipe(recipe) if recipe.has_pairs and recipe.shape != "linear" else ():
