@@ -232,7 +232,7 @@ class Figures:
     @property
     def has_experts(self) -> bool:
         """Whether the all-to-alls of experts are known."""
-        return bool((self.base or self).on(Placement.linear(self.num_ranks))[0].experts)
+        return bool((self.base or self).of_ranks[0].experts)
 
     @property
     def microbatch(self) -> float:
