@@ -236,7 +236,7 @@ class Trainer:
         batch: Batch = {}
         more: dict[str, Any] = {}
         ends = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
-        packs = self.args.zero_bubble_balance_microbatches
+        packs = self.args.run.balance is not None
         if ends or packs or self.args.reset_attention_mask:
             read = next(batches)
             batch = {name: self.platform.to_device(tensor, self.device) for name, tensor in read.items()}

@@ -179,7 +179,7 @@ def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: i
     if engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
     spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
-    if args.zero_bubble_balance_microbatches:
+    if args.run.balance is not None:
         spec.submodules.self_attention.submodules.core_attention = PackedAttention
     return spec
 

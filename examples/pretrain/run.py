@@ -19,7 +19,6 @@ from megatron.zero_bubble.planning.job.arguments.checks import check
 from megatron.zero_bubble.planning.job.arguments.model_checks import check_packages
 from megatron.zero_bubble.planning.job.arguments.parser import parse
 from megatron.zero_bubble.planning.job.facts import facts_of, gpu_kind, remarks
-from megatron.zero_bubble.planning.job.flags import has_schedule, records
 from megatron.zero_bubble.planning.job.installed import check_installed
 from megatron.zero_bubble.planning.job.post_validation import forecast
 from megatron.zero_bubble.planning.job.proved import check_counts
@@ -108,7 +107,7 @@ def train(args: argparse.Namespace, launch: Launch, joined: Callable[[], None] =
     from megatron.zero_bubble.engine.platforms import select
     from pretrain.distributed import check_backend, describe_rank, initialize
 
-    platform = select(args.zero_bubble_device)
+    platform = select(args.run.observations.device)
     backend = args.distributed_backend or platform.backend
     check_backend(backend, platform, launch)
     _check_plans(args, backend)
@@ -154,11 +153,11 @@ def _train_rank(
         from pretrain.distributed import describe_rank, group_of_hosts
         from pretrain.schedule import apply_schedule
 
-    meter = BubbleMeter(platform) if args.zero_bubble_log_bubble else None
+    meter = BubbleMeter(platform) if args.run.observations.log_bubble else None
     trainer: loop.Trainer  # The functions read it later: it is built below, after the schedule is enabled.
     tracer = recorder = None
-    if records(args):
-        loads = (lambda: trainer.loads) if args.zero_bubble_balance_microbatches else None
+    if args.run.observations.records:
+        loads = (lambda: trainer.loads) if args.run.balance is not None else None
         tracer, recorder = _tracer(args, platform, lambda: trainer.state.iteration + 1, loads)
     applied = apply_schedule(args, [one for one in (meter, tracer, recorder) if one is not None])
     if launch.rank == 0:
@@ -184,7 +183,8 @@ def _train_rank(
             if applied.pipeline:
                 applied.pipeline.finish()
         if tracer:
-            directory, file = (Path(p) if p else None for p in (args.zero_bubble_trace, args.zero_bubble_record_costs))
+            asked = args.run.observations
+            directory, file = (Path(p) if p else None for p in (asked.trace, asked.record_costs))
             for sentence in tracer.write(directory, file, applied.pipeline):
                 print(f"zero-bubble: {sentence}", flush=True)
 
@@ -204,13 +204,13 @@ def _tracer(
         return end_of_run(first, args.train_iters, args.exit_interval)
 
     recorder = Recorder(platform)
-    name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
+    name = args.run.setup.name if args.run.has_schedule else "stock 1f1b"
     packing = None
     if loads is not None:
-        cost = length_cost(args, args, known_vocabulary(args))
+        cost = length_cost(args.run.balance, args, known_vocabulary(args))
         packing = Packing(cost.whole(args.seq_length), loads)
     facts = partial(_facts, args)
-    return Tracer(recorder, name, number, end, args.zero_bubble_trace_iterations, packing, facts), recorder
+    return Tracer(recorder, name, number, end, args.run.observations.trace_iterations, packing, facts), recorder
 
 
 def _facts(args: argparse.Namespace, gpu: str) -> Facts:
@@ -235,10 +235,10 @@ def _print_start(
         flush=True,
     )
     num_microbatches = args.batch_sizes.final // args.batch_sizes.granule
-    if args.zero_bubble_post_validation:
+    if args.run.setup.validates:
         print(f"zero-bubble: {forecast(args.source, num_microbatches)}", flush=True)
     own = recomputation.remark(args, args.source, num_microbatches), experts.remark(args, args.source)
-    of_files = remarks(args.zero_bubble, lambda: _facts(args, platform.device_name())) if has_schedule(args) else ()
+    of_files = remarks(args.zero_bubble, lambda: _facts(args, platform.device_name())) if args.run.has_schedule else ()
     for sentence in filter(None, (*own, *of_files)):
         print(f"zero-bubble: {sentence}", flush=True)
     if args.pipeline_model_parallel_layout:
@@ -249,10 +249,11 @@ def _make_folders(args: argparse.Namespace) -> None:
     """Create the output directories before training, so that a bad path fails at start-up."""
     from pretrain import checkpoint
 
+    asked = args.run.observations
     for flag, directory in (
         ("--save", args.save),
-        ("--zero-bubble-trace", args.zero_bubble_trace),
-        ("--zero-bubble-record-costs", args.zero_bubble_record_costs and Path(args.zero_bubble_record_costs).parent),
+        ("--zero-bubble-trace", asked.trace),
+        ("--zero-bubble-record-costs", asked.record_costs and Path(asked.record_costs).parent),
     ):
         if directory:
             checkpoint.prepare(flag, directory)

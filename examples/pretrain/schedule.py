@@ -37,7 +37,7 @@ def apply_schedule(args: argparse.Namespace, observers: Sequence[IterationObserv
     """
     from pretrain.distributed import agree
 
-    if args.zero_bubble_schedule is None and args.zero_bubble_schedule_file is None:
+    if not args.run.has_schedule:
         if observers:
             from megatron.zero_bubble.integration.patching import observe
 
@@ -59,7 +59,7 @@ def _wgrad_words(args: argparse.Namespace) -> str:
 
     if args.zero_bubble.setup.exact:
         return "computed as in megatron-core"
-    return f"fused, {kernels.select(platforms.select(args.zero_bubble_device).name).words}"
+    return f"fused, {kernels.select(platforms.select(args.run.observations.device).name).words}"
 
 
 def step_ahead(

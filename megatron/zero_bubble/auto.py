@@ -52,15 +52,15 @@ def switch_on(environment: Mapping[str, str]) -> None:
     _with_bridge(on_cpu=environment.get(f"{_PREFIX}DEVICE") == "cpu")
     if not any(name.startswith(_PREFIX) for name in environment):
         return
+    from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.planning.job.environment import flags_in
-    from megatron.zero_bubble.planning.job.flags import config_of, has_schedule
     from megatron.zero_bubble.planning.job.installed import check_installed
 
-    options = flags_in(environment)
-    config = config_of(options) if has_schedule(options) else None
+    run = flags_in(environment)
+    config = ZeroBubbleConfig.of(run) if run.has_schedule else None
     if config is not None:
         config.sources()(_ANY)  # refuse a bad schedule here, not in a later import of megatron-core
-    if options.zero_bubble_device == "cpu":
+    if run.observations.device == "cpu":
         check_installed("torch")  # megatron.core may come from a checkout that is not on the path yet
         from megatron.zero_bubble.engine.platforms.cpu import use_cpu_ranks
 

@@ -167,7 +167,7 @@ class Job:
             distributed.initialize(self.args, self.launch, self.platform.backend)
         self.take_turn()
         config = model.build_config(self.args, self.device)
-        if self.args.zero_bubble_schedule:
+        if self.args.run.has_schedule:
             apply(self.args.zero_bubble)
         self.chunks = model.build_model(self.args, config, self.args.vocab_size + 1, self.device)
         revert()

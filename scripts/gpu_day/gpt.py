@@ -64,7 +64,7 @@ class Gpt:
             distributed.initialize(self._args, launch, self.platform.backend)
         self._take_turn()
         config = model.build_config(self._args, self._device)
-        if self._args.zero_bubble_schedule or self._args.zero_bubble_schedule_file:
+        if self._args.run.has_schedule:
             apply(self._args.zero_bubble)
         try:
             self._chunks = model.build_model(self._args, config, VOCABULARY, self._device)

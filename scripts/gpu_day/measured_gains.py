@@ -185,7 +185,7 @@ def _auto(options: argparse.Namespace, count: int, costs: str, folder: Path) -> 
     own = ["--zero-bubble-schedule", AUTO, "--zero-bubble-memory-limit", DEFAULT_LIMIT, "--load", str(folder)]
     args = parse(decided([*job, *own])[0])
     check(args, options.num_ranks)
-    return args.zero_bubble if args.zero_bubble_schedule else None
+    return args.zero_bubble if args.run.has_schedule else None
 
 
 def rows_of(

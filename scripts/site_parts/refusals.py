@@ -9,14 +9,15 @@ import ast
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
-from megatron.zero_bubble.planning.job import options, rules
-from megatron.zero_bubble.planning.job.effects import EFFECTS
-from megatron.zero_bubble.planning.job.flags import as_given, given, parse_ours
-from megatron.zero_bubble.planning.rule import Rule
+from megatron.zero_bubble.planning.job import options
+from megatron.zero_bubble.planning.job.effects import EFFECTS, Effect, Job
+from megatron.zero_bubble.planning.job.flags import as_given
+from megatron.zero_bubble.planning.observations import Observations
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Named, Setup, Validated
 from site_parts.markdown import code, table
 
 _ROOT = Path(__file__).parent.parent.parent
@@ -38,19 +39,18 @@ _NAMES = {
     "where": "PART",
 }
 """Variables in messages that are shown by a word instead of an ellipsis."""
+_H1 = Setup(Named("zb-h1"))
 _JOBS = (
-    (),
-    ("--zero-bubble-schedule", "zb-h1"),
-    ("--zero-bubble-post-validation",),
-    ("--zero-bubble-trace", "x"),
-    ("--zero-bubble-trace", "x", "--zero-bubble-schedule", "zb-h1"),
-    ("--zero-bubble-trace", "x", "--zero-bubble-schedule", "zb-h1", "--zero-bubble-trace-iterations", "9"),
+    RunOptions(),
+    RunOptions(_H1),
+    RunOptions(Setup(step=Validated())),
+    RunOptions(observations=Observations(trace="x")),
+    RunOptions(_H1, Observations(trace="x")),
+    RunOptions(_H1, Observations(trace="x", trace_iterations=(range(9, 10),))),
 )
-"""Flags of example jobs; the rules are tried on each of them, with and without Megatron-LM."""
+"""Example jobs; the rules are tried on each of them, with and without Megatron-LM."""
 _TRAIN_ITERS = 2
 """Iterations of the example jobs."""
-_EVERYTHING = dict.fromkeys((*(option.name for option in DECISIONS), "num_chunks"), True)
-"""All options as if they were given."""
 GROUPS = {
     "job": ("planning/job", "integration/bridge"),
     "megatron-lm": ("integration/megatron_lm",),
@@ -69,9 +69,9 @@ def of_flags() -> str:
     """What each of our options has an effect with."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for rule in EFFECTS:
-        text = f"works only with {rule.what}{rule.why.format(schedule=_ELLIPSIS, last=_ELLIPSIS)}"
-        names = rows.setdefault((_refused_in(rule), text, rule.spelled(as_given)), [])
-        names += [_flag(field) for field in rule.subject.shown_by(_EVERYTHING)]
+        text = f"works only with {rule.needs.words}{rule.why.format(schedule=_ELLIPSIS, last=_ELLIPSIS)}"
+        names = rows.setdefault((_refused_in(rule), text, rule.remedy(as_given)), [])
+        names.append(_flag(rule.name))
     listed = [(", ".join(names), *key) for key, names in rows.items()]
     return table(("flag", "in", f"message, after the flag ({_ELLIPSIS}: your value)", "remedy"), listed)
 
@@ -80,36 +80,31 @@ def _flag(field: str) -> str:
     return code(next((f"--zero-bubble-{option.flag}" for option in DECISIONS if option.name == field), field))
 
 
-def _refused_in(rule: Rule) -> str:
+def _refused_in(rule: Effect) -> str:
     """The programs in which a rule is the first to refuse its option."""
     programs = []
     for under_launcher, program in ((True, "Megatron-LM jobs"), (False, code("scripts/pretrain_gpt.py"))):
-        jobs = [rules.Job(parse_ours(flags)[0], under_launcher, train_iters=_TRAIN_ITERS) for flags in _JOBS]
-        if any(_first_refusal(rule, given(job.options) | job.facts) is rule for job in jobs):
+        jobs = (Job(run, under_launcher, shows_stock_passes=False, train_iters=_TRAIN_ITERS) for run in _JOBS)
+        if any(_first_refusal(rule.name, job) is rule for job in jobs):
             programs.append(program)
     return "both" if len(programs) != 1 else "".join(programs)
 
 
-def _first_refusal(rule: Rule, choices: dict[str, Any]) -> Rule | None:
-    (field,) = rule.subject.shown_by(_EVERYTHING)
-    choices = {field: True, **choices}
-    return next(
-        (each for each in EFFECTS if field in each.subject.shown_by({field: 1}) and each.sentence(choices)), None
-    )
+def _first_refusal(name: str, job: Job) -> Effect | None:
+    return next((each for each in EFFECTS if each.sentence({name: True}, job, as_given)), None)
 
 
 def of_options() -> str:
     """The Megatron options that a choice cannot honour."""
     rows = []
     for rule in options.OPTIONS:
-        subject = rule.subject.plural or f"schedules with {rule.subject.words}"
-        rows.append((subject, code(rule.what), code(repr(rule.value)), rule.why, rule.remedy))
+        rows.append((rule.choice.subject, code(rule.option), code(repr(rule.value)), rule.why, rule.remedy))
     return table(("what needs it", "option", "the one value that works", "because", "remedy"), rows)
 
 
 def of_exclusions() -> str:
     """The choices that exclude each other."""
-    rows = [(rule.subject.words, rule.what, rule.why, rule.remedy) for rule in EXCLUSIONS]
+    rows = [(rule.one.words, rule.other.words, rule.why, rule.remedy()) for rule in EXCLUSIONS]
     return table(("choice", "other choice", "because", "remedy"), rows)
 
 

@@ -303,7 +303,7 @@ def test_a_job_that_measures_records_what_it_measures(capsys: Capture) -> None:
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("These are estimates."))
     added = line.partition("run the job with ")[2].partition(" added")[0].split()
     args = checked_megatron_job([*flags, *added], 4, 4).args
-    assert args.zero_bubble_record_costs == "costs.json"
+    assert args.run.observations.record_costs == "costs.json"
     assert end_of_run(1, args.train_iters, args.exit_interval) == 10 > LAST_ITERATIONS
     assert end_of_run(12_001, args.train_iters, args.exit_interval) == 12_010
 

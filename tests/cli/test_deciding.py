@@ -134,12 +134,18 @@ def test_a_decision_is_kept_next_to_the_checkpoints(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({}, "must have the key flags"),
-        ({"flags": "--zero-bubble-schedule zb-v", "leave_out": []}, "flags must be a list of strings"),
-        ({"flags": ["--lr", "9"], "leave_out": []}, "only flags that auto decides; got --lr"),
-        ({"flags": [], "leave_out": ["--save", "--bf16"]}, "only flags that auto decides; got --save"),
-        ({"flags": ["zb-v"], "leave_out": []}, "only flags that auto decides; got zb-v"),
-        ({"flags": [], "leave_out": [], "facts": 3}, "facts must be an object of facts"),
+        ({}, "must have the key setup"),
+        ({"setup": "zb-v", "adds": [], "drops": []}, "setup must be an object"),
+        ({"setup": {"schedul": "zb-v"}, "adds": [], "drops": []}, "a setup decides schedule, .*; got schedul"),
+        (
+            {"setup": {"schedule": "zb-v", "exact": True}, "adds": [], "drops": []},
+            "only what auto .* got --zero-bubble-e",
+        ),
+        ({"setup": {}, "adds": "--bf16", "drops": []}, "adds must be a list of strings"),
+        ({"setup": {}, "adds": ["--lr", "9"], "drops": []}, "only what auto decides; got --lr"),
+        ({"setup": {}, "adds": [], "drops": ["--save", "--bf16"]}, "only what auto decides; got --save"),
+        ({"setup": {}, "adds": ["zb-v"], "drops": []}, "only what auto decides; got zb-v"),
+        ({"setup": {}, "adds": [], "drops": [], "facts": 3}, "facts must be an object of facts"),
     ],
 )
 def test_a_file_without_a_decision_is_refused(tmp_path: Path, content: dict[str, Any], words: str) -> None:
@@ -238,13 +244,16 @@ def test_a_decision_that_the_job_refuses_is_made_again(tmp_path: Path, asked: As
     job = [*JOB, *FEW, "--save", str(tmp_path)]
     decided([*job, *AUTO], WORLD)
     content = json.loads((tmp_path / DECISION).read_text())
-    (tmp_path / DECISION).write_text(json.dumps({**content, "flags": ["--zero-bubble-schedule", "nonsense"]}))
+    (tmp_path / DECISION).write_text(json.dumps({**content, "setup": {"schedule": "nonsense"}}))
     flags, (line, *_) = decided([*job, *AUTO], WORLD)
     assert "decided for what this job refuses, so this is decided again: " in line and "nonsense" not in flags
 
 
-def test_decisions_of_older_versions_are_made_again(tmp_path: Path, asked: Asked) -> None:
-    (tmp_path / DECISION).write_text(json.dumps({"flags": ["--zero-bubble-schedule", "zb-h2"], "leave_out": []}))
+@pytest.mark.parametrize("facts", [{}, {"facts": {"num_layers": 8}}], ids=["without facts", "with facts"])
+def test_decisions_of_older_versions_are_made_again(tmp_path: Path, asked: Asked, facts: dict[str, Any]) -> None:
+    """They have the words of flags in the place of a setup."""
+    older = {"flags": ["--zero-bubble-schedule", "zb-h2"], "leave_out": [], **facts}
+    (tmp_path / DECISION).write_text(json.dumps(older))
     flags, (line, *_) = decided([*JOB, *FEW, "--save", str(tmp_path), *AUTO], WORLD)
     assert "does not say for which job it decided, so this is decided again" in line and "zb-h2" not in flags
 

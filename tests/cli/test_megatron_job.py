@@ -111,8 +111,8 @@ def sentences_of_runs(rank: int, jobs: Sequence[Sequence[str]]) -> list[str]:
     from megatron.zero_bubble.integration.megatron_lm import install
     from megatron.zero_bubble.integration.megatron_lm.meeting import Meeting
     from megatron.zero_bubble.integration.patching.seams import installed_seams
-    from megatron.zero_bubble.planning.job.planned import adopt
-    from megatron.zero_bubble.planning.job.rules import Job, check_flags
+    from megatron.zero_bubble.planning.job.effects import Job
+    from megatron.zero_bubble.planning.job.rules import check_job
 
     sys.path.insert(0, str(STAND_IN))
     try:
@@ -126,12 +126,11 @@ def sentences_of_runs(rank: int, jobs: Sequence[Sequence[str]]) -> list[str]:
     for job in jobs:
         try:
             arguments, _ = fork_flags.modernize(job)
-            options, _ = parse_ours(arguments)
-            checks.check_format(options, "x" if "--yaml-cfg" in arguments else None)
-            adopt(options)
-            check_flags(Job(options, under_launcher=True))
+            run, _ = parse_ours(arguments)
+            checks.check_format(run, "x" if "--yaml-cfg" in arguments else None)
+            check_job(Job(run, under_launcher=True))
             args = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(arguments)
-            validate = install._validated(training.validate_args, options, installed_seams(), print, Meeting())
+            validate = install._validated(training.validate_args, run, installed_seams(), print, Meeting())
             validate(args)
         except UserError as error:
             said.append(str(error))

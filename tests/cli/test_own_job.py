@@ -74,8 +74,8 @@ def of_tables() -> list[str]:
         rows.append(f"{words} --pipeline-model-parallel-size 1" if on_one else words)
     known = {flag for action in build_parser()._actions for flag in action.option_strings}
     for rule in OPTIONS:
-        if (job := SUBJECTS.get(rule.subject)) is not None and (flag := flag_of(rule.what)) in known:
-            given = f"{job} {flag} {MEGATRONS_VALUES.get(rule.what, '')}"
+        if (job := SUBJECTS.get(rule.choice)) is not None and (flag := flag_of(rule.option)) in known:
+            given = f"{job} {flag} {MEGATRONS_VALUES.get(rule.option, '')}"
             rows.append(job.replace(flag, "") if rule.value is True else given)
     return list(dict.fromkeys(words.strip() for words in rows))
 

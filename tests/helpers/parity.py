@@ -111,7 +111,7 @@ def _splits(args: Any) -> Any:
     from megatron.zero_bubble.planning.job.arguments.tokenizer import build_tokenizer
     from pretrain.data.batches import Splits, build_splits, reads_data
 
-    if args.zero_bubble_balance_microbatches:
+    if args.run.balance is not None:
         return build_splits(args, build_tokenizer(args))
     samples = Tokens(args.batch_sizes.samples_after(args.train_iters), args.seq_length, args.vocab_size)
     read = samples if reads_data(args) else None
@@ -136,14 +136,14 @@ def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[A
     from megatron.zero_bubble.integration.patching import apply, revert
     from megatron.zero_bubble.planning.job.arguments.checks import check
     from megatron.zero_bubble.planning.job.arguments.parser import parse
-    from megatron.zero_bubble.planning.job.flags import parse_ours
+    from megatron.zero_bubble.planning.job.flags import given_in
 
     placement = None
     for schedule in schedules:
         words = flags.split()
         if schedule is None:
-            ours, words = parse_ours([*BASE_FLAGS.split(), *words])  # stock does not know our flags
-            words += ["--zero-bubble-device", ours.zero_bubble_device]
+            given, words = given_in([*BASE_FLAGS.split(), *words])  # stock does not know our flags
+            words += ["--zero-bubble-device", given.get("device", "auto")]
         else:
             words += schedule.split() if schedule[0] == "-" else ["--zero-bubble-schedule", *schedule.split()]
             words += [] if "--zero-bubble-fuse-wgrad" in flags else ["--zero-bubble-exact"]
@@ -162,7 +162,7 @@ def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[A
 
 def _device(args: Any) -> torch.device:
     """The rank's device; a pool of CPU ranks has installed its platform, ranks on GPUs may share one."""
-    platform = select(args.zero_bubble_device)
+    platform = select(args.run.observations.device)
     device = platform.device(torch.distributed.get_rank())
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -240,7 +240,7 @@ def _train_once(
     from pretrain import schedule as zero_bubble
     from pretrain.distributed import group_of_hosts
 
-    platform, device = select(args.zero_bubble_device), _device(args)
+    platform, device = select(args.run.observations.device), _device(args)
     vocab_size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
     chunks, start = _build(args, start)
     before = _digests(chunks)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from megatron.zero_bubble.planning import exclusions
 from megatron.zero_bubble.planning.decisions import DECISIONS as OURS
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
-from megatron.zero_bubble.planning.job.effects import EFFECTS
+from megatron.zero_bubble.planning.job.effects import EFFECTS, Effect
 from megatron.zero_bubble.planning.job.options import OPTIONS, flag_of
-from megatron.zero_bubble.planning.rule import Rule
+from megatron.zero_bubble.planning.rule import Exclusion, OptionRule
 
 H1, V, SEQ = (f"--zero-bubble-schedule {name}" for name in ("zb-h1", "zb-v", "seq-zb-h1"))
 MEGATRONS_VALUES = {
@@ -49,10 +49,7 @@ _SUBJECTS = {
     "sharded units": "--zero-bubble-schedule zero-pp --zero-bubble-shard-weights --use-distributed-optimizer",
 }
 _CHOICES = {
-    exclusions.BY_NAME: (H1, ""),
     exclusions.SCHEDULE_FILE: ("--zero-bubble-schedule-file plan.json", ""),
-    exclusions.SLICE_ENDS: (f"{SEQ} --zero-bubble-slice-ends 16,32", ""),
-    exclusions.OTHER_CUTS: ("--zero-bubble-num-slices 2", ""),
     exclusions.SLICES: (SEQ, "--num-slices 2"),
     exclusions.VOCABULARY: ("--zero-bubble-vocabulary-parallel 2", "--vocabulary auto"),
     exclusions.PLANS: ("--zero-bubble-schedule zb-auto", "--schedule zb-auto"),
@@ -63,9 +60,6 @@ _CHOICES = {
     exclusions.POST_VALIDATION: ("--zero-bubble-post-validation", ""),
     exclusions.PAIRS: ("--zero-bubble-overlap-experts", "--pairs"),
     exclusions.RECORDED_COSTS: ("--zero-bubble-record-costs x", ""),
-    exclusions.EXACT: ("--zero-bubble-exact", ""),
-    exclusions.FUSED: ("--zero-bubble-fuse-wgrad", ""),
-    exclusions.RECORDS: ("--zero-bubble-trace x", ""),
     exclusions.BALANCE: ("--zero-bubble-balance-microbatches", ""),
     exclusions.LENGTHS: ("--zero-bubble-balance-microbatches", ""),
     exclusions.UNTOLD_LENGTHS: ("", ""),  # by a model's configuration, or by shapes
@@ -73,25 +67,25 @@ _CHOICES = {
 """The flags that make a choice, in a job and in ``plan``; "" where it cannot be made."""
 
 
-def jobs_of_options() -> list[tuple[Rule, str]]:
+def jobs_of_options() -> list[tuple[OptionRule, str]]:
     """One job of Megatron-LM per option that a schedule does not support."""
     found = []
     for rule in OPTIONS:
-        if rule.subject is not exclusions.BALANCE:
-            job, flag = _SUBJECTS.get(rule.subject.words, H1), flag_of(rule.what)
-            words = f"{job} {flag} {MEGATRONS_VALUES.get(rule.what, '')}"
+        if rule.choice is not exclusions.BALANCE:
+            job, flag = _SUBJECTS.get(rule.choice.words, H1), flag_of(rule.option)
+            words = f"{job} {flag} {MEGATRONS_VALUES.get(rule.option, '')}"
             found.append((rule, words if rule.value is not True else job.replace(flag, "").strip()))
     return found
 
 
-def jobs_of_effects(under_launcher: bool) -> list[tuple[Rule, str]]:
+def jobs_of_effects(under_launcher: bool) -> list[tuple[Effect, str]]:
     """One job per option without effect, in which it is the first refusal."""
     found = []
     for rule in EFFECTS:
-        option = next((one for one in OURS if rule.subject.shown_by({one.name: 1})), None)
-        only_there = rule.what == "scripts/pretrain_gpt.py" or rule.why.startswith(" to measure")
+        option = next(one for one in OURS if one.name == rule.name)
+        only_there = rule.needs.words == "scripts/pretrain_gpt.py" or rule.why.startswith(" to measure")
         only_here = "stock Megatron can be observed" in rule.why
-        if option is None or (only_here if under_launcher else only_there):
+        if only_here if under_launcher else only_there:
             continue
         job = "" if "got none" in rule.why or only_here else H1
         job = f"{H1} --zero-bubble-trace x" if "{last}" in rule.why else _JOBS.get(option.flag, job)
@@ -99,24 +93,24 @@ def jobs_of_effects(under_launcher: bool) -> list[tuple[Rule, str]]:
     return found
 
 
-def jobs_of_exclusions(under_launcher: bool) -> list[tuple[Rule, str]]:
+def jobs_of_exclusions(under_launcher: bool) -> list[tuple[Exclusion, str]]:
     """One job per pair of choices that a job can make."""
     found = []
     for rule in EXCLUSIONS:
-        (one, _), (other, _) = _CHOICES[rule.subject], _CHOICES[rule.needs]  # type: ignore[index]
-        if one and other and not (under_launcher and rule.subject in (exclusions.BALANCE, exclusions.LENGTHS)):
+        (one, _), (other, _) = _CHOICES[rule.one], _CHOICES[rule.other]
+        if one and other and not (under_launcher and rule.one in (exclusions.BALANCE, exclusions.LENGTHS)):
             words = f"{one} {other}"
             found.append((rule, words if "--zero-bubble-schedule" in words else f"{H1} {words}"))
     return found
 
 
-def plans_of_exclusions() -> list[tuple[Rule, str]]:
+def plans_of_exclusions() -> list[tuple[Exclusion, str]]:
     """The commands ``plan`` and ``compare`` per pair of choices that they offer; ``compare`` has no schedule, and rows
     of their own for ``--vocabulary auto``.
     """
     found = []
     for rule in EXCLUSIONS:
-        (_, one), (_, other) = _CHOICES[rule.subject], _CHOICES[rule.needs]  # type: ignore[index]
+        (_, one), (_, other) = _CHOICES[rule.one], _CHOICES[rule.other]
         words = f"{one} {other}"
         if one and other:
             found.append((rule, f"plan {words}" if "--schedule" in words else f"plan --schedule zero-pp {words}"))

@@ -46,18 +46,19 @@ def _sentence(job: list[str]) -> str:
     from megatron.zero_bubble.core.errors import UserError
     from megatron.zero_bubble.integration.megatron_lm.checks import check_format
     from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
+    from megatron.zero_bubble.planning.job.effects import Job
     from megatron.zero_bubble.planning.job.flags import parse_ours
-    from megatron.zero_bubble.planning.job.rules import Job, check_flags
+    from megatron.zero_bubble.planning.job.rules import check_job
 
     os.environ["WORLD_SIZE"] = str(num_ranks(job))
     printed = io.StringIO()
     try:
         arguments, _ = modernize(job)
-        options, _ = parse_ours(arguments)
-        check_format(options, "x" if "--yaml-cfg" in arguments else None)
-        check_flags(Job(options, under_launcher=True))
+        run, _ = parse_ours(arguments)
+        check_format(run, "x" if "--yaml-cfg" in arguments else None)
+        check_job(Job(run, under_launcher=True))
         with contextlib.redirect_stderr(printed):
-            _validate(arguments, options)
+            _validate(arguments, run)
     except UserError as error:
         return str(error)
     except SystemExit:
@@ -67,7 +68,7 @@ def _sentence(job: list[str]) -> str:
     return ""
 
 
-def _validate(arguments: list[str], options: Any) -> None:
+def _validate(arguments: list[str], run: Any) -> None:
     """Parse and validate the flags up to the point at which the schedule would be put in force."""
     from megatron.training import arguments as megatron_arguments
 
@@ -80,7 +81,7 @@ def _validate(arguments: list[str], options: Any) -> None:
     sys.argv = ["job.py", *arguments]
     try:
         args = megatron_arguments.parse_args()
-        install._validated(megatron_arguments.validate_args, options, installed_seams(), print, Meeting())(args)
+        install._validated(megatron_arguments.validate_args, run, installed_seams(), print, Meeting())(args)
     finally:
         megatron_arguments.add_megatron_arguments, sys.argv = original, argv
         install.revert()

@@ -25,9 +25,10 @@ class _Setup(Setup):
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = (*values.ROWS, *ROWS)
+    known, of_plan = (*values.ROWS, *ROWS), (*values.PLAN_ROWS, ROWS[0])
     for module in (values, codecs):
         monkeypatch.setattr(module, "ROWS", known)
+        monkeypatch.setattr(module, "PLAN_ROWS", of_plan)
     monkeypatch.setattr(codecs, "DECISIONS", (*codecs.DECISIONS, *ROWS))
     monkeypatch.setattr(values, "Setup", _Setup)
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.schedules import SCHEDULES, ZB_AUTO
 from megatron.zero_bubble.planning.codecs import Medium, difference, parse, spell, speller
-from megatron.zero_bubble.planning.job.flags import config_of, decide, parse_ours
-from megatron.zero_bubble.planning.job.rules import Job, refused
+from megatron.zero_bubble.planning.exclusions import excluded
+from megatron.zero_bubble.planning.job.flags import given_in, parse_ours
+from megatron.zero_bubble.planning.job.planned import other_options
+from megatron.zero_bubble.planning.run_options import Balance, RunOptions
 from megatron.zero_bubble.planning.setup import (
     Cuts,
     Divided,
@@ -177,11 +179,11 @@ def test_the_share_of_attention_is_no_cut_with_balanced_microbatches() -> None:
         and difference(old, Setup(Named("zb-v"))).leave_out
         == difference(parse(job[:2]), Setup(Named("zb-v"))).leave_out
     )
-    options, _ = parse_ours(job)
-    decide(options, Setup(Named("zb-v")))
-    assert options.zero_bubble_attention_share == 0.25 and config_of(options).setup.cuts is None
-    decide(sliced := parse_ours(job[:2] + job[3:])[0], Setup(Named("zb-v")))
-    assert sliced.zero_bubble_attention_share is None
+    run, _ = parse_ours(job)
+    assert run.balance == Balance(0.25) and run.setup.cuts is None
+    given, _ = given_in(job)
+    assert other_options(given) == {"balance_microbatches": True, "attention_share": 0.25}
+    assert other_options({"schedule": "zb-v", "attention_share": 0.25, "trace": "x"}) == {"trace": "x"}
     variables = {"ZERO_BUBBLE_SCHEDULE": "zb-h1", "ZERO_BUBBLE_BALANCE_MICROBATCHES": "1"}
     assert parse(variables | {"ZERO_BUBBLE_ATTENTION_SHARE": "0.25"}, "env") == old
 
@@ -227,12 +229,30 @@ def test_cuts_of_a_plan_need_numbers_in_a_job() -> None:
 
 
 def test_a_refusal_is_a_value_in_the_words_of_its_reader() -> None:
-    assert refused(Setup(Named("zb-h1"), exact=True)) is None
-    reason = refused(Setup(Searched(), cuts=Cuts(2, "even"), vocabulary=Divided(1)))
-    assert reason is not None and reason.rule.subject.words == "sequence slices"
-    assert "got num_slices=2 and vocabulary=1; " in reason.sentence()
-    assert "got --zero-bubble-slices 2 and --zero-bubble-vocabulary-parallel 1; " in reason.sentence(speller("job"))
-    assert "got --num-slices 2 and --vocabulary 1; " in reason.sentence(speller("plan"))
-    assert "ZERO_BUBBLE_SLICES=2 and ZERO_BUBBLE_VOCABULARY_PARALLEL=1" in reason.sentence(speller("env"))
-    balanced = Job(parse_ours(["--zero-bubble-balance-microbatches"])[0])
-    assert refused(Setup(Searched())) is None and refused(Setup(Searched()), balanced) is not None
+    assert excluded(RunOptions(Setup(Named("zb-h1"), exact=True))) is None
+    run = RunOptions(Setup(Searched(), cuts=Cuts(2, "even"), vocabulary=Divided(1)))
+    row = excluded(run)
+    assert row is not None and row.one.words == "sequence slices"
+    assert "got num_slices=2 and vocabulary=1; " in row.sentence(run)
+    assert "--zero-bubble-slices 2 and --zero-bubble-vocabulary-parallel 1; " in row.sentence(run, speller("job"))
+    assert "got --num-slices 2 and --vocabulary 1; " in row.sentence(run, speller("plan"))
+    assert "ZERO_BUBBLE_SLICES=2 and ZERO_BUBBLE_VOCABULARY_PARALLEL=1" in row.sentence(run, speller("env"))
+    assert excluded(RunOptions(Setup(Searched()))) is None
+    assert excluded(RunOptions(Setup(Searched()), balance=Balance())) is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("schedule zb-h1 schedule-file x.json", "the schedule is given twice: {}schedule zb-h1 and {}schedule x.json"),
+        ("slice-ends 8,16 num-slices 2", "the cuts of sequences are given twice: {}slices 8,16 and {}slices 2; leave"),
+        ("slice-ends 8,16 attention-share 0", "are given twice: {}slices 8,16 and {}attention-share 0.0; leave one"),
+        ("exact fuse-wgrad", "the rounding of weight gradients is given twice: {}exact and {}fuse-wgrad; leave one"),
+    ],
+)
+def test_one_decision_that_is_made_twice_is_refused(words: str, said: str) -> None:
+    flags = [zb(word) if word[0].islower() and not word.startswith(("zb-", "x.")) else word for word in words.split()]
+    for read in (parse, parse_ours):
+        with pytest.raises(UserError, match=said.replace("{}", "--zero-bubble-")):
+            read(flags)
+    parse([zb("exact"), "--no-zero-bubble-fuse-wgrad"])

@@ -33,7 +33,8 @@ from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.job.options import _NEEDED_BY_PAIRS
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.setup import Named, Setup, Validated
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Divided, Named, Setup, Validated
 from tests.helpers.rows import some
 
 SMALL = (4, 16, 4)
@@ -193,7 +194,7 @@ def test_a_schedule_without_pairs_needs_to_know_the_all_to_all(capsys: pytest.Ca
     assert "schedule 'zb-v' has no pairs of a forward and a backward" in capsys.readouterr().err
     assert main(f"plan --schedule 1f1b --pairs {times}".split()) == 0
     with pytest.raises(UserError, match="pairs and vocabulary parallelism exclude each other"):
-        refuse_excluded({"pairs": True, "vocabulary": "1"})
+        refuse_excluded(RunOptions(Setup(pairs=True, vocabulary=Divided(1))))
 
 
 def test_estimate_of_a_model_has_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

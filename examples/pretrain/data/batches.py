@@ -49,7 +49,7 @@ def build_splits(args: argparse.Namespace, tokenizer: Tokenizer) -> Splits:
     problem: str | None = None
     train = valid = test = None
     try:
-        if args.zero_bubble_balance_microbatches:
+        if args.run.balance is not None:
             # All ranks need the lengths, which decide the shapes of messages.
             train, valid, test = build_documents(args, tokenizer, sizes)
         else:
@@ -60,7 +60,7 @@ def build_splits(args: argparse.Namespace, tokenizer: Tokenizer) -> Splits:
         text = " ".join(str(error).split())
         problem = f"the data sets cannot be built ({type(error).__name__}: {text}); check the data flags and files"
     agree(problem)
-    if args.zero_bubble_balance_microbatches:
+    if args.run.balance is not None:
         check_same_lengths([split for split in (train, valid, test) if isinstance(split, Documents)])
     found = gather([split is not None and len(split) > 0 for split in (train, valid, test)])
     present = [any(of_ranks) for of_ranks in zip(*found, strict=True)]

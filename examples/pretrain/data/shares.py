@@ -63,7 +63,7 @@ class Balance:
             parallel_state.get_data_parallel_rank(),
             args.data_parallel_size,
             args.pipeline_model_parallel_size,
-            length_cost(args, args, known_vocabulary(args)),
+            length_cost(args.run.balance, args, known_vocabulary(args)),
             args.micro_batch_size * args.seq_length,
             args.tensor_model_parallel_size if args.sequence_parallel else 1,
             args.source.make,
@@ -93,7 +93,7 @@ def _replicas(of: Balance, lengths: tuple[int, ...]) -> tuple[Microbatches, ...]
 
 def share_of(args: argparse.Namespace, dataset: Any, consumed_samples: int, samples: int) -> Share:
     """The share of this replica in the iteration of ``samples`` samples that begins after ``consumed_samples``."""
-    if not args.zero_bubble_balance_microbatches:
+    if args.run.balance is None:
         return Share(samples // args.batch_sizes.granule, None, samples, samples * args.seq_length)
     lengths = dataset.lengths[consumed_samples : consumed_samples + samples]
     of_all = Balance.of(args)

@@ -50,16 +50,22 @@ class Batch(NamedTuple):
         return self.tokens / self.gpus / (ms / 1e3)
 
 
-def words_of(row: Row, own: Setup, argv: Sequence[str]) -> Difference:
-    """The flags that a job adds, and those that it leaves out, to make a change.
+def words_of(setup: Setup, adds: Sequence[str], drops: Sequence[str], own: Setup, argv: Sequence[str]) -> Difference:
+    """The flags that a job adds, and those that it leaves out, to run another setup.
 
     Args:
+        adds, drops: flags of Megatron's own that it adds and leaves out besides.
         own: what the job runs now.
     """
-    add, obsolete = difference(own, row.setup)
-    words = (*add, *row.change.adds)
-    drops = dict.fromkeys((*row.change.drops, *obsolete))
-    return Difference(words, tuple(given_of([flag for flag in drops if flag not in words], argv)))
+    add, obsolete = difference(own, setup)
+    words = (*add, *adds)
+    all_drops = dict.fromkeys((*drops, *obsolete))
+    return Difference(words, tuple(given_of([flag for flag in all_drops if flag not in words], argv)))
+
+
+def words_of_row(row: Row, own: Setup, argv: Sequence[str]) -> Difference:
+    """The same for a planned change."""
+    return words_of(row.setup, row.change.adds, row.change.drops, own, argv)
 
 
 def content_of(
@@ -81,7 +87,7 @@ def content_of(
             "notes": costs.notes,
             "not_read": unread,
         },
-        "advice": [_row(row, words_of(row, own, argv), costs.in_bytes) for row in found.rows],
+        "advice": [_row(row, words_of_row(row, own, argv), costs.in_bytes) for row in found.rows],
         "worth_it": best is not None,
         "worth": found.worth,
         "is_estimated": found.is_estimated,
@@ -187,7 +193,7 @@ def _table(found: Advice, own: Setup, argv: Sequence[str]) -> Iterator[str]:
         best = ", ".join(row.titles)
         yield f"{number:<3}{row.change.name:{width}}{row.ms:12,.1f}{-row.gain:+8.1%}{gib}  {best}"
     for number, row in enumerate(found.rows, 1):
-        words = words_of(row, own, argv)
+        words = words_of_row(row, own, argv)
         yield ""
         yield f"{number:<3}add {shlex.join(words.add)}"
         if row.environment:
@@ -272,7 +278,7 @@ def _verdict(found: Advice, own: Setup, argv: Sequence[str]) -> str:
     fastest = min((row for row in found.rows if row.fits), key=lambda row: row.ms)
     if best is not fastest:
         bound = f" It is simpler than {fastest.change.name}, which is {fastest.gain - best.gain:.1%} shorter.{bound}"
-    words = shlex.join(words_of(best, own, argv).add)
+    words = shlex.join(words_of_row(best, own, argv).add)
     return (
         f"Add {words}{start}: {-best.gain:+.1%} of the time of the passes{varied}{more}. Its numbers are "
         f"{NUMBERS[best.change.numbers]}.{bound}"

@@ -15,23 +15,26 @@ from megatron.zero_bubble.core.errors import UserError, explaining
 from megatron.zero_bubble.core.formats.costs import read_costs_file
 from megatron.zero_bubble.core.formats.facts import KEY_FACTS, Facts, differences, facts_from, listed
 from megatron.zero_bubble.core.formats.files import json_object, read_file, read_key
+from megatron.zero_bubble.planning.codecs import parse, spell
 from megatron.zero_bubble.planning.job.changes import DECIDABLE
+from megatron.zero_bubble.planning.setup import Setup
 
 COSTS, DECISION = "zero_bubble_costs.json", "zero_bubble_auto.json"
 """The files: what a run has measured, and what it decided."""
+_SETUP = "setup"
 
 
 class Decision(NamedTuple):
     """What a job runs with.
 
     Attributes:
-        flags: added to those of the job.
-        leave_out: flags of the job that are left out.
+        adds, drops: flags of Megatron's own that are added, and that are left out.
         facts: what it was decided from; empty in files of older versions.
     """
 
-    flags: tuple[str, ...]
-    leave_out: tuple[str, ...]
+    setup: Setup
+    adds: tuple[str, ...]
+    drops: tuple[str, ...]
     facts: Facts
 
 
@@ -39,7 +42,7 @@ def read_decision(file: Path) -> Decision:
     """Read a decision.
 
     Raises:
-        UserError: the file is none, or sets flags that are not for ``auto`` to decide.
+        UserError: the file is none, or decides what is not for ``auto`` to decide.
     """
     with explaining(after="; remove the file to decide again"):
         return read_file(file, "decision of --zero-bubble-schedule auto", _decision_from)
@@ -50,8 +53,13 @@ def write_decision(file: Path, decision: Decision) -> list[str]:
 
     Every rank decides by itself, so that a decision which is not kept is only made again.
     """
-    assert not _undecidable(decision.flags, decision.leave_out), "auto adds and leaves out only these flags"
-    content = {"flags": decision.flags, "leave_out": decision.leave_out, KEY_FACTS: dict(decision.facts)}
+    assert not _undecidable(decision), "auto decides only these"
+    content = {
+        _SETUP: spell(decision.setup, "json"),
+        "adds": decision.adds,
+        "drops": decision.drops,
+        KEY_FACTS: dict(decision.facts),
+    }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_suffix(".draft")
@@ -101,17 +109,21 @@ def unused(file: Path, error: object) -> str:
 
 def _decision_from(text: str) -> Decision:
     content = json_object(text)
-    flags, leave_out = (
-        tuple(read_key(content, name, "a list of strings", _are_words)) for name in ("flags", "leave_out")
-    )
-    if wrong := _undecidable(flags, leave_out):
-        raise UserError(f"it may have only flags that auto decides; got {wrong[0]}")
-    return Decision(flags, leave_out, facts_from(content))
+    if "flags" in content:  # of an older version
+        return Decision(Setup(), (), (), {})
+    setup = parse(read_key(content, _SETUP, "an object", lambda value: isinstance(value, dict)), "json")
+    adds, drops = (tuple(read_key(content, name, "a list of strings", _are_words)) for name in ("adds", "drops"))
+    decision = Decision(setup, adds, drops, facts_from(content))
+    if wrong := _undecidable(decision):
+        raise UserError(f"it may have only what auto decides; got {wrong[0]}")
+    return decision
 
 
-def _undecidable(flags: Sequence[str], leave_out: Sequence[str]) -> list[str]:
-    """The words that are no flags for ``auto`` to decide, where one must be."""
-    names = [*flags[:1], *(word for word in flags[1:] if word.startswith("-")), *leave_out]
+def _undecidable(decision: Decision) -> list[str]:
+    """The flags that are not for ``auto`` to decide."""
+    adds = decision.adds
+    names = [*adds[:1], *(word for word in adds[1:] if word.startswith("-")), *decision.drops]
+    names += [word for word in spell(decision.setup) if word.startswith("--")]
     return [name for name in names if name.partition("=")[0] not in DECIDABLE]
 
 

@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from dataclasses import replace
 
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.planning.codecs import speller
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Cuts, Divided, Setup
+from megatron.zero_bubble.planning.values import PLAN_ROWS, placed
 from megatron.zero_bubble.planning.vocabulary import are_divided
 
 
-def choices_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What the flags of ``plan`` choose; the share of attention is one of the costs here, and a choice of a job."""
-    return {name: value for name, value in vars(options).items() if name != "attention_share"}
+def choices_of(options: argparse.Namespace) -> RunOptions:
+    """What the flags of ``plan`` choose."""
+    values = {row.name: getattr(options, row.plan.option, None) for row in PLAN_ROWS if row.plan is not None}
+    setup, _ = placed(values, speller("plan"), of_plan=True)
+    if options.output_ms is not None:
+        setup = _dividing(setup)
+    lengths = getattr(options, "lengths", None)  # which compare does not have
+    return RunOptions(setup, lengths=None if lengths is None else ("lengths", lengths))
 
 
-def choices_of_files(costs: Figures, file: Schedule | None = None) -> dict[str, Any]:
-    """What the costs and a schedule file choose, in addition to the flags."""
-    choices: dict[str, Any] = {"vocabulary": "auto"} if are_divided(costs) else {}
+def with_files(run: RunOptions, costs: Figures, file: Schedule | None = None) -> RunOptions:
+    """The same with what the costs and a schedule file choose."""
+    setup = run.setup
+    if are_divided(costs):
+        setup = _dividing(setup)
     if file is not None:
-        choices["num_slices"] = file.num_slices
-        choices |= {} if (own := algorithm_of(file)) is None else {"vocabulary": own}
-    return choices
+        algorithm = algorithm_of(file)
+        divided = setup.vocabulary if algorithm is None else Divided(algorithm)
+        setup = replace(setup, cuts=Cuts(file.num_slices), vocabulary=divided)
+    return replace(run, setup=setup)
 
 
-def common_choices(options: argparse.Namespace) -> dict[str, Any]:
+def common_choices(options: argparse.Namespace) -> RunOptions:
     """What all rows of ``compare`` have in common.
 
     Schedules with and without the passes of the vocabulary are rows of their own for ``--vocabulary auto``; not so with
     sharded units, which have none.
     """
-    choices = choices_of(options)
+    run = choices_of(options)
     if options.vocabulary == "auto" and not options.shard_weights:
-        choices["vocabulary"] = None
-    return choices
+        return replace(run, setup=replace(run.setup, vocabulary=None))
+    return run
+
+
+def _dividing(setup: Setup) -> Setup:
+    """The same with the default where the times of the vocabulary's passes are known."""
+    return setup if setup.vocabulary is not None else replace(setup, vocabulary=Divided("auto"))

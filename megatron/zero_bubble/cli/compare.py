@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
-from megatron.zero_bubble.cli.choices import choices_of, choices_of_files, common_choices
+from megatron.zero_bubble.cli.choices import choices_of, common_choices, with_files
 from megatron.zero_bubble.cli.compare_table import Row, Table, short_text, table_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.figures import replicas as num_replicas
@@ -45,7 +45,7 @@ from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.setup import BY_COST, Setup
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import ZB_AUTO
-from megatron.zero_bubble.planning.vocabulary import Variant, variants
+from megatron.zero_bubble.planning.vocabulary import Variant, are_divided, variants
 
 
 def add_compare(verb: argparse.ArgumentParser) -> None:
@@ -102,11 +102,12 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
 
 def compare(options: argparse.Namespace) -> str:
     """Make the table as ``--format`` requests: schedules within the limit first, shortest first."""
+    check_cuts(options)
     refuse_excluded(common_choices(options), speller("plan"))
     moves = offloads(options)
     costs = figures(options)
-    if of_costs := choices_of_files(costs):  # then no row is without them
-        refuse_excluded(choices_of(options) | of_costs, speller("plan"))
+    if are_divided(costs):  # then no row is without the passes of the vocabulary
+        refuse_excluded(with_files(choices_of(options), costs), speller("plan"))
     rate, by_cost, sharded = None, options.layout == BY_COST, shards(options)
     if sharded:
         costs, rate = listed_shards(options, costs)
@@ -115,7 +116,6 @@ def compare(options: argparse.Namespace) -> str:
     about_limit = about_1p(costs) if counts_in_p(options) else None
     searched, without = with_costs(costs, placements(options.placement or "auto", costs.num_ranks, options.num_chunks))
     chunks = most_chunks(options.max_chunks, costs)
-    check_cuts(options)
     divided = divided_of(options, costs, default="auto" if by_cost else None)
     costs = with_copies(options, costs) if moves else costs
     setup = setup_of_flags(vars(options), vocabulary=divided and divided.algorithm)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megatron.zero_bubble import __version__
 from megatron.zero_bubble.cli.advice_text import words_of
@@ -40,12 +41,12 @@ from megatron.zero_bubble.core.errors import Refusal, UserError, attempted, expl
 from megatron.zero_bubble.core.formats.facts import Facts, all_differences, listed
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, name_of
 from megatron.zero_bubble.planning.change import ROUNDED, Row
+from megatron.zero_bubble.planning.codecs import Difference, flag_of, parse
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
 from megatron.zero_bubble.planning.job.facts import facts_of, job_facts
-from megatron.zero_bubble.planning.job.flags import given, has_schedule, parse_ours, retired
-from megatron.zero_bubble.planning.setup import AUTO_LIMIT, Searched
-from megatron.zero_bubble.planning.source import ZB_AUTO
+from megatron.zero_bubble.planning.job.flags import as_given, given_in, retired
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, Named, Searched, Setup
 
 AUTO = "auto"
 _SCHEDULE = "--zero-bubble-schedule"
@@ -81,30 +82,31 @@ def decided(argv: Sequence[str], environment: Mapping[str, str] = os.environ) ->
     """
     if not {f"{_SCHEDULE}={AUTO}", AUTO} & set(argv):  # other flags of the job are not even parsed
         return list(argv), retired(argv)
-    options, others = parse_ours(argv)
-    if options.zero_bubble_schedule != AUTO:
+    given, others = given_in(argv)
+    if given.get("schedule") != AUTO:
         return list(argv), retired(argv)
     for row in DECISIONS:
-        if row.by_auto and (value := getattr(options, row.dest)) is not None:
-            flag = f"--zero-bubble-{row.flag}"
+        if row.by_auto and (value := given.get(row.name)) is not None:
             raise UserError(
-                f"{_SCHEDULE} {AUTO} decides what {flag} does; got {flag} {value}; leave it out, or name a schedule"
+                f"{_SCHEDULE} {AUTO} decides what {flag_of(row.name)} does; got {as_given(row.name, value)}; leave it "
+                "out, or name a schedule"
             )
     left, saved, loaded = _without_schedule(argv), _folder(others, "--save"), _folder(others, "--load")
-    gpu = Gpu() if options.zero_bubble_device == "cpu" else gpu_here()
-    facts = _facts(others, options, gpu, environment)
+    gpu = Gpu() if given.get("device") == "cpu" else gpu_here()
+    facts = _facts(others, given, gpu, environment)
     costs, remarks = costs_in([saved, loaded], facts)
     facts = {**facts, "costs": "estimated" if costs is None else costs.digest}
-    found, why, more = _kept([saved, loaded], facts, left, gpu, environment)
+    job = _Undecided(parse(others), left, gpu, environment)
+    found, why, more = _kept([saved, loaded], facts, job)
     remarks += more
     if found is None:
-        asked, more = _advice(others, costs, options, gpu, environment)
+        asked, more = _advice(others, costs, given.get("memory_limit"), gpu, environment)
         remarks += more
-        found, why = _decision(asked, left, options, gpu, environment, facts)
+        found, why = _decision(asked, given, job, facts)
     if saved is not None and environment.get("RANK", "0") == "0":
         remarks += write_decision(saved / DECISION, found)
     is_recorded = costs is not None and saved is not None and costs.file == saved / COSTS and costs.names_its_job
-    flags, lines = _adopted(left, found, why, None if is_recorded else saved, environment)
+    flags, lines = _adopted(job, found, why, None if is_recorded else saved)
     return flags, [*retired(argv), *(f"{AUTO}: {remark}" for remark in remarks), *lines]
 
 
@@ -128,23 +130,44 @@ def decided_for_our_loop(argv: Sequence[str]) -> list[str]:
     return flags if lines else list(argv)
 
 
-def _adopted(
-    argv: list[str], decision: Decision, why: str, folder: Path | None, environment: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
+class _Undecided(NamedTuple):
+    """A job whose schedule is left to a decision.
+
+    Attributes:
+        setup: what it runs without the flags of this package.
+        flags: its flags but for the schedule.
+        environment: of its processes.
+    """
+
+    setup: Setup
+    flags: list[str]
+    gpu: Gpu
+    environment: Mapping[str, str]
+
+    def words(self, decision: Decision) -> Difference:
+        """The flags that a decision adds and leaves out."""
+        return words_of(decision.setup, decision.adds, decision.drops, self.setup, self.flags)
+
+    def refused(self, decision: Decision) -> str | None:
+        """Why it would not start with a decision, or, on its GPU, could not run what it begins with."""
+        return _refused(changed(self.flags, *self.words(decision)), self.gpu, self.environment)
+
+
+def _adopted(job: _Undecided, decision: Decision, why: str, folder: Path | None) -> tuple[list[str], list[str]]:
     """The flags with a decision, and what is logged. A search records what it measures, if there is a folder for it."""
-    flags = changed(argv, decision.flags, decision.leave_out)
-    what = " ".join(decision.flags) if decision.flags else "the job's own schedule"
+    words = job.words(decision)
+    flags = changed(job.flags, *words)
+    what = " ".join(words.add) if words.add else "the job's own schedule"
     lines = [f"{AUTO}: {what}: {why}"]
-    if ZB_AUTO in decision.flags and folder is not None and not any(word.startswith(_RECORD) for word in argv):
+    records = any(word.startswith(_RECORD) for word in job.flags)
+    if isinstance(decision.setup.order, Searched) and folder is not None and not records:
         recording = [*flags, _RECORD, str(folder / COSTS)]
-        if _refused(recording, None, environment) is None:
+        if _refused(recording, None, job.environment) is None:
             return recording, [*lines, f"{AUTO}: {folder / COSTS} will have the measured costs when the run ends"]
     return flags, lines
 
 
-def _kept(
-    folders: Sequence[Path | None], facts: Facts, left: list[str], gpu: Gpu, environment: Mapping[str, str]
-) -> tuple[Decision | None, str, list[str]]:
+def _kept(folders: Sequence[Path | None], facts: Facts, job: _Undecided) -> tuple[Decision | None, str, list[str]]:
     """The first decision in these folders that is one for this job, where it is from, and remarks on others.
 
     Raises:
@@ -159,7 +182,7 @@ def _kept(
             remarks.append(f"{file} does not say for which job it decided, so this is decided again")
         elif different := all_differences(found.facts, facts):
             remarks.append(f"{file} decided for another job ({listed(different)}), so this is decided again")
-        elif (reason := _refused(changed(left, found.flags, found.leave_out), gpu, environment)) is not None:
+        elif (reason := job.refused(found)) is not None:
             remarks.append(f"{file} decided for what this job refuses, so this is decided again: {reason}")
         else:
             return found, f"as {file} says; remove it to decide again", remarks
@@ -167,53 +190,44 @@ def _kept(
 
 
 def _facts(
-    others: Sequence[str], options: argparse.Namespace, gpu: Gpu, environment: Mapping[str, str]
+    others: Sequence[str], given: Mapping[str, Any], gpu: Gpu, environment: Mapping[str, str]
 ) -> dict[str, str | int | bool]:
     """What a decision follows from, but for the costs.
 
     Args:
         others: the flags of the job that are not of this package.
-        options: the flags of this package.
+        given: the values of the flags of this package.
 
     Raises:
         UserError: a job that could not run without this package.
     """
-    ours = {name: value for name, value in given(options).items() if name not in _ASIDE}
+    ours = {name: value for name, value in given.items() if name not in _ASIDE}
     with explaining(f"{_SCHEDULE} {AUTO} could not decide: "):
         args = checked_megatron_job(others, *_sizes(environment)).args
-        name = "cpu" if options.zero_bubble_device == "cpu" else gpu.name
+        name = "cpu" if given.get("device") == "cpu" else gpu.name
         of_job = {**facts_of(args, name, known_vocabulary(args)), **job_facts(args)}
     return {
         **of_job,
         "gpus_per_node": _sizes(environment)[1],
         "gpu_memory": gpu.memory or "unknown",
-        "exact": _is_exact(options),
-        "memory_limit": options.zero_bubble_memory_limit or AUTO_LIMIT,
+        "exact": _is_exact(given),
+        "memory_limit": given.get("memory_limit") or AUTO_LIMIT,
         "options": ", ".join(f"{name} {value}" for name, value in ours.items()),
         "version": __version__,
     }
 
 
-def _is_exact(options: argparse.Namespace) -> bool:
+def _is_exact(given: Mapping[str, Any]) -> bool:
     """Whether sums must have the bits of stock; ``--no-zero-bubble-fuse-wgrad`` is the older name."""
-    return bool(options.zero_bubble_exact) or options.zero_bubble_fuse_wgrad is False
+    return bool(given.get("exact")) or given.get("fuse_wgrad") is False
 
 
-def _decision(
-    asked: Advised,
-    left: list[str],
-    options: argparse.Namespace,
-    gpu: Gpu,
-    environment: Mapping[str, str],
-    facts: Facts,
-) -> tuple[Decision, str]:
+def _decision(asked: Advised, given: Mapping[str, Any], undecided: _Undecided, facts: Facts) -> tuple[Decision, str]:
     """What to run, by the advice, and why: the advised change, else the fastest that the job's other flags allow.
 
     Args:
         asked: the advice.
-        left: the flags of the job without a schedule.
-        options: those of this package.
-        gpu: what the job runs on.
+        given: the values of the flags of this package.
     """
     job, advice = asked.job, asked.advice
     timeline, costs, _ = job.today
@@ -221,31 +235,30 @@ def _decision(
     best = [] if advice.best is None else [advice.best]
     rows = best + [row for row in advice.rows if row not in best and row.gain >= advice.worth]
     for row in rows:
-        if _is_exact(options) and row.change.numbers == ROUNDED:
+        if _is_exact(given) and row.change.numbers == ROUNDED:
             continue
-        for way in _ways(row, options.zero_bubble_memory_limit):
-            flags, leave_out = words_of(way, job.parsed.setup, left)
-            if _refused(changed(left, flags, leave_out), gpu, environment) is None:
+        for setup in _ways(row, given.get("memory_limit")):
+            decision = Decision(setup, row.change.adds, row.change.drops, facts)
+            if undecided.refused(decision) is None:
                 why = f"{row.change.name}, {-row.gain:+.1%} of the time of the passes expected, of which ranks idle "
-                return Decision(flags, leave_out, facts), f"{why}{idle:.1%} without it"
+                return decision, f"{why}{idle:.1%} without it"
     # Other flags of this package need one of its schedules.
-    ours = [word for word in left if word.startswith(("--zero-bubble-", "--no-zero-bubble-"))]
-    by_us = any(not word.startswith("--zero-bubble-device") for word in ours)
-    own = (_SCHEDULE, timeline.schedule.name) if by_us else ()
-    return Decision(own, (), facts), f"ranks idle {idle:.1%} of the time, and no change is worth it"
+    by_us = not set(given) <= {"schedule", "device"}
+    own = replace(undecided.setup, order=Named(timeline.schedule.name)) if by_us else undecided.setup
+    return Decision(own, (), (), facts), f"ranks idle {idle:.1%} of the time, and no change is worth it"
 
 
-def _ways(row: Row, limit: str | None) -> Iterator[Row]:
-    """A row with the order of passes that is planned during the run, where it can be, then as it is. Pairs and sharded
-    units have an order of their own.
+def _ways(row: Row, limit: str | None) -> Iterator[Setup]:
+    """The setup of a row with the order of passes that is planned during the run, where it can be, then as it is. Pairs
+    and sharded units have an order of their own.
     """
     setup, on = row.setup, row.change.placement
     name = name_of(on)
     if setup.order is not None and name is not None and not (setup.pairs or setup.shards):
         stages = on.num_stages // on.num_ranks if name in HAS_CHUNKS else None
         order = Searched(name, stages, limit or AUTO_LIMIT, keep_faster=True)
-        yield replace(row, setup=replace(setup, order=order))
-    yield row
+        yield replace(setup, order=order)
+    yield setup
 
 
 def _refused(argv: Sequence[str], gpu: Gpu | None, environment: Mapping[str, str]) -> str | None:
@@ -256,7 +269,7 @@ def _refused(argv: Sequence[str], gpu: Gpu | None, environment: Mapping[str, str
 
 def _check(argv: Sequence[str], gpu: Gpu | None, environment: Mapping[str, str]) -> None:
     args = checked_megatron_job(argv, *_sizes(environment)).args
-    if gpu is not None and has_schedule(args):
+    if gpu is not None and args.run.has_schedule:
         check_job(args, job_runs(args, gpu.estimated, True, environment))
 
 
@@ -269,7 +282,7 @@ def _sizes(environment: Mapping[str, str]) -> tuple[int, int]:
 def _advice(
     others: Sequence[str],
     costs: Costs | None,
-    options: argparse.Namespace,
+    limit: str | None,
     gpu: Gpu,
     environment: Mapping[str, str],
 ) -> tuple[Advised, list[str]]:
@@ -277,7 +290,7 @@ def _advice(
 
     Args:
         others: the flags of the job that are not of this package.
-        options: the flags of this package.
+        limit: the memory limit that its flags give, if any.
 
     Returns:
         the advice, and remarks on the costs.
@@ -286,7 +299,6 @@ def _advice(
         UserError: its error.
     """
     world, node = _sizes(environment)
-    limit = options.zero_bubble_memory_limit
     asked = {
         "nodes": max(1, world // node),
         "gpus_per_node": node,

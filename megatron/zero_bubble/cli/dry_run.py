@@ -21,7 +21,7 @@ from megatron.zero_bubble.cli.planned_job import RankMemory, planned_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size, show
 from megatron.zero_bubble.cli.stock import against_stock
-from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs.estimate import DEVICES
 from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import UserError
@@ -33,7 +33,6 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job import experts, recomputation
 from megatron.zero_bubble.planning.job.arguments.model_checks import missing_packages as packages_of_ours
 from megatron.zero_bubble.planning.job.facts import remarks as of_other_jobs
-from megatron.zero_bubble.planning.job.flags import has_schedule
 from megatron.zero_bubble.planning.job.installed import missing_packages as packages_of_megatrons
 from megatron.zero_bubble.planning.job.pattern import contents
 from megatron.zero_bubble.planning.plans import rank_memory, slower_than_1f1b
@@ -102,14 +101,14 @@ def dry_run(options: argparse.Namespace) -> str:
     costs, timeline, memory, host = job.costs, job.timeline, job.memory, job.host
     if options.gpu_memory is not None:
         _check_memory(options.gpu_memory, memory, costs)
-    if host is not None and args.zero_bubble_host_memory is not None:
-        _check_host_memory(args.zero_bubble_host_memory, host, costs)
+    if host is not None and args.zero_bubble.host_memory is not None:
+        _check_host_memory(args.zero_bubble.host_memory, host, costs)
     copied = None if host is None else _COPIES
     recomputed = recomputation.remark(args, args.source, costs.num_microbatches)
     hidden = experts.remark(args, args.source)
     uneven = None if (found := imbalance(timeline)) is None else f"{found}: {_BALANCE}"
     facts = {name: value for name, value in costs.facts.items() if name != "gpu"}  # which is assumed
-    of_files = of_other_jobs(args.zero_bubble, lambda: facts) if has_schedule(args) else ()
+    of_files = of_other_jobs(args.zero_bubble, lambda: facts) if args.run.has_schedule else ()
     remarks = filter(None, (*_compared(options, args, timeline, costs), uneven, copied, recomputed, hidden, *of_files))
     missing = (packages_of_megatrons if options.megatron_lm else packages_of_ours)(args)
     needed = (f"The job also needs {package}, which is not installed here." for package in missing)
@@ -132,9 +131,9 @@ def _compared(
     options: argparse.Namespace, args: argparse.Namespace, timeline: Timeline, costs: Figures
 ) -> tuple[str | None, ...]:
     """Return sentences on Megatron's own schedule and on 1F1B, if these can be compared with the job's."""
-    if not has_schedule(args) or args.zero_bubble_shard_weights or algorithm_of(timeline.schedule) is not None:
+    if not args.run.has_schedule or args.run.setup.shards is not None or algorithm_of(timeline.schedule) is not None:
         return ()
-    objective: Metric = "span" if args.zero_bubble_post_validation else "makespan"
+    objective = args.run.setup.objective
     compared = against_stock(options, job_words(options), costs, timeline, objective)
     return compared, slower_than_1f1b(timeline, costs, objective)
 
@@ -155,7 +154,7 @@ def _checked_job(options: argparse.Namespace) -> MegatronJob:
         return read._replace(replaced=(*read.replaced, *decisions))
     args = parse(job)
     check(args, world_size, options.gpus_per_node)
-    if args.zero_bubble_balance_microbatches:
+    if args.run.balance is not None:
         raise UserError(
             "a dry run needs the number of microbatches of an iteration, which depends on the documents with "
             "--zero-bubble-balance-microbatches; drop the flag, to check the job with microbatches of full length"

@@ -21,7 +21,6 @@ from megatron.zero_bubble.core.formats.layout import job_layers
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.change import Today, need_of
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.job.flags import has_schedule
 
 _MEMORY = {"a100": "80GiB", "h100": "80GiB", "h200": "141GiB", "b200": "180GiB"}
 """Memory of a GPU where none is given."""
@@ -110,7 +109,7 @@ def read_job(options: argparse.Namespace, argv: Sequence[str]) -> JobAsIs:
     own = with_vocabulary(costs, args)
     schedule = planned_schedule(args, own, costs.num_microbatches)
     timeline = timeline_of(schedule, *own.on(args.placement))
-    objective: Metric = "span" if has_schedule(args) and args.zero_bubble.post_validation else "makespan"
+    objective: Metric = args.run.setup.objective
     batch = Batch(args.batch_sizes.final * args.seq_length, groups.num_ranks, args.data_parallel_size)
     return JobAsIs(parsed, read, Today(timeline, own, need_of(timeline, own)), costs, objective, batch, groups)
 

@@ -20,7 +20,6 @@ from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 from megatron.zero_bubble.planning.job.facts import facts_of
-from megatron.zero_bubble.planning.job.flags import has_schedule
 from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, unestimated_kinds
 from megatron.zero_bubble.planning.job.vocabulary import tokenizers_vocabulary
 from megatron.zero_bubble.planning.vocabulary import are_divided, divided_costs
@@ -139,7 +138,7 @@ def _meant(text: str) -> str:
 
 def with_vocabulary(figures: Figures, args: argparse.Namespace) -> Figures:
     """Return ``figures`` with the times of the passes of a divided vocabulary, where the job of ``args`` divides it."""
-    divided = args.zero_bubble.setup.vocabulary if has_schedule(args) else None
+    divided = args.zero_bubble.setup.vocabulary if args.run.has_schedule else None
     if divided is None or figures.layers is None or are_divided(figures):
         return figures
     return divided_costs(figures, divided)
@@ -154,10 +153,10 @@ def _with_weights(
     taken = f"take {each:.3g} bytes per parameter"
     if model.experts is not None and of_experts != each:
         taken += f", those of experts {of_experts:.3g}"
-    if args.zero_bubble_shard_weights:
+    if args.run.setup.shards is not None:
         taken = "are divided by the replicas, and what is whole at a time is added"
     note = f"Weights, gradients and optimizer {taken}. Not counted: the CUDA context, NCCL "
-    note += "buffers, fragmentation" + (", copies for a rollback." if args.zero_bubble_post_validation else ".")
+    note += "buffers, fragmentation" + (", copies for a rollback." if args.run.setup.validates else ".")
     return replace(_noting(figures, note), weights=weights)
 
 

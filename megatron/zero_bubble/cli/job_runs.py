@@ -10,7 +10,6 @@ from dataclasses import replace
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.engine.runtime.backends import QUEUES, hardware_queues, is_nccl
 from megatron.zero_bubble.planning.feasibility import Feasibility
-from megatron.zero_bubble.planning.job.flags import has_schedule
 from megatron.zero_bubble.planning.job.proved import check_counts
 
 SEVERAL = f"{QUEUES}=32"
@@ -33,7 +32,7 @@ def job_runs(
         under_megatron: whether Megatron-LM's script starts it.
         environment: of its processes.
     """
-    own = args.zero_bubble.runs if has_schedule(args) else Feasibility()
+    own = args.zero_bubble.runs if args.run.has_schedule else Feasibility()
     queues = job_queues(args, gpu, under_megatron, environment) if _uses_nccl(args) else None
     return replace(own, queues=queues, num_multiprocessors=_MULTIPROCESSORS[gpu])
 
@@ -85,4 +84,4 @@ def _uses_nccl(args: argparse.Namespace) -> bool:
     """Whether the run uses NCCL, assuming that device ``auto`` finds GPUs."""
     if args.distributed_backend is not None:
         return is_nccl(args.distributed_backend)
-    return bool(args.zero_bubble_device != "cpu")
+    return bool(args.run.observations.device != "cpu")

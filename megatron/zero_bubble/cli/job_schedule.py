@@ -13,7 +13,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.question import of_run
 from megatron.zero_bubble.planning.setup import AUTO_LIMIT, Searched, Setup
-from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
+from megatron.zero_bubble.planning.source import ScheduleSource
 
 
 def job_answer(
@@ -28,7 +28,7 @@ def job_answer(
     Raises:
         UserError: there is no plan, or none that can run.
     """
-    if args.zero_bubble_schedule != ZB_AUTO:
+    if not isinstance(args.run.setup.order, Searched):
         return None
     config: ZeroBubbleConfig = args.zero_bubble
     setup: Setup = config.setup

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.formats.layout import layout_text
@@ -21,18 +21,21 @@ from megatron.zero_bubble.integration.megatron_lm.batches import (
 )
 from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
 from megatron.zero_bubble.planning.codecs import parse
-from megatron.zero_bubble.planning.job.flags import decide, has_schedule, parse_ours
+from megatron.zero_bubble.planning.job.effects import Job
+from megatron.zero_bubble.planning.job.flags import as_given, given_in
 from megatron.zero_bubble.planning.job.pattern import pattern_of
-from megatron.zero_bubble.planning.job.planned import adopt
-from megatron.zero_bubble.planning.job.rules import Job, check_costs_file, check_flags
+from megatron.zero_bubble.planning.job.planned import other_options, run_of
+from megatron.zero_bubble.planning.job.rules import check_costs_file, check_job
 from megatron.zero_bubble.planning.setup import Setup
+from megatron.zero_bubble.planning.values import values_of
 
 
 class MegatronJob(NamedTuple):
     """A checked job.
 
     Attributes:
-        args: the flags that this package knows, with the placement and the batch sizes that follow from them.
+        args: the flags of Megatron that this package knows, with the placement and the batch sizes that follow from
+            them, and ``run``, what our flags ask for.
         unread: the flags that only Megatron-LM knows.
         replaced: one sentence per flag that the launcher (those of the authors' fork) or Megatron replaces or drops.
     """
@@ -48,12 +51,14 @@ class ParsedJob:
 
     Attributes:
         arguments: the flags as they were parsed, those of the authors' fork replaced.
+        given: the values of our flags, by the names of decisions.
         args, unread, replaced: as in ``MegatronJob``, before any check.
         world_size: processes of the job.
         node_size: processes per node.
     """
 
     arguments: tuple[str, ...]
+    given: Mapping[str, Any]
     args: argparse.Namespace
     unread: tuple[str, ...]
     replaced: tuple[str, ...]
@@ -71,7 +76,7 @@ class ParsedJob:
         Raises:
             UserError: the error that a run with these flags ends with.
         """
-        return _checked(copy.copy(self.args), self)
+        return _checked(copy.copy(self.args), self.given, self)
 
     def changed(self, setup: Setup, adds: Sequence[str], drops: Sequence[str]) -> MegatronJob:
         """Check the job with another setup.
@@ -86,8 +91,8 @@ class ParsedJob:
         from megatron.zero_bubble.planning.job.arguments.parser import with_megatron_flags
 
         args = with_megatron_flags(self.args, adds, drops)
-        decide(args, setup)
-        return _checked(args, self)
+        args.pipeline_model_parallel_layout = setup.layout
+        return _checked(args, values_of(setup) | other_options(self.given), self)
 
     def refused(self, setup: Setup, adds: Sequence[str], drops: Sequence[str]) -> str | None:
         """Return why the changed job would be refused; None if it would run."""
@@ -108,9 +113,9 @@ def parsed_megatron_job(argv: Sequence[str], world_size: int, node_size: int) ->
     from megatron.zero_bubble.planning.job.arguments.parser import parse_megatron
 
     arguments, replaced = modernize(argv)
-    parse_ours(arguments)  # its errors are those of the launcher, which does not know the other flags
-    args, unread = parse_megatron(arguments)
-    return ParsedJob(tuple(arguments), args, unread, tuple(replaced), world_size, node_size)
+    given, others = given_in(arguments)
+    args, unread = parse_megatron(others)
+    return ParsedJob(tuple(arguments), given, args, unread, tuple(replaced), world_size, node_size)
 
 
 def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -> MegatronJob:
@@ -122,14 +127,14 @@ def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -
     return parsed_megatron_job(argv, world_size, node_size).checked()
 
 
-def _checked(args: argparse.Namespace, job: ParsedJob) -> MegatronJob:
+def _checked(args: argparse.Namespace, given: Mapping[str, Any], job: ParsedJob) -> MegatronJob:
     """Check flags, in the order of a run."""
     from megatron.zero_bubble.planning.job.arguments.checks import check_model, check_sizes
 
     world_size, node_size = job.world_size, job.node_size
-    checks.check_format(args, args.yaml_cfg)
-    adopt(args)
-    check_flags(Job(args, under_launcher=True, train_iters=last_iteration(args)))
+    args.run = run_of(given, as_given)
+    checks.check_format(args.run, args.yaml_cfg)
+    check_job(Job(args.run, under_launcher=True, train_iters=last_iteration(args)))
     if (pattern := pattern_of(args)) is not None:
         args.num_layers, args.mtp_num_layers = len(pattern.layers), len(pattern.predictions) or args.mtp_num_layers
     replaced = [*job.replaced, *_without_sequence_parallelism(args)]
@@ -139,7 +144,7 @@ def _checked(args: argparse.Namespace, job: ParsedJob) -> MegatronJob:
     args.batch_sizes = job_batches(args)
     check_model(args, world_size)
     if args.source is not None:
-        checks.check(args, args, args.source, num_microbatches(args))
+        checks.check(args, args.run, args.source, num_microbatches(args))
         checks.check_offload(args, args.zero_bubble, args.source, max(in_training(args)), node_size)
     return MegatronJob(args, job.unread, tuple(replaced))
 
@@ -162,9 +167,9 @@ def _read_pattern(args: argparse.Namespace) -> None:
 
 def _place(args: argparse.Namespace) -> None:
     """Set the placement of the stages, as the launcher or else Megatron does."""
-    if has_schedule(args):
-        check_costs_file(args)
-        args.zero_bubble, args.source = checks.configure(args, args)
+    if args.run.has_schedule:
+        check_costs_file(args.run)
+        args.zero_bubble, args.source = checks.configure(args, args.run)
         args.placement = args.source.placement
     else:
         ranks, chunks = args.pipeline_model_parallel_size, checks.chunks_of_job(args) or 1

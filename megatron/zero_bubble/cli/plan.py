@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from megatron.zero_bubble.cli.choices import choices_of, choices_of_files
+from megatron.zero_bubble.cli.choices import choices_of, with_files
 from megatron.zero_bubble.cli.divisions import division_text
 from megatron.zero_bubble.cli.figures import add_figures, figures, replicas
 from megatron.zero_bubble.cli.layouts import layout_summary
@@ -189,16 +189,16 @@ def question_of(options: argparse.Namespace, of_job: Figures | None = None) -> Q
     Raises:
         UserError: for incompatible flags, or invalid figures.
     """
+    check_cuts(options)
     refuse_excluded(choices_of(options), speller("plan"))
     _check(options)
-    check_cuts(options)
     if options.schedule_file is not None and (options.num_slices or options.slice_cuts) is not None:
         raise UserError("--num-slices and --slice-cuts do not apply to a schedule file, which has its own; drop them")
     moves = offloads(options)
     planned = None if options.schedule_file is None else read_plan_file(options.schedule_file)
     file = None if planned is None else planned.schedule
     costs = _figures_of(options, planned) if of_job is None else of_job
-    refuse_excluded(choices_of(options) | choices_of_files(costs, file), speller("plan"))
+    refuse_excluded(with_files(choices_of(options), costs, file), speller("plan"))
     costs = with_shards(options, costs) if shards(options) else costs
     costs = with_vocabulary(options, costs)
     costs = with_copies(options, costs) if moves else costs

@@ -23,7 +23,6 @@ from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.job.flags import has_schedule
 from megatron.zero_bubble.planning.plans import message_memory, rank_memory
 from megatron.zero_bubble.planning.shards import of_schedule, with_collectives
 from megatron.zero_bubble.planning.weights import PlannedWeights
@@ -83,18 +82,18 @@ def planned_job(
     schedule = job_schedule(args, costs.num_ranks, costs.num_microbatches) if made is None else made.schedule
     select: MoveSelection | None = None if args.source is None else args.zero_bubble.selection(args.source)
     added = Additions(moves=() if select is None else tuple(select(schedule)))
-    if args.zero_bubble_shard_weights:
+    if args.run.setup.shards is not None:
         added = replace(added, sharding=args.zero_bubble.sharding(costs.num_ranks))
         costs = _sharded(args, _with_collectives(options, args, groups, costs), schedule, added)
     figures = costs.on(args.placement)
-    receives: PostReceives = args.zero_bubble.post_receives if has_schedule(args) else "early"
+    receives: PostReceives = args.run.setup.messages.receives
     timeline = timeline_of(schedule, *figures, added)
     host = None if select is None else host_peaks(plan_without_messages(schedule, added), figures[1])
     return PlannedJob(layers, groups, costs, made, timeline, _memory(timeline, costs, receives), host, proved)
 
 
 def _proved(args: argparse.Namespace, runs: Feasibility) -> str:
-    if not has_schedule(args):
+    if not args.run.has_schedule:
         return "The job uses Megatron's built-in schedule, which is not proved."
     counts, proved = batch_counts(args), check_job(args, runs)
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"

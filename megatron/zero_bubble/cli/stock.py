@@ -18,9 +18,10 @@ from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
-from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.job.flags import parse_ours
+from megatron.zero_bubble.planning.job.flags import given_in
+from megatron.zero_bubble.planning.observations import Observations
+from megatron.zero_bubble.planning.run_options import RunOptions
 
 
 def stock_schedule(args: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -79,12 +80,10 @@ def _without_our_flags(options: argparse.Namespace, job: Sequence[str]) -> argpa
 
     world_size = options.nodes * options.gpus_per_node
     if options.megatron_lm:
-        _, others = parse_ours(modernize(job)[0])
+        _, others = given_in(modernize(job)[0])
         return checked_megatron_job(others, world_size, options.gpus_per_node).args
     args = parse(job)
-    for option in DECISIONS:
-        if option.flag != "device":
-            setattr(args, option.dest, None)
+    args.run = RunOptions(observations=Observations(device=args.run.observations.device))
     check(args, world_size, options.gpus_per_node)
     return args
 

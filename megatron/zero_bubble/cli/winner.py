@@ -13,8 +13,8 @@ from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.planning.candidates import Candidate
 from megatron.zero_bubble.planning.codecs import setup_of_flags
+from megatron.zero_bubble.planning.decision import shown
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.rule import shown
 from megatron.zero_bubble.planning.setup import Named, Setup
 from megatron.zero_bubble.planning.values import PLAN_ROWS, values_of_plan
 

@@ -10,9 +10,8 @@ from typing import Any, Literal, NamedTuple, NoReturn, overload
 from urllib.parse import parse_qsl, urlencode
 
 from megatron.zero_bubble.core.errors import UserError, as_flag
-from megatron.zero_bubble.planning.decision import NEGATABLE, Decision
+from megatron.zero_bubble.planning.decision import NEGATABLE, Decision, Spell, in_fields, shown
 from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT, OF_PLANS
-from megatron.zero_bubble.planning.rule import Spell, shown
 from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.values import (
     BALANCE,
@@ -26,8 +25,8 @@ from megatron.zero_bubble.planning.values import (
 
 Medium = Literal["job", "plan", "env", "query", "json"]
 _LAYOUT_FLAG = "--pipeline-model-parallel-layout"
-_READ = (*ROWS, *(row for row in DECISIONS if row.name == BALANCE))
-"""The decisions of a job that say what its setup is."""
+_BALANCE = next(row for row in DECISIONS if row.name == BALANCE)
+"""What else says what the setup of a job is."""
 
 
 class StrictParser(argparse.ArgumentParser):
@@ -92,10 +91,10 @@ def parse(given: Sequence[str] | str | Mapping[str, Any], as_: Medium = "job") -
         if as_ == "json":
             words = [word for name, value in given.items() for word in _words(_flag(_row(name)), value)]
         else:
-            words = [word for row in _READ for word in words_of_variable(row, given.get(variable(row), ""))]
+            words = [word for row in (*ROWS, _BALANCE) for word in words_of_variable(row, given.get(variable(row), ""))]
         return parse(words)
     parser = StrictParser(add_help=False, allow_abbrev=False)
-    rows = _READ if as_ == "job" else PLAN_ROWS
+    rows = (*ROWS, _BALANCE) if as_ == "job" else PLAN_ROWS
     for row in rows:
         if as_ == "plan" and row.plan is not None:
             parser.add_argument(_flag(row, as_), dest=row.dest, **row.plan.arguments)
@@ -146,7 +145,7 @@ def speller(as_: Medium | None = None) -> Spell:
         if as_ in ("plan", "query"):
             return " ".join(_words(as_flag(name) if row is None else _flag(row, as_), value))
         if row is None or as_ in (None, "json"):
-            return name if value is True else f"{name}={shown(value)}"
+            return in_fields(name, value)
         if as_ == "env":
             return f"{variable(_row(row.within) if row.within else row)}={1 if value is True else shown(value)}"
         return row.shown(value, _flag(row))

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from megatron.zero_bubble.core.formats.plan import PlanFile
-from megatron.zero_bubble.planning.rule import shown
 
+Spell = Callable[[str, Any], str]
+"""Writes a decision, by its name, and its value as the user gives them."""
 Tier = Literal["core", "advanced", "expert", "retired"]
 TIERS: dict[Tier, str] = {
     "core": "Which schedule, how much memory, exact or fast.",
@@ -177,6 +178,16 @@ def _arguments(values: str | tuple[str, ...], parse: Callable[[str], Any] | None
         return {"action": argparse.BooleanOptionalAction}
     shown: dict[str, Any] = {"choices": values} if isinstance(values, tuple) else {"metavar": values}
     return shown if parse is None else {**shown, "type": parse}
+
+
+def shown(value: object) -> str:
+    """A value as a user gives it, such as ``1536,4096``."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def in_fields(name: str, value: object) -> str:
+    """Write a decision as a field of ``ZeroBubbleConfig``."""
+    return name if value is True else f"{name}={shown(value)}"
 
 
 def number_or_auto(text: str) -> int | str:

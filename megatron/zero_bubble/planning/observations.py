@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron.zero_bubble.planning.decision import SWITCH, Decision, iterations
 
 OBSERVATIONS = (
@@ -45,3 +47,27 @@ OBSERVATIONS = (
     ),
 )
 """One row per flag."""
+
+
+@dataclass(frozen=True)
+class Observations:
+    """How a run is observed, and on what it runs; each field is the flag of its name.
+
+    Attributes:
+        record_costs: the file for measured costs; None for no measurement.
+        trace: the folder for recorded iterations; None for none.
+        trace_iterations: which iterations to record; None for the last ones.
+        log_bubble: whether bubble rates are logged.
+        device: ``cpu``, ``cuda`` or ``auto``.
+    """
+
+    record_costs: str | None = None
+    trace: str | None = None
+    trace_iterations: tuple[range, ...] | None = None
+    log_bubble: bool = False
+    device: str = "auto"
+
+    @property
+    def records(self) -> bool:
+        """Whether iterations are recorded."""
+        return bool(self.trace or self.record_costs)

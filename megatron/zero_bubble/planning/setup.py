@@ -257,6 +257,25 @@ class Setup:
         return "none" if self.order is None else self.order.file if isinstance(self.order, Given) else self.order.name
 
     @property
+    def moves_by_plan(self) -> bool:
+        """Whether the file that it runs says what moves to host memory."""
+        return self.plan is not None and bool(self.plan.moves) and (self.offload is None or self.offload.share is None)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the all-to-all of experts runs beneath computation."""
+        return self.pairs or (self.plan is not None and self.plan.schedule.overlaps)
+
+    def having(self, num_slices: int, algorithm: Algorithm | None, overlaps: bool) -> Setup:
+        """The same with what its schedules have: slices, passes of the vocabulary, and pairs."""
+        return replace(
+            self,
+            cuts=Cuts(num_slices, "even") if num_slices > 1 else None,
+            vocabulary=None if algorithm is None else self.vocabulary or Divided(algorithm),
+            pairs=overlaps,
+        )
+
+    @property
     def objective(self) -> Metric:
         """The length that an iteration takes."""
         return "span" if self.validates else "makespan"

@@ -14,9 +14,8 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.schedules import ZB_AUTO
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
-from megatron.zero_bubble.planning.decision import AUTO_UNIT, Decision
+from megatron.zero_bubble.planning.decision import AUTO_UNIT, Decision, Spell
 from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT, OF_PLANS
-from megatron.zero_bubble.planning.rule import Spell
 from megatron.zero_bubble.planning.setup import (
     Cuts,
     Given,
@@ -47,9 +46,17 @@ _ALWAYS = ("messages",)
 """Those of them that are never None."""
 BALANCE, SHARE = "balance_microbatches", "attention_share"
 """With the first, which is no part of a setup, the second is none either."""
-_ALGORITHMS: dict[object, Algorithm] = {"1": 1, "2": 2}
+ALGORITHMS: dict[object, Algorithm] = {"1": 1, "2": 2}
+"""Of vocabulary parallelism, by the values of its flags."""
 _OPEN = {"vocabulary": "off", "layout": "even", "unit_microbatches": AUTO_UNIT}
 """Values that choose nothing."""
+_ONE_DECISION = (
+    ("the schedule is", "schedule", "schedule_file"),
+    ("the cuts of sequences are", "slice_ends", "num_slices"),
+    ("the cuts of sequences are", "slice_ends", "attention_share"),
+    ("the rounding of weight gradients is", "exact", "fuse_wgrad"),
+)
+"""Decisions that are one, and how a sentence about it begins."""
 _NEITHER = (
     *("slices", "schedule", "schedule_file", "num_slices", "slice_ends", "attention_share", "min_slice_tokens"),
     *("exact", "fuse_wgrad"),
@@ -73,21 +80,54 @@ def setup_of(values: Mapping[str, Any], spelled: Spell, of_plan: bool = False) -
         of_plan: whether its cuts are those of ``plan``.
 
     Raises:
-        UserError: a decision that needs another one, which is missing.
+        UserError: a decision that is made twice, or that needs another one, which is missing.
     """
-    known = {name: value for name, value in values.items() if value is not None and value is not False}
+    if not of_plan:
+        refuse_repeated(values, spelled)
+    setup, misplaced = placed(values, spelled, of_plan)
+    if misplaced:
+        raise misplaced[0]
+    return setup
+
+
+def is_given(value: object) -> bool:
+    """Whether a value decides something, as 0 does, and a switch that is off and an empty text do not."""
+    return value is not None and value is not False and value != ""
+
+
+def refuse_repeated(values: Mapping[str, Any], spelled: Spell) -> None:
+    """Refuse a decision that is made twice.
+
+    Raises:
+        UserError: both values of it.
+    """
+    for what, *names in _ONE_DECISION:
+        made = [name for name in names if is_given(values.get(name))]
+        if len(made) > 1:
+            given = " and ".join(spelled(name, values[name]) for name in made)
+            raise UserError(f"{what} given twice: {given}; leave one of them out")
+
+
+def placed(values: Mapping[str, Any], spelled: Spell, of_plan: bool = False) -> tuple[Setup, tuple[UserError, ...]]:
+    """Make a setup of values by name, as ``setup_of``; those that have no place in it are left out.
+
+    Returns:
+        the setup, and a refusal per value that has no place.
+    """
+    misplaced: list[UserError] = []
+    known = {name: value for name, value in values.items() if is_given(value)}
     known = {name: value for name, value in known.items() if value != _OPEN.get(name)}
-    if (algorithm := known.get("vocabulary")) in _ALGORITHMS:
-        known["vocabulary"] = _ALGORITHMS[algorithm]
+    if (algorithm := known.get("vocabulary")) in ALGORITHMS:
+        known["vocabulary"] = ALGORITHMS[algorithm]
     made: dict[str, Any] = {
-        "order": _order(known, spelled),
+        "order": _order(known, spelled, misplaced),
         "cuts": (_cuts_of_plan if of_plan else _cuts)(known),
         "step": Validated(known.get("rollback", "exact")) if known.get("post_validation") else Synchronous(),
         "exact": bool(known.get("exact")) or values.get("fuse_wgrad") is False,
-        **{top: _section(top, known, spelled) for top in _SECTIONS},
+        **{top: _section(top, known, spelled, misplaced) for top in _SECTIONS},
     }
     rows = (row for row in ROWS if row.name in known and row.path.partition(".")[0] not in made)
-    return Setup(**made, **{row.path: known[row.name] for row in rows})
+    return Setup(**made, **{row.path: known[row.name] for row in rows}), tuple(misplaced)
 
 
 def values_of(setup: Setup) -> dict[str, Any]:
@@ -96,7 +136,7 @@ def values_of(setup: Setup) -> dict[str, Any]:
     Raises:
         UserError: cuts that only a plan can make.
     """
-    found = _values(setup)
+    found = _values(setup, ROWS)
     return found if setup.cuts is None else found | _values_of_cuts(setup.cuts)
 
 
@@ -107,7 +147,7 @@ def values_of_plan(setup: Setup) -> dict[str, Any]:
     return found if setup.cuts is None else found | _values_of_cuts_of_plan(setup.cuts)
 
 
-def _values(setup: Setup, rows: Sequence[Decision] = ROWS) -> dict[str, Any]:
+def _values(setup: Setup, rows: Sequence[Decision]) -> dict[str, Any]:
     found = (
         {} if setup.order is None else {"schedule_file" if isinstance(setup.order, Given) else "schedule": setup.name}
     )
@@ -125,24 +165,23 @@ def _at(setup: Setup, path: str) -> Any:
         is_made = section is not None and section is not False and section != Synchronous()
         return (True if dataclasses.is_dataclass(section) else section) if is_made else None
     value = getattr(section, leaf, None)
-    return None if value in (None, False) or value == _default(type(section), leaf) else value
+    return value if is_given(value) and value != _default(type(section), leaf) else None
 
 
-def _section(top: str, values: Mapping[str, Any], spelled: Spell) -> Any:
-    """The field that these decisions make; None without them.
-
-    Raises:
-        UserError: some of them, but not the one that they refine.
-    """
+def _section(top: str, values: Mapping[str, Any], spelled: Spell, misplaced: list[UserError]) -> Any:
+    """The field that these decisions make; None without them, or without the one that they refine."""
     rows = [row for row in ROWS if row.path.partition(".")[0] == top]
     leaves = {row.path.partition(".")[2]: values[row.name] for row in rows if values.get(row.name) is not None}
     first = next((row for row in rows if _is_needed(_SECTIONS[top], row)), None)
     if first is not None and leaves and values.get(first.name) is None:
         row = next(row for row in rows if values.get(row.name) is not None)
-        raise UserError(
-            f"{spelled(row.name, values[row.name])} works only with {spelled(first.name, True)}; give both, or leave "
-            "it out"
+        misplaced.append(
+            UserError(
+                f"{spelled(row.name, values[row.name])} works only with {spelled(first.name, True)}; give both, or "
+                "leave it out"
+            )
         )
+        return None
     return (
         _SECTIONS[top](**{leaf: value for leaf, value in leaves.items() if leaf}) if leaves or top in _ALWAYS else None
     )
@@ -158,10 +197,10 @@ def _default(section: type[Any], leaf: str) -> Any:
     return next((field.default for field in dataclasses.fields(section) if field.name == leaf), dataclasses.MISSING)
 
 
-def _order(values: Mapping[str, Any], spelled: Spell) -> Order | None:
+def _order(values: Mapping[str, Any], spelled: Spell, misplaced: list[UserError]) -> Order | None:
     name = values.get("schedule_file") or values.get("schedule")
-    is_given = name is not None and ("schedule_file" in values or is_file(name))
-    kind: type[Any] = Given if is_given else Searched if name == ZB_AUTO else Named
+    of_file = name is not None and ("schedule_file" in values or is_file(name))
+    kind: type[Any] = Given if of_file else Searched if name == ZB_AUTO else Named
     leaves = {"file": name} if kind is Given else {"name": name} if kind is Named else {}
     for row in _ALL:
         top, _, leaf = row.path.partition(".")
@@ -169,8 +208,9 @@ def _order(values: Mapping[str, Any], spelled: Spell) -> Order | None:
             continue
         if name is None or all(field.name != leaf for field in dataclasses.fields(kind)):
             given = spelled(row.name, values[row.name])
-            raise UserError(f"{given} has no effect with {name or 'no schedule'}; leave it out")
-        leaves[leaf] = values[row.name]
+            misplaced.append(UserError(f"{given} has no effect with {name or 'no schedule'}; leave it out"))
+        else:
+            leaves[leaf] = values[row.name]
     return None if name is None else kind(**leaves)
 
 

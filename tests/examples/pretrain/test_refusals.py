@@ -241,9 +241,7 @@ def another_linear(_rank: int) -> None:
 
 
 def test_variable_sequence_lengths_are_rejected_with_slices(tmp_path: Path) -> None:
-    sentence = (
-        "exclude each other, because sequences are cut at the same tokens .* variable_seq_lengths and num_slices=4"
-    )
+    sentence = "exclude each other, because sequences are cut at the same tokens .* and schedule=seq-zb-h1"
     check_all_refuse([*BASE, *PAIR, *SLICES], tmp_path, variable_lengths, sentence)
 
 

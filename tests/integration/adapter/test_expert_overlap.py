@@ -17,6 +17,8 @@ from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.job.flags import parse_ours
 from megatron.zero_bubble.planning.job.options import check_options
 from megatron.zero_bubble.planning.job.stages import place_stages
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Cuts, Divided, Setup, Shards
 from tests.helpers.expert_models import PLAIN_V, differences, plan_files, references, train_with_experts
 from tests.helpers.expert_probes import (
     deferred,
@@ -105,11 +107,12 @@ def test_one_expert_per_rank_is_refused_where_its_input_is_freed(ranks: RankPool
     )
 
 
-@pytest.mark.parametrize("other", ["num_slices=2", "vocabulary=1", "shard_weights"])
-def test_what_pairs_exclude_is_refused(other: str) -> None:
-    name, _, value = other.partition("=")
+@pytest.mark.parametrize(
+    "other", [{"cuts": Cuts(2, "even")}, {"vocabulary": Divided(1)}, {"shards": Shards()}], ids=str
+)
+def test_what_pairs_exclude_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="pairs and .* exclude each other"):
-        refuse_excluded({"pairs": True, name: int(value) if value.isdecimal() else value or True})
+        refuse_excluded(RunOptions(Setup(pairs=True, **other)))
 
 
 @pytest.mark.parametrize(
@@ -125,12 +128,13 @@ def test_what_pairs_exclude_is_refused(other: str) -> None:
 )
 def test_what_the_plans_of_layers_need_is_checked_before_the_start(options: dict[str, Any], words: str) -> None:
     model = {"expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall", "bf16": True, "fp16": False}
-    check_options(SimpleNamespace(**model, overlap_moe_expert_parallel_comm=True), pairs=True)
+    run = RunOptions(Setup(pairs=True))
+    check_options(SimpleNamespace(**model, overlap_moe_expert_parallel_comm=True), run)
     with pytest.raises(UserError, match=f"schedules that hide the all-to-all of experts need {words}"):
-        check_options(SimpleNamespace(**{**model, **options}), pairs=True)
+        check_options(SimpleNamespace(**{**model, **options}), run)
 
 
 def test_one_stage_per_rank_is_refused() -> None:
-    options, _ = parse_ours("--zero-bubble-schedule 1f1b --zero-bubble-overlap-experts".split())
+    run, _ = parse_ours("--zero-bubble-schedule 1f1b --zero-bubble-overlap-experts".split())
     with pytest.raises(UserError, match="only with 2 or more stages per rank, .* got schedule 1f1b with one"):
-        place_stages(options, SimpleNamespace(pipeline_model_parallel_size=2), None, 60.0)
+        place_stages(run, SimpleNamespace(pipeline_model_parallel_size=2), None, 60.0)

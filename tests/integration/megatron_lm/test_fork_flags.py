@@ -6,7 +6,8 @@ import pytest
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
-from megatron.zero_bubble.planning.job.flags import config_of, parse_ours
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.planning.job.flags import parse_ours
 
 PIPELINE = "--pipeline-model-parallel-size 8"
 
@@ -88,9 +89,9 @@ def test_untranslatable_flags_are_rejected(old: str, sentence: str) -> None:
 
 
 def test_parse_ours_separates_our_flags_from_others() -> None:
-    options, others = parse_ours(["--lr", "1", "--zero-bubble-schedule", "zb-h1", "--zero-bubble-exact", "--bf16"])
+    run, others = parse_ours(["--lr", "1", "--zero-bubble-schedule", "zb-h1", "--zero-bubble-exact", "--bf16"])
     assert others == ["--lr", "1", "--bf16"]
-    config = config_of(options, peer_timeout_s=5)
+    config = ZeroBubbleConfig.of(run, peer_timeout_s=5)
     assert (config.setup.name, config.setup.exact, config.peer_timeout_s) == ("zb-h1", True, 5)
 
 

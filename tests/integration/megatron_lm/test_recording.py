@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from itertools import chain, count, repeat
 from pathlib import Path
@@ -49,12 +48,10 @@ def job(
     from megatron.zero_bubble.integration.megatron_lm.trace import JobTrace
     from megatron.zero_bubble.integration.patching import apply, revert
     from megatron.zero_bubble.planning.job.arguments.parser import parse_megatron
-    from megatron.zero_bubble.planning.job.flags import add_flags
+    from megatron.zero_bubble.planning.job.flags import parse_ours
 
     for name, value in vars(parse_megatron(MODEL.split())[0]).items():
         vars(args).setdefault(name, value)
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
     flags = ["--zero-bubble-schedule", "zb-h1", "--zero-bubble-trace", folder]
     flags += ["--zero-bubble-record-costs", f"{folder}/costs.json"]
     flags += ["--zero-bubble-trace-iterations", iterations] if iterations else []
@@ -62,7 +59,7 @@ def job(
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
     said: list[str] = []
     args.rank = rank
-    trace = JobTrace(parser.parse_args(flags), args, said.append)
+    trace = JobTrace(parse_ours(flags)[0], args, said.append)
     if rank == 0:
         trace.make_folders()
     if in_the_way and rank == 0:

@@ -11,9 +11,8 @@ from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.planning.codecs import variable
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.job.environment import flags_in
-from megatron.zero_bubble.planning.job.flags import config_of, parse_ours
-from megatron.zero_bubble.planning.job.planned import adopt
-from megatron.zero_bubble.planning.job.rules import Job, check_flags
+from megatron.zero_bubble.planning.job.flags import parse_ours
+from megatron.zero_bubble.planning.setup import Divided, Given
 from tests.planning.test_source import divided_plan
 
 H1 = {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}
@@ -42,16 +41,8 @@ def test_variables_are_the_flags(variables: dict[str, str], flags: str) -> None:
 def test_a_plan_file_decides_as_with_the_flag(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(plan_to_json(divided_plan(1)))
-    options = flags_in({"ZERO_BUBBLE_SCHEDULE": str(file)})
-    assert options.zero_bubble_schedule_file == str(file)
-    assert config_of(options).vocabulary == 1
-
-
-def check_all(flags: str) -> None:
-    """What a job does with its flags."""
-    options, _ = parse_ours(flags.split())
-    adopt(options)
-    check_flags(Job(options))
+    setup = flags_in({"ZERO_BUBBLE_SCHEDULE": str(file)}).setup
+    assert setup.order == Given(str(file)) and setup.vocabulary == Divided(1)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +65,7 @@ def test_a_wrong_value_has_the_sentence_of_the_flag(flags: str) -> None:
     with pytest.raises(UserError) as of_variables:
         flags_in(variables)
     with pytest.raises(UserError) as of_flags:
-        check_all(flags)
+        parse_ours(flags.split())
     assert str(of_variables.value) == str(of_flags.value)
 
 

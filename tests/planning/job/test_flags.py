@@ -15,7 +15,7 @@ from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.environment import flags_in
-from megatron.zero_bubble.planning.job.flags import add_flags, config_of, full_help, parse_ours, retired
+from megatron.zero_bubble.planning.job.flags import add_flags, full_help, parse_ours, retired
 from tests.planning.test_source import divided_plan
 
 OF_SCHEDULE = {"zb-h1": {"schedule": "zb-h1"}, "zb-auto": {"schedule": "zb-auto"}}
@@ -106,7 +106,7 @@ def test_flags_become_an_equal_configuration(
     first, *rest = words.split()
     schedule = OF_SCHEDULE.get(first)
     given = words.split() if schedule is None else ["--zero-bubble-schedule", first, *rest]
-    assert config_of(parse_ours(given)[0]).setup == ZeroBubbleConfig(**{**(schedule or {}), **fields}).setup
+    assert ZeroBubbleConfig.of(parse_ours(given)[0]).setup == ZeroBubbleConfig(**{**(schedule or {}), **fields}).setup
 
 
 def test_every_flag_is_frozen() -> None:

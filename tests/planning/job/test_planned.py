@@ -61,9 +61,9 @@ def test_planned_sharding_is_what_runs(tmp_path: Path) -> None:
     ):
         args = checked(f"{flags} {more}")
         assert args.zero_bubble.setup.shards is not None and args.zero_bubble.sharding(2) == PLANNED
-        assert args.zero_bubble_shard_weights, "the checks of the job read the flags"
+        assert args.run.setup.shards is not None, "the checks of the job read it"
         of_megatron = checked_megatron_job(f"{JOB} {flags} {more}".split(), 4, 4).args
-        assert of_megatron.zero_bubble_shard_weights and of_megatron.zero_bubble.sharding(2) == PLANNED
+        assert of_megatron.run.setup.shards is not None and of_megatron.zero_bubble.sharding(2) == PLANNED
     with pytest.raises(UserError, match="sharded units need use_distributed_optimizer=True"):
         checked(f"--zero-bubble-schedule {file}")
 
@@ -84,7 +84,7 @@ def test_planned_sharding_is_what_runs(tmp_path: Path) -> None:
         ),
         ("--zero-bubble-attention-share 0.3", "--zero-bubble-attention-share 0.3 works only with .*; got "),
         ("--num-virtual-stages-per-pipeline-rank 3", "the schedule has 2 stages per rank, the job 3; drop"),
-        ("--zero-bubble-schedule-file other.json", "exclude each other, because a job runs one schedule"),
+        ("--zero-bubble-schedule-file other.json", "the schedule is given twice: "),
     ],
 )
 def test_flags_that_contradict_the_file_are_refused(flags: str, sentence: str, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_flags_that_repeat_the_file_are_accepted(tmp_path: Path) -> None:
     divided = written(tmp_path, "zb-h1", {"recompute_logits": True}, vocabulary=2)
     args = checked(f"--zero-bubble-schedule {divided} --zero-bubble-vocabulary-parallel 2")
     assert args.zero_bubble.setup.vocabulary == Divided(2, True)
-    assert args.zero_bubble_vocabulary_parallel == "2" and args.zero_bubble_recompute_logits
+    assert args.run.setup.vocabulary == Divided(2, True)
     cut = written(tmp_path, "seq-zb-h1", cuts=Cuts(None, (20, 32)))
     for flags in ("--zero-bubble-num-slices 2", "--zero-bubble-slice-ends 20,32", "--zero-bubble-placement linear"):
         assert len(checked(f"--zero-bubble-schedule {cut} {flags}").source.make(4).slices) == 2

@@ -13,44 +13,45 @@ from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.ir import Kind
 from megatron.zero_bubble.planning.job.flags import parse_ours
 from megatron.zero_bubble.planning.job.options import check_options
-from megatron.zero_bubble.planning.job.planned import adopt
 from megatron.zero_bubble.planning.job.runnable import check_runnable
 from megatron.zero_bubble.planning.job.stages import place_stages
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Setup, Validated
 from tests.planning.test_source import divided_plan
 
 
 def test_nondefault_microbatch_group_size_is_rejected() -> None:
     job = SimpleNamespace(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
     for job.microbatch_group_size_per_vp_stage in (None, 4):
-        check_options(job)
+        check_options(job, RunOptions())
     job.microbatch_group_size_per_vp_stage = 3
     with pytest.raises(ValueError, match="--microbatch-group-size-per-virtual-pipeline-stage 3 and 4 ranks; drop"):
-        check_options(job)
+        check_options(job, RunOptions())
     job.virtual_pipeline_model_parallel_size = None  # without virtual stages Megatron has no groups either
-    check_options(job)
+    check_options(job, RunOptions())
 
 
 def test_graphs_of_rollouts_are_accepted() -> None:
     """Megatron turns them off for training; other jobs, and --rl-training-cuda-graphs, capture training."""
     rollouts = SimpleNamespace(cuda_graph_impl="local", perform_rl_step=True, rl_training_cuda_graphs=False)
-    check_options(rollouts)
+    check_options(rollouts, RunOptions())
     for name in ("perform_rl_step", "rl_training_cuda_graphs"):
         values = SimpleNamespace(**{**vars(rollouts), name: not getattr(rollouts, name)})
         with pytest.raises(UserError, match="got 'local'; .* with --perform-rl-step, drop --rl-training-cuda-graphs"):
-            check_options(values)
+            check_options(values, RunOptions())
 
 
 def test_delayed_scaling_is_rejected_with_post_validation() -> None:
     for recipe in ("delayed", SimpleNamespace(value="delayed")):  # a flag, and an enumeration
         values = SimpleNamespace(fp8="hybrid", fp8_recipe=recipe)
-        check_options(values)
+        check_options(values, RunOptions())
         with pytest.raises(ValueError, match="got --fp8-format hybrid --fp8-recipe delayed; give --fp8-recipe tensorw"):
-            check_options(values, post_validation=True)
+            check_options(values, RunOptions(Setup(step=Validated())))
     for fine in (
         SimpleNamespace(fp8="hybrid", fp8_recipe="tensorwise"),
         SimpleNamespace(fp8=None, fp8_recipe="delayed"),
     ):
-        check_options(fine, post_validation=True)
+        check_options(fine, RunOptions(Setup(step=Validated())))
 
 
 def test_vocabulary_of_a_schedule_file_cannot_be_left_undivided(tmp_path: Path) -> None:
@@ -58,12 +59,10 @@ def test_vocabulary_of_a_schedule_file_cannot_be_left_undivided(tmp_path: Path) 
     file.write_text(plan_to_json(divided_plan(2)))
     job = SimpleNamespace(pipeline_model_parallel_size=2)
     for flags in ([], ["--zero-bubble-vocabulary-parallel", "2"]):
-        options, _ = parse_ours(["--zero-bubble-schedule-file", str(file), *flags])
-        adopt(options)
-        assert place_stages(options, job, None, 1.0)[1].vocabulary == 2
-    options, _ = parse_ours(["--zero-bubble-schedule-file", str(file), "--zero-bubble-vocabulary-parallel", "off"])
+        run, _ = parse_ours(["--zero-bubble-schedule-file", str(file), *flags])
+        assert place_stages(run, job, None, 1.0)[1].vocabulary == 2
     with pytest.raises(UserError, match="-vocabulary-parallel must be that of the schedule file, 2; got off with"):
-        adopt(options)
+        parse_ours(["--zero-bubble-schedule-file", str(file), "--zero-bubble-vocabulary-parallel", "off"])
 
 
 @pytest.mark.parametrize("kind", ["I", "S", "T", "J"])

@@ -13,6 +13,8 @@ from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning.job.options import check_options
 from megatron.zero_bubble.planning.job.rules import check_slices
 from megatron.zero_bubble.planning.job.runnable import check_runnable
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Cuts, Setup
 
 JOB = SimpleNamespace(seq_length=48, tensor_model_parallel_size=2, sequence_parallel=True)
 
@@ -26,9 +28,9 @@ JOB = SimpleNamespace(seq_length=48, tensor_model_parallel_size=2, sequence_para
 )
 def test_options_that_slices_do_not_support(option: str, value: object, sentence: str) -> None:
     values = SimpleNamespace(**{option: value})
-    check_options(values)
+    check_options(values, RunOptions())
     with pytest.raises(UserError, match=sentence):
-        check_options(values, num_slices=4)
+        check_options(values, RunOptions(Setup(cuts=Cuts(4, "even"))))
 
 
 def test_sequences_must_have_the_given_ends() -> None:

@@ -22,28 +22,29 @@ from megatron.zero_bubble.engine.runtime.early_sends import EarlySends
 from megatron.zero_bubble.engine.runtime.handler import Handler
 from megatron.zero_bubble.integration.adapter.layered_stage import LayeredStage
 from megatron.zero_bubble.integration.adapter.part import IterationFacts, Part
-from megatron.zero_bubble.integration.adapter.prepared import chosen_by
+from megatron.zero_bubble.integration.adapter.prepared import as_scheduled
 from megatron.zero_bubble.integration.adapter.stage import StageParts
 from megatron.zero_bubble.integration.adapter.versions import check_layer_plans, layer_plans
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
-from megatron.zero_bubble.planning.rule import Choices
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Setup
 
 
 class ExpertOverlap(Part):
     """Runs the pairs of a schedule, if it has some.
 
     Args:
-        choices: what the configuration chooses, for refusals.
+        setup: what the job runs, for refusals.
     """
 
-    def __init__(self, choices: Choices) -> None:
-        self._choices = choices
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
         self._stages: dict[int, LayeredStage] = {}
 
     def check(self, config: Any, schedule: Schedule) -> None:
         """See ``Part``."""
         if schedule.overlaps:
-            refuse_excluded({**self._choices, **chosen_by(schedule)})
+            refuse_excluded(RunOptions(as_scheduled(self._setup, schedule)))
             if not getattr(config, "overlap_moe_expert_parallel_comm", False):
                 raise UserError(
                     "schedules that hide the all-to-all of experts need overlap_moe_expert_parallel_comm=True in the "

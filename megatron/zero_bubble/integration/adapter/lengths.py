@@ -19,7 +19,8 @@ from megatron.zero_bubble.engine.runtime.handlers import Channels
 from megatron.zero_bubble.engine.runtime.hosts import Hosts
 from megatron.zero_bubble.engine.runtime.transport import is_silent
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
-from megatron.zero_bubble.planning.rule import Choices
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Setup
 
 _UNKNOWN, _KNOWN, _AT_SOURCE = range(3)
 
@@ -102,14 +103,17 @@ class Lengths:
             )
         return shapes
 
-    def check(self, choices: Choices) -> None:
+    def check(self, setup: Setup) -> None:
         """Refuse what cannot be combined with different lengths.
+
+        Args:
+            setup: what runs.
 
         Raises:
             UserError: the rule, the values and the remedy.
         """
         if self.differ:
-            refuse_excluded({**choices, "variable_seq_lengths" if self.varies else "shapes": True})
+            refuse_excluded(RunOptions(setup, lengths=("variable_seq_lengths" if self.varies else "shapes", True)))
 
     def informed(self, hosts: Hosts) -> Lengths:
         """With the shapes that the source among the ranks knows. A collective call if there is one.

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from megatron.zero_bubble.engine.optimizer.rollback import Optimizers, Rollback
-from megatron.zero_bubble.planning.rule import Choices
 from megatron.zero_bubble.planning.setup import Setup
 
 
@@ -20,10 +19,8 @@ class Options:
         setup: what the job runs.
         rollback: makes what undoes rejected optimizer steps, which the passes then validate, so that ``post_validated``
             must be called; None if steps are final.
-        choices: what the configuration chooses, for refusals.
     """
 
     timeout: timedelta | None = None
     setup: Setup = field(default_factory=Setup)
     rollback: Callable[[Optimizers], Rollback] | None = None
-    choices: Choices = field(default_factory=dict)

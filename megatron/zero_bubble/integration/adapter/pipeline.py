@@ -42,10 +42,11 @@ from megatron.zero_bubble.integration.adapter.part import Call, IterationFacts, 
 from megatron.zero_bubble.integration.adapter.prepared import (
     Lowering,
     PreparedPlan,
+    as_scheduled,
     check_model,
     check_queues,
     check_same_plan,
-    chosen_by,
+    check_stepping,
     loss_rank,
     lowered,
 )
@@ -56,7 +57,6 @@ from megatron.zero_bubble.integration.adapter.staging import Transfers
 from megatron.zero_bubble.integration.adapter.unfinished import Unfinished
 from megatron.zero_bubble.integration.adapter.versions import check_one_model, check_one_pipeline, process_groups
 from megatron.zero_bubble.integration.adapter.vocabulary_parallel import VocabularyParallel
-from megatron.zero_bubble.planning.job.options import check_options
 from megatron.zero_bubble.planning.job.runnable import check_runnable
 
 P = TypeVar("P", bound=Part)
@@ -96,7 +96,7 @@ class Pipeline:
         self.microbatch = 0, 0
         self._vocabulary = VocabularyParallel(self.accumulate, options.setup.vocabulary)
         self._slicing = Slicing()
-        own = EqualCounts(options.timeout), ExpertOverlap(options.choices)
+        own = EqualCounts(options.timeout), ExpertOverlap(options.setup)
         self._parts: tuple[Part, ...] = (self._vocabulary, self._slicing, *own, *parts)
         self._make_schedule = make_schedule
         self._memory = memory
@@ -155,7 +155,7 @@ class Pipeline:
                 "ZeroBubbleConfig(..., post_validation=True)"
             )
         config = get_model_config(chunks[0])
-        check_options(config, post_validation=True, pairs=getattr(config, "overlap_moe_expert_parallel_comm", False))
+        check_stepping(config, self._options.setup)
         group = parallel_state.get_pipeline_model_parallel_group()
         # Tokens travel between the replicas of a stage with experts, so these must repeat their forwards together.
         replicas = parallel_state.get_expert_model_parallel_group() if config.num_moe_experts else None
@@ -361,14 +361,14 @@ class Pipeline:
         if is_new:
             self._models.forget_checks(key)
         if self._models.is_unchecked(config, key):
-            check_model(config, schedule)
+            check_model(config, self._options.setup, schedule)
             for each in self._parts:
                 each.check(config, schedule)
             self._models.mark_checked(config, key)
         if prepared is None or is_new:
             check_runnable(schedule, group.size(), num_microbatches)
             comparison.check()
-            lengths.check({**self._options.choices, **chosen_by(schedule)})
+            lengths.check(as_scheduled(self._options.setup, schedule))
             plan = self._plan(schedule, lowerings, forward_only, lengths.need_headers)
             check_queues(group, plan)
             self._connect(group, plan)

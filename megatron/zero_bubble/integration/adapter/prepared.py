@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from megatron.zero_bubble.integration.adapter.stage import StageFacts
 from megatron.zero_bubble.integration.adapter.staging import steps_of
 from megatron.zero_bubble.integration.adapter.vocabulary.facts import VocabularyFacts
 from megatron.zero_bubble.planning.job.options import check_options
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.source import even_costs
 
 
@@ -101,19 +103,28 @@ def lowered(
     return plan_of_evaluation(schedule, added) if forward_only else plan_of(schedule, added)
 
 
-def chosen_by(schedule: Schedule) -> dict[str, Any]:
-    """The fields of a configuration that would choose what a schedule has."""
-    return {"num_slices": schedule.num_slices, "vocabulary": algorithm_of(schedule), "pairs": schedule.overlaps}
+def as_scheduled(setup: Setup, schedule: Schedule) -> Setup:
+    """A setup with what a schedule has."""
+    return setup.having(schedule.num_slices, algorithm_of(schedule), schedule.overlaps)
 
 
-def check_model(config: Any, schedule: Schedule) -> None:
+def check_model(config: Any, setup: Setup, schedule: Schedule) -> None:
     """Reject a model's configuration that a schedule does not support.
 
     Raises:
         UserError: the rule, the value and the remedy.
     """
-    divided = algorithm_of(schedule) is not None
-    check_options(config, num_slices=schedule.num_slices, vocabulary=divided, pairs=schedule.overlaps)
+    check_options(config, RunOptions(as_scheduled(setup, schedule)))
+
+
+def check_stepping(config: Any, setup: Setup) -> None:
+    """Reject a model's configuration that a setup does not support, before its schedule is known.
+
+    Raises:
+        UserError: the rule, the value and the remedy.
+    """
+    overlaps = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+    check_options(config, RunOptions(replace(setup, pairs=overlaps)))
 
 
 def loss_rank(schedule: Schedule) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,11 +29,11 @@ from megatron.zero_bubble.integration.patching.seam import Seam
 from megatron.zero_bubble.integration.patching.seams import installed_seams
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.environment import PREFIX, flags_in
-from megatron.zero_bubble.planning.job.flags import has_schedule
 from megatron.zero_bubble.planning.job.options import check_options
 from megatron.zero_bubble.planning.job.overlaps import OVERLAPS, check_overlaps
 from megatron.zero_bubble.planning.job.rules import check_schedule
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
+from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.source import ScheduleSource
 
 PRETRAIN = "megatron.bridge.training.pretrain"
@@ -80,31 +81,27 @@ def _configured(update: Callable[[Any], None], say: Callable[[str], None]) -> Ca
     @functools.wraps(update)
     def runtime_config_update(cfg: Any) -> None:
         _placed.revert()  # the schedule of an earlier run in this process
-        options = flags_in(_variables(cfg.env_vars, os.environ))
-        if not has_schedule(options):
+        run = flags_in(_variables(cfg.env_vars, os.environ))
+        if not run.has_schedule:
             update(cfg)
             return
-        config, source = place(cfg.model, options, 60.0 * cfg.dist.distributed_timeout_minutes)
+        config, source = place(cfg.model, run, 60.0 * cfg.dist.distributed_timeout_minutes)
         update(cfg)
-        megatrons_own = is_megatrons_own(source.placement)
-        _check_options(cfg, source)
-        check_schedule(
-            options, source, source.placement.num_ranks, num_microbatches(_batches(cfg), has_ramps()), cfg.model
-        )
-        if not megatrons_own:
+        _check_options(cfg, run, source)
+        check_schedule(run, source, source.placement.num_ranks, num_microbatches(_batches(cfg), has_ramps()), cfg.model)
+        if not is_megatrons_own(source.placement):
             _check_groups(cfg.dist)
         _put_in_force(config, source, say)
 
     return runtime_config_update
 
 
-def _check_options(cfg: Any, source: ScheduleSource) -> None:
+def _check_options(cfg: Any, run: RunOptions, source: ScheduleSource) -> None:
     """Check the options of the model, of data parallelism and of the optimizer, as in a job of Megatron-LM."""
-    megatrons_own, divides = is_megatrons_own(source.placement), source.vocabulary is not None
     for options in (cfg.model, getattr(cfg, "ddp", None), getattr(cfg, "optimizer", None)):
         if options is not None:
-            pairs = source.overlaps and options is cfg.model
-            check_options(options, megatrons_own, vocabulary=divides, pairs=pairs)
+            of_source = run.setup.having(1, source.vocabulary, source.overlaps and options is cfg.model)
+            check_options(options, replace(run, setup=of_source), is_megatrons_own(source.placement))
     if getattr(cfg.model, "tp_comm_overlap", False):
         check_overlaps(lambda name, default: getattr(cfg.model, OVERLAPS[name], default))
 

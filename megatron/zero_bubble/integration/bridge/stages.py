@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.model import uneven_layout
 from megatron.zero_bubble.planning.job.stages import place_stages
+from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.source import ScheduleSource
 
 _LETTERS = {"embedding": "E", "mtp": "m", "loss": "L"}
@@ -20,14 +20,14 @@ _OF_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_s
 _COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
-def place(model: Any, options: argparse.Namespace, peer_timeout_s: float) -> tuple[ZeroBubbleConfig, ScheduleSource]:
+def place(model: Any, run: RunOptions, peer_timeout_s: float) -> tuple[ZeroBubbleConfig, ScheduleSource]:
     """Place the stages of a run, and give its model configuration as many stages per rank as the schedule has.
 
     Called before Megatron-Bridge validates the configuration.
 
     Args:
         model: the run's ``config.model``, a provider or a ``ModelConfig``.
-        options: the parsed ``--zero-bubble-*`` flags.
+        run: what the variables ask for.
         peer_timeout_s: timeout of messages between ranks.
 
     Raises:
@@ -39,7 +39,7 @@ def place(model: Any, options: argparse.Namespace, peer_timeout_s: float) -> tup
     job = SimpleNamespace(
         pipeline_model_parallel_layout=layout, **{name: getattr(model, name, None) for name in fields}
     )
-    config, source = place_stages(options, job, asked, peer_timeout_s)
+    config, source = place_stages(run, job, asked, peer_timeout_s)
     placement = source.placement
     chunks = placement.num_stages // placement.num_ranks
     if job.pipeline_model_parallel_layout != layout:  # the plan file's

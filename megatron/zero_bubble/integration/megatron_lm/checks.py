@@ -6,8 +6,8 @@ flags as they are given. ``of_version.py`` has the rules that depend on the inst
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError, as_flag
@@ -19,7 +19,7 @@ from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.integration.megatron_lm.batches import check_batch_size, last_iteration
 from megatron.zero_bubble.planning.cuts import slices_of
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.planning.job.flags import has_schedule
+from megatron.zero_bubble.planning.job.effects import Job
 from megatron.zero_bubble.planning.job.host_memory import check_host_memory
 from megatron.zero_bubble.planning.job.hybrid import (
     check_pattern,
@@ -29,17 +29,18 @@ from megatron.zero_bubble.planning.job.hybrid import (
     pattern_of,
 )
 from megatron.zero_bubble.planning.job.model import stated_vocabulary, uneven_layout
-from megatron.zero_bubble.planning.job.options import check_options, check_shards, check_softmax
+from megatron.zero_bubble.planning.job.options import check_options, check_softmax
 from megatron.zero_bubble.planning.job.overlaps import OVERLAPS, check_overlaps
-from megatron.zero_bubble.planning.job.rules import Job, check_flags, check_optimizer, check_schedule
+from megatron.zero_bubble.planning.job.rules import check_job, check_optimizer, check_schedule
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
 from megatron.zero_bubble.planning.job.stages import place_stages
+from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.source import ScheduleSource
 
 _ENGINE = "transformer_engine"
 
 
-def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig, ScheduleSource]:
+def configure(args: Any, run: RunOptions) -> tuple[ZeroBubbleConfig, ScheduleSource]:
     """Build our configuration before Megatron validates the job's flags, and set the job's number of stages per rank.
 
     Raises:
@@ -47,10 +48,10 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
             or an option of the job that does not work.
     """
     check_pattern(args)
-    check_flags(Job(options, under_launcher=True, train_iters=last_iteration(args)))
+    check_job(Job(run, under_launcher=True, train_iters=last_iteration(args)))
     check_batch_size(args)
     ranks, asked = args.pipeline_model_parallel_size, chunks_of_job(args)
-    config, source = place_stages(options, args, asked, peer_timeout_s=60.0 * args.distributed_timeout_minutes)
+    config, source = place_stages(run, args, asked, peer_timeout_s=60.0 * args.distributed_timeout_minutes)
     placement = source.placement
     if placement.stage_to_rank[:ranks] != tuple(range(ranks)):
         raise UserError(
@@ -60,10 +61,9 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
     if source.overlaps:  # Megatron's forward steps then return a plan of their layers
         args.overlap_moe_expert_parallel_comm = True
     # Before Megatron changes the options or rejects their combination.
-    _check_options(args, options, source, _num_slices(config))
-    check_optimizer(options, args)
-    if options.zero_bubble_shard_weights:
-        check_shards(args)
+    of_source = run.setup.having(_num_slices(config), source.vocabulary, source.overlaps)
+    check_options(args, replace(run, setup=of_source), is_megatrons_own(placement))
+    check_optimizer(run.setup.step, args)
     chunks = placement.num_stages // ranks
     check_ends(args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers, chunks)
     layout = getattr(args, "pipeline_model_parallel_layout", None)
@@ -76,7 +76,7 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
     return config, source
 
 
-def check(args: Any, options: argparse.Namespace, source: ScheduleSource, num_microbatches: Sequence[int]) -> None:
+def check(args: Any, run: RunOptions, source: ScheduleSource, num_microbatches: Sequence[int]) -> None:
     """Reject options of the job, whose flags are now validated, that the schedule does not support.
 
     Args:
@@ -85,8 +85,7 @@ def check(args: Any, options: argparse.Namespace, source: ScheduleSource, num_mi
     Raises:
         UserError: an unsupported option; the message has the rule, the value and the remedy.
     """
-    _check_options(args, options, source)
-    check_schedule(options, source, args.pipeline_model_parallel_size, num_microbatches, args)
+    check_schedule(run, source, args.pipeline_model_parallel_size, num_microbatches, args)
     _check_weight_shards(args)
     _check_layers(args, is_sliced=len(source.slices) > 1)
     if not is_megatrons_own(source.placement) and (args.save or args.load) and args.ckpt_format == "torch":
@@ -113,12 +112,6 @@ def check_offload(
         return
     layers = (args.num_layers // source.placement.num_stages,) * source.placement.num_stages
     check_host_memory(args, layers, config.host_memory, source.make(num_microbatches), select, node_size)
-
-
-def _check_options(args: Any, options: argparse.Namespace, source: ScheduleSource, num_slices: int = 1) -> None:
-    megatrons_own, divides = is_megatrons_own(source.placement), source.vocabulary is not None
-    validates = bool(options.zero_bubble_post_validation)
-    check_options(args, megatrons_own, validates, num_slices, vocabulary=divides, pairs=source.overlaps)
 
 
 def _num_slices(config: ZeroBubbleConfig) -> int:
@@ -196,13 +189,13 @@ def chunks_of_job(args: Any) -> int | None:
     return _counted_layers(args) // ranks // int(each)
 
 
-def check_format(options: argparse.Namespace, file: str | None) -> None:
+def check_format(run: RunOptions, file: str | None) -> None:
     """Reject a schedule for a job whose options are in a file (``--yaml-cfg``), which is not read here.
 
     Raises:
         UserError: both are given.
     """
-    if has_schedule(options) and file is not None:
+    if run.has_schedule and file is not None:
         raise UserError("--yaml-cfg is not supported with a zero-bubble schedule; give the options as flags instead")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.codecs import StrictParser
@@ -49,7 +49,8 @@ def modernize(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         UserError: a flag of the fork has no equivalent, or both its flags and ours select a schedule.
     """
-    old, others = _parser().parse_known_args(list(arguments))
+    options, others = _parser().parse_known_args(list(arguments))
+    old = vars(options)
     for flag, remedy in (_REFUSED | _REFUSED_SWITCHES).items():
         if _given(old, flag):
             raise UserError(f"{flag} of the authors' fork has no equivalent; {remedy}")
@@ -66,12 +67,12 @@ def modernize(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     for flag, why in (_NEEDLESS | _NEEDLESS_WITH_VALUE).items():
         if _given(old, flag):
             said.append(f"{flag} is no longer needed: {why}")
-    if old.pipeline_model_parallel_size is not None:
-        others += [_PIPELINE, str(old.pipeline_model_parallel_size)]
+    if old["pipeline_model_parallel_size"] is not None:
+        others += [_PIPELINE, str(old["pipeline_model_parallel_size"])]
     return (others + rewritten, said) if said else (list(arguments), said)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> StrictParser:
     parser = StrictParser(add_help=False, allow_abbrev=False)
     switches = ("--enable-zero-bubble", "--zero-bubble-v-schedule", *_RENAMED, *_NEEDLESS, *_REFUSED_SWITCHES)
     for flag in switches:
@@ -83,15 +84,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _schedule(old: argparse.Namespace, said: list[str]) -> list[str]:
+def _schedule(old: Mapping[str, Any], said: list[str]) -> list[str]:
     """Our flags for the schedule that the fork's flags select."""
-    setup, pending = old.zero_bubble_v_schedule_mem_setup, old.zero_bubble_max_pending_backward
-    if old.zero_bubble_v_schedule:
+    setup, pending = old["zero_bubble_v_schedule_mem_setup"], old["zero_bubble_max_pending_backward"]
+    if old["zero_bubble_v_schedule"]:
         flags = ["--zero-bubble-schedule", _V_SCHEDULES[setup or "zb"]]
         said.append(
             f"--zero-bubble-v-schedule{f' with memory setup {setup}' if setup else ''} is replaced by {' '.join(flags)}"
         )
-    elif old.enable_zero_bubble:
+    elif old["enable_zero_bubble"]:
         flags = ["--zero-bubble-schedule", ZB_AUTO, "--zero-bubble-memory-limit", _limit(pending, old)]
         what = "" if pending is None else f" with --zero-bubble-max-pending-backward {pending}"
         said.append(f"--enable-zero-bubble{what} is replaced by {' '.join(flags)}")
@@ -106,11 +107,11 @@ def _schedule(old: argparse.Namespace, said: list[str]) -> list[str]:
     return flags
 
 
-def _limit(pending: str | None, old: argparse.Namespace) -> str:
+def _limit(pending: str | None, old: Mapping[str, Any]) -> str:
     """Memory limit for a number of microbatches that wait for their backward, in multiples of the pipeline size."""
     if pending in (None, "auto"):
         return "1p"
-    ranks = old.pipeline_model_parallel_size
+    ranks = old["pipeline_model_parallel_size"]
     if not (pending.isascii() and pending.isdecimal()) or not int(pending) or not ranks:
         raise UserError(
             f"--zero-bubble-max-pending-backward must be a positive number and needs {_PIPELINE}, got {pending!r} and "
@@ -119,5 +120,5 @@ def _limit(pending: str | None, old: argparse.Namespace) -> str:
     return f"{int(pending) / ranks:.6g}p"
 
 
-def _given(old: argparse.Namespace, flag: str) -> bool:
-    return getattr(old, flag.lstrip("-").replace("-", "_")) not in (None, False)
+def _given(old: Mapping[str, Any], flag: str) -> bool:
+    return old[flag.lstrip("-").replace("-", "_")] not in (None, False)

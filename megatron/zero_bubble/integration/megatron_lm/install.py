@@ -6,7 +6,6 @@ before any process group or model exists.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 from collections.abc import Callable
@@ -39,25 +38,24 @@ from megatron.zero_bubble.integration.patching.seams import Seams, installed_sea
 from megatron.zero_bubble.planning.job import experts, recomputation
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.facts import facts_of, gpu_kind, remarks
-from megatron.zero_bubble.planning.job.flags import add_flags, has_schedule, records
+from megatron.zero_bubble.planning.job.flags import add_flags
 from megatron.zero_bubble.planning.job.installed import check_packages
 from megatron.zero_bubble.planning.job.pattern import pattern_of
 from megatron.zero_bubble.planning.job.post_validation import forecast
 from megatron.zero_bubble.planning.job.proved import check_counts
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
+from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.source import ScheduleSource
 
 _job = Replaced()
 _placed = Replaced()  # names that are replaced once the job's flags are known
 
 
-def install(
-    options: argparse.Namespace, say: Callable[[str], None] = print, joined: Callable[[], None] = lambda: None
-) -> None:
+def install(run: RunOptions, say: Callable[[str], None] = print, joined: Callable[[], None] = lambda: None) -> None:
     """Patch a job that has not parsed its flags yet.
 
     Args:
-        options: our flags from the job's command line.
+        run: what our flags on the job's command line ask for.
         say: prints the line that lists the replaced names, on rank 0.
         joined: with a schedule, called on every rank when the ranks have joined and have no other groups yet.
 
@@ -69,7 +67,7 @@ def install(
         raise PatchError("install() was already called in this process; call revert() first")
     seams = installed_seams()
     replacements: list[Replacement] = [(seams.flags, _with_our_flags)]
-    if has_schedule(options):
+    if run.has_schedule:
         # Check the names that are replaced later as well, so that a job is rejected before it starts or not at all.
         for seam in (
             seams.schedule,
@@ -82,17 +80,15 @@ def install(
             seam.resolve()
         meeting = Meeting()
         replacements.insert(0, (seams.process_groups, lambda initialize: _once_joined(initialize, joined, meeting)))
-        used.look_up((*used.DATA, *(used.BUBBLE if options.zero_bubble_log_bubble else ())))
-        if options.zero_bubble_post_validation:
+        used.look_up((*used.DATA, *(used.BUBBLE if run.observations.log_bubble else ())))
+        if run.setup.validates:
             used.look_up(used.LATE_LINES)
             for seam in seams.loop.all:
                 seam.resolve()
-        if options.zero_bubble_shard_weights:
+        if run.setup.shards is not None:
             for seam in seams.readers.all:
                 seam.resolve()
-        replacements.append(
-            (seams.validated_flags, lambda validate: _validated(validate, options, seams, say, meeting))
-        )
+        replacements.append((seams.validated_flags, lambda validate: _validated(validate, run, seams, say, meeting)))
     _job.replace(replacements)
 
 
@@ -119,7 +115,7 @@ def report() -> list[str]:
 
 def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(add_megatron_arguments)
-    def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def add_arguments(parser: Any) -> Any:
         parser = add_megatron_arguments(parser)
         add_flags(parser)
         return parser
@@ -129,17 +125,17 @@ def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
 
 def _validated(
     validate_args: Callable[..., Any],
-    options: argparse.Namespace,
+    run: RunOptions,
     seams: Seams,
     say: Callable[[str], None],
     meeting: Meeting,
 ) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def validate(args: Any, *defaults: Any, **more_defaults: Any) -> Any:
-        config, source = job_checks.configure(args, options)
+        config, source = job_checks.configure(args, run)
         validated = validate_args(args, *defaults, **more_defaults)
-        job_checks.check(args, options, source, num_microbatches(args, has_ramps()))
-        _check_plans(args, config, source, options.zero_bubble_device)
+        job_checks.check(args, run, source, num_microbatches(args, has_ramps()))
+        _check_plans(args, config, source, run.observations.device)
         check_packages(args)
         check_loading(args, source.placement)
         if config.host_memory is not None:
@@ -147,8 +143,8 @@ def _validated(
             job_checks.check_offload(args, config, source, max(in_training(args, has_ramps())), node_size)
         with meeting.reporting():
             check_data(args)
-        bubble = JobBubble(args) if options.zero_bubble_log_bubble else None
-        trace = JobTrace(options, args, say) if records(options) else None
+        bubble = JobBubble(args) if run.observations.log_bubble else None
+        trace = JobTrace(run, args, say) if run.observations.records else None
         if trace is not None and args.rank == 0:
             with meeting.reporting():
                 trace.make_folders()
@@ -158,10 +154,10 @@ def _validated(
     return validate
 
 
-def _check_plans(args: Any, config: ZeroBubbleConfig, source: ScheduleSource, device: str | None) -> None:
+def _check_plans(args: Any, config: ZeroBubbleConfig, source: ScheduleSource, device: str) -> None:
     """Prove the plans of all batch sizes where there are several: a later one would end the job when it begins."""
     counts = sorted(set(num_microbatches(args, has_ramps())))
-    own = select(device or "auto").backend
+    own = select(device).backend
     divides = any(getattr(args, f"{name}_parallel_size", 1) > 1 for name in ("tensor_model", "context"))
     queues = queues_of_job(args.distributed_backend if is_nccl(own) else own, divides)
     if queues is not None and len(counts) > 1:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 from megatron.zero_bubble.core.errors import PatchError, PeerError, SeamError, UserError, explaining
 from megatron.zero_bubble.integration.megatron_lm.checks import check_format
 from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
-from megatron.zero_bubble.planning.job.flags import HELP_ALL, add_flags, full_help, has_schedule, parse_ours
+from megatron.zero_bubble.planning.job.effects import Job
+from megatron.zero_bubble.planning.job.flags import HELP_ALL, add_flags, full_help, parse_ours
 from megatron.zero_bubble.planning.job.installed import check_installed
-from megatron.zero_bubble.planning.job.planned import adopt
-from megatron.zero_bubble.planning.job.rules import Job, check_flags
+from megatron.zero_bubble.planning.job.rules import check_job
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.engine.runtime.peers import Peers
@@ -89,16 +89,15 @@ def _join(ending: _Ending, decide: Decide) -> None:
     sys.excepthook = ending.excepthook
     arguments, rewritten = modernize(sys.argv[1:])
     arguments, decisions = decide(arguments)
-    options, _ = parse_ours(arguments)
+    run, _ = parse_ours(arguments)
     sys.argv[1:] = arguments
     for line in (*rewritten, *decisions):
         _say(line)
-    check_format(options, _value_of("--yaml-cfg", arguments))
+    check_format(run, _value_of("--yaml-cfg", arguments))
     check_installed("torch")  # megatron.core comes from the checkout
-    adopt(options)
-    check_flags(Job(options, under_launcher=True))
-    on_cpu = _prepare_device(options.zero_bubble_device, arguments)
-    if not has_schedule(options):
+    check_job(Job(run, under_launcher=True))
+    on_cpu = _prepare_device(run.observations.device, arguments)
+    if not run.has_schedule:
         _say(f"no --zero-bubble-schedule; the script runs unchanged{', on CPU ranks' if on_cpu else ''}")
     elif on_cpu:
         _say("running on CPU ranks over gloo")
@@ -107,8 +106,8 @@ def _join(ending: _Ending, decide: Decide) -> None:
 
         # A job that restarts within its processes survives the loss of a rank.
         restarts = "--inprocess-restart" in arguments
-        megatron_lm.install(options, _say, *([] if restarts else [ending.watch_peers]))
-        if has_schedule(options) and not {"-h", "--help"} & set(arguments):
+        megatron_lm.install(run, _say, *([] if restarts else [ending.watch_peers]))
+        if run.has_schedule and not {"-h", "--help"} & set(arguments):
             atexit.register(ending.check, megatron_lm.in_force)
 
 

@@ -6,7 +6,6 @@ all ranks are at the same point. Rank 0 writes them, so only rank 0 can detect t
 
 from __future__ import annotations
 
-import argparse
 import atexit
 from collections.abc import Callable
 from pathlib import Path
@@ -22,13 +21,14 @@ from megatron.zero_bubble.integration.adapter.pipeline import Pipeline
 from megatron.zero_bubble.integration.adapter.tracer import Tracer, end_of_run
 from megatron.zero_bubble.planning.job.facts import facts_of, gpu_kind
 from megatron.zero_bubble.planning.job.rules import check_costs_file
+from megatron.zero_bubble.planning.run_options import RunOptions
 
 
 class JobTrace(Tracer):
     """Record the iterations that the flags of a job select.
 
     Args:
-        options: our flags.
+        run: what our flags ask for.
         args: the job's validated arguments, read during training, because Megatron sets their iteration count late.
         say: prints which files were written, or why none were, on rank 0.
 
@@ -38,15 +38,14 @@ class JobTrace(Tracer):
 
     pipeline: Pipeline
 
-    def __init__(self, options: argparse.Namespace, args: Any, say: Callable[[str], None]) -> None:
+    def __init__(self, run: RunOptions, args: Any, say: Callable[[str], None]) -> None:
         self.recorder = Recorder(select("auto"))
-        name = options.zero_bubble_schedule or options.zero_bubble_schedule_file
-        iterations = options.zero_bubble_trace_iterations
-        super().__init__(self.recorder, name, self._number_of_next, self._end_of_run, iterations, facts=self._facts_on)
-        self._options, self._args, self._say = options, args, say
+        name, asked = run.setup.name, run.observations
+        ends = self._number_of_next, self._end_of_run
+        super().__init__(self.recorder, name, *ends, asked.trace_iterations, facts=self._facts_on)
+        self._run, self._args, self._say = run, args, say
         self._directory, self._costs_file = (
-            Path(path).resolve() if path else None
-            for path in (options.zero_bubble_trace, options.zero_bubble_record_costs)
+            Path(path).resolve() if path else None for path in (asked.trace, asked.record_costs)
         )
         self._has_begun = False
         self._is_written = False
@@ -66,7 +65,7 @@ class JobTrace(Tracer):
         Raises:
             UserError: a folder is not writable.
         """
-        check_costs_file(self._options)
+        check_costs_file(self._run)
         for folder in filter(None, (self._directory, self._costs_file and self._costs_file.parent)):
             try:
                 make_writable(folder)

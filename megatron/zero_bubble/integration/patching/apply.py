@@ -111,7 +111,7 @@ def apply(
         (used.VOCABULARY, config.setup.vocabulary is not None),
         (seams.sharded_units, config.setup.shards is not None),
         (used.ON_DEMAND, config.setup.exchanges),
-        (used.LAYER_PLANS, config.overlaps),
+        (used.LAYER_PLANS, config.setup.overlaps),
     )
     used.look_up((*seams.used, *(name for names, is_used in of_options if is_used for name in names)))
     sources: SourceOnRanks = config.sources() if source is None else lambda _: source
@@ -333,7 +333,7 @@ def _pipeline(
         passes = Recorder(select("auto"))
         observers = (Measured(passes, planners), *observers, passes)
     rollback = ROLLBACKS[setup.step.rollback] if isinstance(setup.step, Validated) else None
-    options = Options(timeout, setup, rollback, config.choices)
+    options = Options(timeout, setup, rollback)
     measures = memory if config.measure_memory or planners else None
     return Pipeline(make, [*parts, *more], observers, measures, options, _accumulator(config), said)
 

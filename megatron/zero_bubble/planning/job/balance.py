@@ -9,21 +9,22 @@ from megatron.zero_bubble.core.costs.estimate import DEVICES, estimate
 from megatron.zero_bubble.core.costs.lengths import LengthCost
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.job.model import model_of
+from megatron.zero_bubble.planning.run_options import Balance
 
 FIXED_PART = 1 / 16
 """The fixed time of a microbatch, as that of a short sample with this part of ``--seq-length``. It stands for kernels
 that are too short to fill the device; without it, no two samples would share a microbatch."""
 
 
-def length_cost(options: Any, job: Any, vocabulary: int | None) -> LengthCost:
+def length_cost(balance: Balance, job: Any, vocabulary: int | None) -> LengthCost:
     """The cost of samples, from ``--zero-bubble-attention-share`` if given, else from the shapes of the model.
 
     Args:
         vocabulary: the padded size of the vocabulary, if it is known.
     """
     length = job.seq_length
-    if options.zero_bubble_attention_share is not None:
-        return LengthCost.of_share(options.zero_bubble_attention_share, length, FIXED_PART * length)
+    if balance.attention_share is not None:
+        return LengthCost.of_share(balance.attention_share, length, FIXED_PART * length)
     model = model_of(job, (job.num_layers,))
     if vocabulary is not None:
         model = replace(model, vocabulary=vocabulary)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from megatron.zero_bubble.core.costs.units import parse_bytes, parse_memory_limit
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import read_costs_file
-from megatron.zero_bubble.core.formats.plan import PlanFile, read_plan_file
+from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.plan import PostReceives
@@ -21,15 +20,13 @@ from megatron.zero_bubble.core.schedules import has_units, recipe
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, PlacementName
 from megatron.zero_bubble.planning.codecs import speller
 from megatron.zero_bubble.planning.cuts import slices_of
-from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.feasibility import Feasibility
-from megatron.zero_bubble.planning.job.effects import EFFECTS
-from megatron.zero_bubble.planning.job.planned import decisions
+from megatron.zero_bubble.planning.job.planned import run_of
 from megatron.zero_bubble.planning.offload import AUTO
-from megatron.zero_bubble.planning.rule import check
-from megatron.zero_bubble.planning.setup import AUTO_LIMIT, Given, Named, Searched, Setup, is_file
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, Named, Searched, Setup, is_file
 from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource, SourceOnRanks
-from megatron.zero_bubble.planning.values import setup_of, values_of
+from megatron.zero_bubble.planning.values import refuse_repeated, values_of
 
 _POSITIVE = ("nccl_ctas", "nccl_collective_ctas", "whole_stages", "unit_microbatches", "peer_timeout_s")
 
@@ -104,16 +101,15 @@ class ZeroBubbleConfig:
         for name in _POSITIVE:
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise UserError(f"{name} must be positive; got {value}; give a larger value, or leave it out")
-        refuse_excluded({"schedule": self.schedule, "schedule_file": self.schedule_file})
-        if not self._file:
-            _check(self._given)
+        refuse_repeated(self._given, speller())
+        if self.schedule_file is None and not is_file(self.schedule or ""):
             slices_of(self.setup.cuts)
 
-    @property
-    def _file(self) -> str | None:
-        if self.schedule is not None and is_file(self.schedule):
-            return self.schedule
-        return self.schedule_file
+    @classmethod
+    def of(cls, run: RunOptions, measure_memory: bool = False, peer_timeout_s: float | None = None) -> ZeroBubbleConfig:
+        """The configuration of a job; for the arguments, see the class."""
+        given = {name: value for name, value in values_of(run.setup).items() if name != "layout"}
+        return cls(**given, plan=run.setup.plan, measure_memory=measure_memory, peer_timeout_s=peer_timeout_s)
 
     @functools.cached_property
     def setup(self) -> Setup:
@@ -122,14 +118,7 @@ class ZeroBubbleConfig:
         Raises:
             UserError: an invalid file, or a field that contradicts it.
         """
-        if (file := self._file) is None:
-            return setup_of(self._given, speller())
-        plan = self.plan or read_plan_file(file)
-        own = self._given | {"schedule": None, "schedule_file": file}
-        decided = decisions(plan, file, {field.name: own.get(field.name) for field in fields(self)})
-        choices = {name: value for name, value in (own | decided).items() if value is not None}
-        _check(choices | ({"moves": file} if plan.moves and self.offload is None else {}))
-        return replace(setup_of(choices, speller()), order=Given(file, plan))
+        return run_of(self._given, speller(), self.plan).setup
 
     @property
     def _given(self) -> dict[str, Any]:
@@ -138,28 +127,13 @@ class ZeroBubbleConfig:
         return {name: value for name, (value, default) in values.items() if value != default and name != "plan"}
 
     @property
-    def choices(self) -> dict[str, Any]:
-        """The decisions by the names of the tables of refusals, and ``moves`` if the plan file decides what moves."""
-        return values_of(self.setup) | ({"moves": self.setup.name} if self._files_moves else {})
-
-    @property
-    def _files_moves(self) -> bool:
-        plan, offload = self.setup.plan, self.setup.offload
-        return plan is not None and bool(plan.moves) and (offload is None or offload.share is None)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the all-to-all of experts runs beneath computation."""
-        return self.setup.pairs or (self.setup.plan is not None and self.setup.plan.schedule.overlaps)
-
-    @property
     def ctas(self) -> Ctas:
         """The CTAs of NCCL for messages and for collectives."""
         return self.setup.messages.nccl
 
     def selection(self, source: ScheduleSource) -> MoveSelection | None:
         """How to select what leaves the device between forward and backward; None if nothing does."""
-        if self._files_moves:
+        if self.setup.moves_by_plan:
             return lambda _: source.moves
         share = 1.0 if self.plans_offload else self._share
         return functools.partial(select_longest, share=share) if share else None
@@ -217,8 +191,3 @@ class ZeroBubbleConfig:
             recipe(order.name)
             costs = None if order.costs is None else read_costs_file(order.costs)
         return functools.partial(ScheduleSource.of, self.setup.unmeasured, costs=costs)
-
-
-def _check(choices: Mapping[str, Any]) -> None:
-    check(EFFECTS, choices)
-    refuse_excluded(choices)

@@ -1,155 +1,228 @@
 """Where each option of a job has an effect: everywhere else it is refused, so that no typo or leftover goes unnoticed.
 
-The rows are checked on the flags as they are given, and on a ``ZeroBubbleConfig``. What only a job knows has the names
-``under_launcher``, ``shows_stock_passes``, ``train_iters`` and ``first_recorded`` (``rules.py``).
+The rows are checked on the options as they are given, by the names of decisions: flags, or fields of
+``ZeroBubbleConfig``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.schedules import ZB_AUTO, has_units, sliced
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS
+from megatron.zero_bubble.planning.decision import Spell
 from megatron.zero_bubble.planning.exclusions import (
     BALANCE,
     OFFLOAD,
     PLANS,
     POST_VALIDATION,
-    RECORDS,
     SCHEDULE_FILE,
     SHARDS,
     VOCABULARY,
 )
-from megatron.zero_bubble.planning.rule import Choice, Choices, Rule, chosen
+from megatron.zero_bubble.planning.rule import Choice, remedy_of
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Named, Searched, Setup
 
 
-def _if(words: str, field: str, holds: Callable[[Choices], bool]) -> Choice:
-    return Choice(words, lambda own: [field] if holds(own) else [])
+@dataclass(frozen=True)
+class Job:
+    """The properties of a job that decide whether an option has an effect; by default, none is known.
+
+    Attributes:
+        under_launcher: whether Megatron-LM's own training loop runs.
+        shows_stock_passes: whether the passes of Megatron's own 1F1B can be observed if no schedule is selected.
+        train_iters: the last iteration of the run; None if it is not known yet.
+    """
+
+    run: RunOptions
+    under_launcher: bool = False
+    shows_stock_passes: bool = True
+    train_iters: int | None = None
 
 
-def _either(words: str, *choices: Choice) -> Choice:
-    return Choice(words, lambda own: [field for choice in choices for field in choice.shown_by(own)])
+class Need(NamedTuple):
+    """What an option has an effect with.
+
+    Attributes:
+        words: its name in a sentence.
+    """
+
+    words: str
+    is_met: Callable[[Job], object]
 
 
-def _in_the_run(own: Choices) -> bool:
-    last = own.get("train_iters")
-    return last is None or own.get("first_recorded", 0) <= last
+class Effect(NamedTuple):
+    """What an option needs to have an effect.
+
+    Attributes:
+        name: of the decision.
+        why: the sentence after the words of what it needs, in which ``{schedule}`` and ``{last}``, the last iteration,
+            stand for values.
+        instead: what the user can do, as in ``remedy_of``.
+    """
+
+    name: str
+    needs: Need
+    why: str
+    instead: str
+
+    def sentence(self, given: Mapping[str, Any], job: Job, spell: Spell) -> str:
+        """The refusal; "" if the option is not given, or has an effect."""
+        if given.get(self.name) is None or self.needs.is_met(job):
+            return ""
+        why = self.why.format(schedule=job.run.setup.name, last=job.train_iters)
+        return f"{spell(self.name, given[self.name])} works only with {self.needs.words}{why}; {self.remedy(spell)}"
+
+    def remedy(self, spell: Spell) -> str:
+        """What the user can do."""
+        return remedy_of(f"leave it out, or {self.instead}", spell)
 
 
-SCHEDULE = Choice("a zero-bubble schedule", chosen("schedule", "schedule_file"), "zero-bubble schedules")
-_BY_NAME = _if("interleaved schedules by name", "schedule", lambda own: own.get("schedule") not in (None, ZB_AUTO))
+def check_effects(given: Mapping[str, Any], job: Job, spell: Spell) -> None:
+    """Reject options that have no effect.
+
+    Args:
+        given: the options that are given, by the names of decisions, also those with their defaults.
+        spell: writes one as the user gave it.
+
+    Raises:
+        UserError: the rule, the given value and the remedy.
+    """
+    if (refusal := next(filter(None, (row.sentence(given, job, spell) for row in EFFECTS)), None)) is not None:
+        raise UserError(refusal)
+
+
+def _if(words: str, holds: Callable[[Setup], object]) -> Need:
+    return Need(words, lambda job: holds(job.run.setup))
+
+
+def _made(*choices: Choice) -> Need:
+    return Need(choices[0].words, lambda job: any(choice.is_made(job.run) for choice in choices))
+
+
+def _either(words: str, *needs: Need) -> Need:
+    return Need(words, lambda job: any(need.is_met(job) for need in needs))
+
+
+def _chooses_units(setup: Setup) -> bool:
+    return has_units(setup.name) and not setup.unit
+
+
+def _in_the_run(job: Job) -> bool:
+    first = min((some[0] for some in job.run.observations.trace_iterations or ()), default=0)
+    return job.train_iters is None or first <= job.train_iters
+
+
+SCHEDULE = _if("a zero-bubble schedule", lambda setup: setup.order is not None)
+_FILE = _made(SCHEDULE_FILE)
+_PLANS, _SHARDS, _VOCABULARY = _made(PLANS), _made(SHARDS), _made(VOCABULARY)
+_BY_NAME = _if("interleaved schedules by name", lambda setup: isinstance(setup.order, Named))
 _HAS_CHUNKS = _if(
     f"{ZB_AUTO} on a loop or in a wave",
-    "placement",
-    lambda own: own.get("schedule") == ZB_AUTO and own.get("placement") in HAS_CHUNKS,
+    lambda setup: isinstance(setup.order, Searched) and setup.order.placement in HAS_CHUNKS,
 )
-_CUT = _if(f"a schedule of slices or {ZB_AUTO}", "schedule", lambda own: own.get("schedule") in (*sliced(), ZB_AUTO))
-_HAS_UNITS = _if("zero-pp", "schedule", lambda own: has_units(own.get("schedule")))
-_CHOSEN_UNITS = _if(
-    "zero-pp without unit_microbatches",
-    "schedule",
-    lambda own: has_units(own.get("schedule")) and not own.get("unit_microbatches"),
-)
-_OWN_LOOP = _if("scripts/pretrain_gpt.py", "under_launcher", lambda own: not own.get("under_launcher"))
-_OBSERVED = Choice(
+_CUT = _if(f"a schedule of slices or {ZB_AUTO}", lambda setup: setup.name in (*sliced(), ZB_AUTO))
+_HAS_UNITS = _if("zero-pp", lambda setup: has_units(setup.name))
+_CHOSEN_UNITS = _if("zero-pp without unit_microbatches", _chooses_units)
+_OWN_LOOP = Need("scripts/pretrain_gpt.py", lambda job: not job.under_launcher)
+_OBSERVED = Need(
     "a zero-bubble schedule, or on 2 or more pipeline ranks with one stage each",
-    chosen("schedule", "schedule_file", "shows_stock_passes"),
+    lambda job: job.run.has_schedule or job.shows_stock_passes,
 )
-_RECORDED = Choice("--zero-bubble-trace or --zero-bubble-record-costs", RECORDS.shown_by)
-_RUN = _if("iterations of the run", "trace_iterations", _in_the_run)
+_RECORDED = Need("--zero-bubble-trace or --zero-bubble-record-costs", lambda job: job.run.observations.records)
+_RUN = Need("iterations of the run", _in_the_run)
 _ZB_H1 = "give --zero-bubble-schedule zb-h1"
 _SEQ_ZB_H1 = "give <schedule=seq-zb-h1>"
 
 
-def _rules(fields: str, needs: Choice, why: str, instead: str) -> list[Rule]:
-    remedy = f"leave it out, or {instead}"
-    return [Rule(Choice(field, _is_given(field)), needs, True, why, remedy) for field in fields.split()]
-
-
-def _is_given(field: str) -> Callable[[Choices], list[str]]:
-    return lambda own: [field] if own.get(field) is not None else []
+def _rows(names: str, needs: Need, why: str, instead: str) -> list[Effect]:
+    return [Effect(name, needs, why, instead) for name in names.split()]
 
 
 EFFECTS = (
-    *_rules(
+    *_rows(
         "post_validation",
         SCHEDULE,
         ", whose passes validate the optimizer step; got none",
         "give --zero-bubble-schedule zb-h2",
     ),
-    *_rules(
+    *_rows(
         "exact fuse_wgrad post_receives nccl_ctas offload host_memory shard_weights balance_microbatches",
         SCHEDULE,
         "; got none",
         _ZB_H1,
     ),
-    *_rules(
+    *_rows(
         "balance_microbatches",
         _OWN_LOOP,
         ", because Megatron-LM pads or packs every sample to --seq-length, and counts one number of microbatches for "
         "all replicas",
         "train with scripts/pretrain_gpt.py",
     ),
-    *_rules("host_memory", OFFLOAD, ", whose memory it limits", "give <offload=all>"),
-    *_rules("shard_transport", SHARDS, ", whose shards it exchanges", "give <shard_weights>"),
-    *_rules(
+    *_rows("host_memory", _made(OFFLOAD), ", whose memory it limits", "give <offload=all>"),
+    *_rows("shard_transport", _SHARDS, ", whose shards it exchanges", "give <shard_weights>"),
+    *_rows(
         "unit_microbatches",
-        _either("zero-pp or sharded units", _HAS_UNITS, SHARDS),
+        _either("zero-pp or sharded units", _HAS_UNITS, _SHARDS),
         "; got {schedule}",
         "give <schedule=zero-pp>",
     ),
-    *_rules("whole_stages", SHARDS, ", of whose stages so many are whole at most", "give <shard_weights>"),
-    *_rules("num_slices slice_ends", _either(_CUT.words, _CUT, SCHEDULE_FILE), "; got {schedule}", _SEQ_ZB_H1),
-    *_rules("attention_share", _either(_CUT.words, _CUT, BALANCE), "; got {schedule}", _SEQ_ZB_H1),
-    *_rules(
+    *_rows("whole_stages", _SHARDS, ", of whose stages so many are whole at most", "give <shard_weights>"),
+    *_rows("num_slices slice_ends", _either(_CUT.words, _CUT, _FILE), "; got {schedule}", _SEQ_ZB_H1),
+    *_rows("attention_share", _either(_CUT.words, _CUT, _made(BALANCE)), "; got {schedule}", _SEQ_ZB_H1),
+    *_rows(
         "num_chunks",
-        _either(f"{_BY_NAME.words}, or {_HAS_CHUNKS.words}", _BY_NAME, _HAS_CHUNKS, SCHEDULE_FILE),
+        _either(f"{_BY_NAME.words}, or {_HAS_CHUNKS.words}", _BY_NAME, _HAS_CHUNKS, _FILE),
         "; got {schedule}",
         "name a schedule or placement",
     ),
-    *_rules("vocabulary", SCHEDULE, ", into which its passes are inserted; got none", _ZB_H1),
-    *_rules(
+    *_rows("vocabulary", SCHEDULE, ", into which its passes are inserted; got none", _ZB_H1),
+    *_rows(
         "recompute_logits",
-        VOCABULARY,
+        _VOCABULARY,
         ", whose passes compute the logits; got {schedule} without it",
         "give <vocabulary=2>",
     ),
-    *_rules(
+    *_rows(
         "nccl_collective_ctas",
-        VOCABULARY,
+        _VOCABULARY,
         ", whose collectives it limits; got {schedule} without it",
         "give <vocabulary=2>",
     ),
-    *_rules(
+    *_rows(
         "placement",
-        _either(PLANS.words, PLANS, SCHEDULE_FILE),
+        _made(PLANS, SCHEDULE_FILE),
         ", because every other schedule defines its placement; got {schedule}",
         "choose zb-auto",
     ),
-    *_rules(
+    *_rows(
         "memory_limit",
-        _either(f"{ZB_AUTO}, or {_CHOSEN_UNITS.words}", PLANS, _CHOSEN_UNITS),
+        _either(f"{ZB_AUTO}, or {_CHOSEN_UNITS.words}", _PLANS, _CHOSEN_UNITS),
         ", because every other schedule has a fixed peak; got {schedule}",
         "choose one of the two",
     ),
-    *_rules("keep_faster", PLANS, ", which changes schedules during the run; got {schedule}", "choose zb-auto"),
-    *_rules("costs_file", _CHOSEN_UNITS, ", whose units it chooses; got {schedule}", "choose zero-pp"),
-    *_rules("rollback", POST_VALIDATION, ", whose steps it undoes", "give <post_validation>"),
-    *_rules(
+    *_rows("keep_faster", _PLANS, ", which changes schedules during the run; got {schedule}", "choose zb-auto"),
+    *_rows("costs_file", _CHOSEN_UNITS, ", whose units it chooses; got {schedule}", "choose zero-pp"),
+    *_rows("rollback", _made(POST_VALIDATION), ", whose steps it undoes", "give <post_validation>"),
+    *_rows(
         "trace log_bubble",
         _either(SCHEDULE.words, SCHEDULE, _OWN_LOOP),
         " to measure; got none",
         "give --zero-bubble-schedule 1f1b, which has the order of stock Megatron",
     ),
-    *_rules("record_costs", SCHEDULE, " that splits every backward into B and W; got none", _ZB_H1),
-    *_rules(
+    *_rows("record_costs", SCHEDULE, " that splits every backward into B and W; got none", _ZB_H1),
+    *_rows(
         "trace log_bubble",
         _OBSERVED,
         ", because passes of stock Megatron can be observed only then",
         "change the pipeline",
     ),
-    *_rules("trace_iterations", _RECORDED, ", whose iterations it selects", "give --zero-bubble-trace DIR"),
-    *_rules(
+    *_rows("trace_iterations", _RECORDED, ", whose iterations it selects", "give --zero-bubble-trace DIR"),
+    *_rows(
         "trace_iterations",
         _RUN,
         ", which begins with 1 and ends with {last}",

@@ -6,15 +6,13 @@ the value 1 or 0. Both go through one parser, so they have the same values, chec
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from megatron.zero_bubble.core.errors import UserError, nearest
 from megatron.zero_bubble.planning.codecs import variable, words_of_variable
 from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
-from megatron.zero_bubble.planning.job.flags import HELP_ALL, given, parse_ours
-from megatron.zero_bubble.planning.job.planned import adopt
-from megatron.zero_bubble.planning.job.rules import Job, check_flags
+from megatron.zero_bubble.planning.job.flags import HELP_ALL, parse_ours
+from megatron.zero_bubble.planning.run_options import RunOptions
 
 PREFIX = "ZERO_BUBBLE_"
 
@@ -22,17 +20,18 @@ _STEPS = "a training loop must hand its optimizer to the pipeline"
 _APPLY = "leave it out, or call megatron.zero_bubble.apply() in the loop"
 _ITERATIONS = "only a training loop of this package or one under the launcher counts iterations and documents"
 _LAUNCH = "leave it out, or run a Megatron-LM script with python -m megatron.zero_bubble.launch"
-_NEEDS_A_LOOP = {
-    "post-validation": (_STEPS, _APPLY),
-    "shard-weights": (_STEPS, _APPLY),
-    **dict.fromkeys(
-        ("balance-microbatches", "trace", "trace-iterations", "record-costs", "log-bubble"), (_ITERATIONS, _LAUNCH)
-    ),
+_NEEDS_A_LOOP: dict[str, tuple[Callable[[RunOptions], object], str, str]] = {
+    "post_validation": (lambda run: run.setup.validates, _STEPS, _APPLY),
+    "shard_weights": (lambda run: run.setup.shards, _STEPS, _APPLY),
+    "balance_microbatches": (lambda run: run.balance, _ITERATIONS, _LAUNCH),
+    "trace": (lambda run: run.observations.trace, _ITERATIONS, _LAUNCH),
+    "record_costs": (lambda run: run.observations.record_costs, _ITERATIONS, _LAUNCH),
+    "log_bubble": (lambda run: run.observations.log_bubble, _ITERATIONS, _LAUNCH),
 }
-"""The flags whose effect a training loop must provide, with the reason and the remedy."""
+"""What only a training loop can provide, by the names of decisions, with the reason and the remedy."""
 
 
-def flags_in(environment: Mapping[str, str]) -> argparse.Namespace:
+def flags_in(environment: Mapping[str, str]) -> RunOptions:
     """Parse and check the flags in the variables that begin with ``ZERO_BUBBLE_``.
 
     An empty value counts as not set. A plan file is read.
@@ -53,17 +52,13 @@ def flags_in(environment: Mapping[str, str]) -> argparse.Namespace:
             arguments.append(removed[name])
         else:
             raise UserError(_unknown(name))
-    options, _ = parse_ours(arguments)
-    adopt(options)
-    chosen = given(options)
-    for option in DECISIONS:
-        if option.flag in _NEEDS_A_LOOP and chosen.get(option.name):
-            why, remedy = _NEEDS_A_LOOP[option.flag]
-            raise UserError(
-                f"{variable(option)} has no effect by itself, because {why}; got {chosen[option.name]!r}; {remedy}"
-            )
-    check_flags(Job(options))
-    return options
+    run, _ = parse_ours(arguments)
+    for name, (is_asked, why, remedy) in _NEEDS_A_LOOP.items():
+        if is_asked(run):
+            given = _variable(name)
+            got = environment.get(given) or "a plan file with it"
+            raise UserError(f"{given} has no effect by itself, because {why}; got {got}; {remedy}")
+    return run
 
 
 def _variable(flag: str) -> str:

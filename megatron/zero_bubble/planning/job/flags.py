@@ -7,33 +7,29 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.planning.codecs import StrictParser, speller
-from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT, REMOVED
-from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.planning.setup import Setup
-from megatron.zero_bubble.planning.values import ROWS, SHARE, of_setup, values_of
+from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
+from megatron.zero_bubble.planning.job.planned import run_of
+from megatron.zero_bubble.planning.run_options import RunOptions
 
 HELP_ALL = "--zero-bubble-help-all"
-_DEVICE = "auto"
-_ALGORITHMS: dict[str | None, Algorithm] = {"1": 1, "2": 2}
+as_given = speller("job")
+"""Writes a decision, by its name in the tables of refusals, as the flag that makes it."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the group ``zero bubble``. Flags that are not given are None, except the device; see ``config_of``.
+    """Add the group ``zero bubble``. Flags that are not given are no attributes of what the parser returns.
 
     The help has the core tier; ``--zero-bubble-help-all`` prints all of them and ends the program.
     """
     add = parser.add_argument_group("zero bubble").add_argument
+    absent: dict[str, Any] = {"default": argparse.SUPPRESS}
     for option in DECISIONS:
         text = option.text if option.tier == "core" else argparse.SUPPRESS
-        add(f"--zero-bubble-{option.flag}", help=text, **option.arguments)
-    add(HELP_ALL, action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help="show all flags of this group and exit")
-    hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        add(f"--zero-bubble-{option.flag}", help=text, **{**option.arguments, **absent})
+    add(HELP_ALL, action=_HelpAll, nargs=0, help="show all flags of this group and exit", **absent)
     for flag in REMOVED:
-        add(f"--zero-bubble-{flag}", action=_Removed, nargs=0, const=flag, **hidden)
-    # The plan is the content of the schedule file, once it is read (``planned.adopt``).
-    parser.set_defaults(zero_bubble_device=_DEVICE, zero_bubble_plan=None)
+        add(f"--zero-bubble-{flag}", action=_Removed, nargs=0, const=flag, help=argparse.SUPPRESS, **absent)
 
 
 def retired(arguments: Sequence[str]) -> list[str]:
@@ -62,80 +58,14 @@ def full_help(parser: argparse.ArgumentParser) -> str:
     return parser.format_help()
 
 
-def has_schedule(options: argparse.Namespace) -> bool:
-    """Whether a zero-bubble schedule is selected, by name or by file."""
-    return bool(options.zero_bubble_schedule or options.zero_bubble_schedule_file)
+def taken(options: Any) -> dict[str, Any]:
+    """Take our flags out of what a parser with them has returned: their values, by the names of decisions."""
+    found = vars(options)
+    return {row.name: found.pop(row.dest) for row in DECISIONS if row.dest in found}
 
 
-def records(options: argparse.Namespace) -> bool:
-    """Whether the flags request recording of iterations."""
-    return bool(options.zero_bubble_trace or options.zero_bubble_record_costs)
-
-
-def given(options: argparse.Namespace) -> dict[str, Any]:
-    """The decisions that the flags make, by the names of the tables of refusals."""
-    choices = {o.name: value for o in DECISIONS if (value := getattr(options, o.dest)) is not None}
-    plan = options.zero_bubble_plan
-    moves = plan is not None and plan.moves and options.zero_bubble_offload is None
-    return choices | ({"moves": options.zero_bubble_schedule_file} if moves else {})
-
-
-def decide(options: argparse.Namespace, setup: Setup) -> None:
-    """Set the flags of a setup as if they, and no others that make up one, were given."""
-    others = (SHARE,) if options.zero_bubble_balance_microbatches else ()
-    for row in DECISIONS:
-        if row.path and row.name not in others:
-            setattr(options, row.dest, None)
-    options.zero_bubble_plan, options.pipeline_model_parallel_layout = None, None
-    for name, value in values_of(setup).items():
-        row = next(row for row in ROWS if row.name == name)
-        dest = "pipeline_model_parallel_layout" if row is LAYOUT else row.dest
-        setattr(options, dest, str(value) if name == "vocabulary" else value)
-
-
-as_given = speller("job")
-"""Writes a decision, by its name in the tables of refusals, as the flag that makes it."""
-
-
-def config_of(
-    options: argparse.Namespace,
-    num_chunks: int | None = None,
-    measure_memory: bool = False,
-    peer_timeout_s: float | None = None,
-) -> ZeroBubbleConfig:
-    """Convert the parsed flags to a configuration.
-
-    Args:
-        num_chunks: stages per rank, if the job defines it.
-        measure_memory: whether to measure the memory of each pass, once.
-        peer_timeout_s: timeout of messages between ranks.
-
-    Raises:
-        UserError: flags that exclude each other, or an invalid configuration.
-    """
-    choices = of_setup(given(options))
-    fields = {o.field: choices[o.field] for o in DECISIONS if o.field in choices}
-    if "unit_microbatches" in fields:
-        fields["unit_microbatches"] = fields["unit_microbatches"] or None
-    if "vocabulary" in fields:
-        fields["vocabulary"] = vocabulary_algorithm(options)
-    if num_chunks is not None:
-        fields["num_chunks"] = num_chunks
-    return ZeroBubbleConfig(
-        **fields,
-        plan=options.zero_bubble_plan,
-        measure_memory=measure_memory,
-        peer_timeout_s=peer_timeout_s,
-    )
-
-
-def vocabulary_algorithm(options: argparse.Namespace) -> Algorithm | None:
-    """The algorithm of vocabulary parallelism; None if it is off."""
-    return _ALGORITHMS.get(options.zero_bubble_vocabulary_parallel)
-
-
-def parse_ours(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Split a job's arguments into the parsed ``--zero-bubble-*`` flags and the remaining arguments, unchanged.
+def given_in(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Split a job's arguments into the values of our flags, by the names of decisions, and the other arguments.
 
     Raises:
         UserError: an invalid value for one of our flags, or an unknown ``--zero-bubble-*`` flag.
@@ -146,4 +76,14 @@ def parse_ours(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     for argument in others:
         if argument.startswith(("--zero-bubble-", "--no-zero-bubble-")):
             raise UserError(f"unknown flag {argument.partition('=')[0]}; {HELP_ALL} lists all flags")
-    return options, others
+    return taken(options), others
+
+
+def parse_ours(arguments: Sequence[str]) -> tuple[RunOptions, list[str]]:
+    """Split a job's arguments into what our flags ask for, and the other arguments. A plan file is read.
+
+    Raises:
+        UserError: as ``given_in`` and ``run_of``.
+    """
+    given, others = given_in(arguments)
+    return run_of(given, as_given), others

@@ -6,8 +6,8 @@ An option that a later Megatron adds counts as disabled where it is missing.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from types import MappingProxyType
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.errors import UserError, as_flag
@@ -19,16 +19,18 @@ from megatron.zero_bubble.planning.exclusions import (
     VOCABULARY,
     refuse_excluded,
 )
-from megatron.zero_bubble.planning.job.effects import SCHEDULE
 from megatron.zero_bubble.planning.job.overlaps import OVERLAPS
-from megatron.zero_bubble.planning.rule import Choice, Choices, Rule, check, chosen
+from megatron.zero_bubble.planning.rule import Choice, OptionRule
+from megatron.zero_bubble.planning.run_options import RunOptions
 
-ON_A_V = Choice("stages on a V or in a wave", chosen("on_a_v"))
-GRAPHS = Choice(SCHEDULE.words, chosen("training_graphs"), SCHEDULE.plural)
+SCHEDULE = Choice("a zero-bubble schedule", lambda run: [("schedule", run.setup.name)], "zero-bubble schedules")
+"""What is always chosen where options are checked."""
+ON_A_V = Choice("stages on a V or in a wave", SCHEDULE.shown_by)
+GRAPHS = Choice(SCHEDULE.words, SCHEDULE.shown_by, SCHEDULE.plural)
 """A schedule, in a job whose training may capture CUDA graphs."""
 IN_SEQUENCE = Choice(
     "a schedule that does not hide the all-to-all of experts",
-    lambda choices: [] if choices.get("pairs") else SCHEDULE.shown_by(choices),
+    lambda run: [] if run.setup.overlaps else SCHEDULE.shown_by(run),
     "zero-bubble schedules that do not hide the all-to-all of experts",
 )
 _GRAPHS = "Megatron captures CUDA graphs in the order of its own 1F1B"
@@ -50,98 +52,104 @@ _HYBRID = (("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("
 """What a hybrid model has: a pattern of layers, by the older flag until core_r0.16, or none, where all have a scan."""
 _EXPERTS = "experts are sharded over other groups, which this version does not support"
 OPTIONS = (
-    Rule(GRAPHS, "enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
-    Rule(GRAPHS, "external_cuda_graph", False, _GRAPHS),
-    Rule(GRAPHS, "cuda_graph_impl", "none", _GRAPHS, _DROP_GRAPHS),
-    Rule(
+    OptionRule(GRAPHS, "enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
+    OptionRule(GRAPHS, "external_cuda_graph", False, _GRAPHS),
+    OptionRule(GRAPHS, "cuda_graph_impl", "none", _GRAPHS, _DROP_GRAPHS),
+    OptionRule(
         IN_SEQUENCE,
         "overlap_moe_expert_parallel_comm",
         False,
         "the passes of two microbatches overlap only in a schedule with pairs",
         "give --zero-bubble-overlap-experts, with a schedule such as interleaved-1f1b, or drop the option",
     ),
-    Rule(SCHEDULE, "delay_wgrad_compute", False, "the schedule already defers weight gradients"),
-    Rule(SCHEDULE, "overlap_dispatch_backward_with_experts_wgrad", False, "it runs the W of experts inside their B"),
-    Rule(SCHEDULE, "use_transformer_engine_op_fuser", False, "fused operations cannot defer weight gradients to W"),
-    Rule(SCHEDULE, "fine_grained_activation_offloading", False, "offloading assumes Megatron's order of chunks"),
-    Rule(SCHEDULE, "cpu_offloading", False, _OFFLOAD, _DROP_LAYERS),
-    Rule(SCHEDULE, "cpu_offloading_num_layers", 0, _OFFLOAD),
-    Rule(SCHEDULE, "moe_paged_stash", False, "Megatron resets the pages only in its own schedules"),
-    Rule(SCHEDULE, "overlap_p2p_comm_warmup_flush", False, _OVERLAP, _DROP_FLUSH),
-    Rule(SCHEDULE, "use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
-    *(Rule(SCHEDULE, f"enable_{name}", False, _WIDER) for name in ("hyper_connections", "mhc_connections")),
-    Rule(SCHEDULE, "enable_attention_residuals", False, _WIDER),
-    Rule(SCHEDULE, "use_legacy_models", False, "legacy models bypass the linears that defer W"),
-    Rule(SCHEDULE, "use_custom_fsdp", False, _FSDP),
-    Rule(SCHEDULE, "use_megatron_fsdp", False, _FSDP),
-    Rule(SCHEDULE, "use_torch_fsdp2", False, _FSDP),
-    Rule(
+    OptionRule(SCHEDULE, "delay_wgrad_compute", False, "the schedule already defers weight gradients"),
+    OptionRule(
+        SCHEDULE, "overlap_dispatch_backward_with_experts_wgrad", False, "it runs the W of experts inside their B"
+    ),
+    OptionRule(
+        SCHEDULE, "use_transformer_engine_op_fuser", False, "fused operations cannot defer weight gradients to W"
+    ),
+    OptionRule(SCHEDULE, "fine_grained_activation_offloading", False, "offloading assumes Megatron's order of chunks"),
+    OptionRule(SCHEDULE, "cpu_offloading", False, _OFFLOAD, _DROP_LAYERS),
+    OptionRule(SCHEDULE, "cpu_offloading_num_layers", 0, _OFFLOAD),
+    OptionRule(SCHEDULE, "moe_paged_stash", False, "Megatron resets the pages only in its own schedules"),
+    OptionRule(SCHEDULE, "overlap_p2p_comm_warmup_flush", False, _OVERLAP, _DROP_FLUSH),
+    OptionRule(SCHEDULE, "use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
+    *(OptionRule(SCHEDULE, f"enable_{name}", False, _WIDER) for name in ("hyper_connections", "mhc_connections")),
+    OptionRule(SCHEDULE, "enable_attention_residuals", False, _WIDER),
+    OptionRule(SCHEDULE, "use_legacy_models", False, "legacy models bypass the linears that defer W"),
+    OptionRule(SCHEDULE, "use_custom_fsdp", False, _FSDP),
+    OptionRule(SCHEDULE, "use_megatron_fsdp", False, _FSDP),
+    OptionRule(SCHEDULE, "use_torch_fsdp2", False, _FSDP),
+    OptionRule(
         SCHEDULE, "overlap_param_gather_with_optimizer_step", False, "this overlap assumes Megatron's order of chunks"
     ),
-    Rule(ON_A_V, "init_model_with_meta_device", False, "a tied embedding is copied when the model is built"),
-    Rule(ON_A_V, "logits_save_dir", None, "Megatron looks for the output layer on the last rank"),
-    Rule(ON_A_V, "logits_load_dir", None, "Megatron looks for the output layer on the last rank"),
-    Rule(POST_VALIDATION, "qk_clip", False, _MAXIMUM),
-    Rule(POST_VALIDATION, "log_max_attention_logit", False, _MAXIMUM),
-    Rule(POST_VALIDATION, "reuse_grad_buf_for_mxfp8_param_ag", False, _SHARED_MEMORY),
-    Rule(POST_VALIDATION, "optimizer_cpu_offload", False, "a rollback does not restore its copies on the host"),
-    Rule(POST_VALIDATION, "optimizer_cuda_graph", False, "a captured step cannot be repeated or delayed"),
-    Rule(POST_VALIDATION, "perform_rl_step", False, "rollouts would use weights that may be undone"),
-    Rule(POST_VALIDATION, "vision_pretraining", False, "the teacher follows weights that may be undone"),
-    Rule(POST_VALIDATION, "mtp_detach_heads", False, "gradients are clipped by one norm, and these by another"),
-    Rule(POST_VALIDATION, "moe_routing_trace_path", None, "forwards that run again would be traced twice"),
-    Rule(SLICES, "context_parallel_size", 1, "it distributes every sequence over its ranks"),
-    Rule(SLICES, "mtp_num_layers", None, "multi-token prediction reads tokens of the next slice"),
-    Rule(SLICES, "multi_latent_attention", False, "its rotary embeddings begin at the first token"),
-    Rule(SLICES, "experimental_attention_variant", None, "its layers do not keep keys and values"),
-    Rule(SLICES, "sft", False, "samples are packed, and slices attend to all before them"),
-    Rule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
-    *(Rule(SLICES, name, value, _SCAN, "train without slices") for name, value in _HYBRID),
-    *(Rule(VOCABULARY, name, value, _OTHER_MODEL, _NO_VOCABULARY) for name, value in _HYBRID),
-    Rule(VOCABULARY, "context_parallel_size", 1, "every rank has rows for whole sequences"),
-    Rule(VOCABULARY, "mtp_num_layers", None, "multi-token prediction has an output layer of its own"),
-    Rule(VOCABULARY, "label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss"),
-    Rule(VOCABULARY, "logits_save_dir", None, "no rank has whole logits"),
-    Rule(VOCABULARY, "logits_load_dir", None, "no rank has whole logits"),
-    Rule(VOCABULARY, "defer_embedding_wgrad_compute", False, "T already defers the weight gradient"),
-    Rule(VOCABULARY, "use_mup", False, "its scaled logits are not supported"),
-    Rule(VOCABULARY, "init_model_with_meta_device", False, "initial weights are cut into shards"),
-    Rule(
+    OptionRule(ON_A_V, "init_model_with_meta_device", False, "a tied embedding is copied when the model is built"),
+    OptionRule(ON_A_V, "logits_save_dir", None, "Megatron looks for the output layer on the last rank"),
+    OptionRule(ON_A_V, "logits_load_dir", None, "Megatron looks for the output layer on the last rank"),
+    OptionRule(POST_VALIDATION, "qk_clip", False, _MAXIMUM),
+    OptionRule(POST_VALIDATION, "log_max_attention_logit", False, _MAXIMUM),
+    OptionRule(POST_VALIDATION, "reuse_grad_buf_for_mxfp8_param_ag", False, _SHARED_MEMORY),
+    OptionRule(POST_VALIDATION, "optimizer_cpu_offload", False, "a rollback does not restore its copies on the host"),
+    OptionRule(POST_VALIDATION, "optimizer_cuda_graph", False, "a captured step cannot be repeated or delayed"),
+    OptionRule(POST_VALIDATION, "perform_rl_step", False, "rollouts would use weights that may be undone"),
+    OptionRule(POST_VALIDATION, "vision_pretraining", False, "the teacher follows weights that may be undone"),
+    OptionRule(POST_VALIDATION, "mtp_detach_heads", False, "gradients are clipped by one norm, and these by another"),
+    OptionRule(POST_VALIDATION, "moe_routing_trace_path", None, "forwards that run again would be traced twice"),
+    OptionRule(SLICES, "context_parallel_size", 1, "it distributes every sequence over its ranks"),
+    OptionRule(SLICES, "mtp_num_layers", None, "multi-token prediction reads tokens of the next slice"),
+    OptionRule(SLICES, "multi_latent_attention", False, "its rotary embeddings begin at the first token"),
+    OptionRule(SLICES, "experimental_attention_variant", None, "its layers do not keep keys and values"),
+    OptionRule(SLICES, "sft", False, "samples are packed, and slices attend to all before them"),
+    OptionRule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
+    *(OptionRule(SLICES, name, value, _SCAN, "train without slices") for name, value in _HYBRID),
+    *(OptionRule(VOCABULARY, name, value, _OTHER_MODEL, _NO_VOCABULARY) for name, value in _HYBRID),
+    OptionRule(VOCABULARY, "context_parallel_size", 1, "every rank has rows for whole sequences"),
+    OptionRule(VOCABULARY, "mtp_num_layers", None, "multi-token prediction has an output layer of its own"),
+    OptionRule(VOCABULARY, "label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss"),
+    OptionRule(VOCABULARY, "logits_save_dir", None, "no rank has whole logits"),
+    OptionRule(VOCABULARY, "logits_load_dir", None, "no rank has whole logits"),
+    OptionRule(VOCABULARY, "defer_embedding_wgrad_compute", False, "T already defers the weight gradient"),
+    OptionRule(VOCABULARY, "use_mup", False, "its scaled logits are not supported"),
+    OptionRule(VOCABULARY, "init_model_with_meta_device", False, "initial weights are cut into shards"),
+    OptionRule(
         SHARDS,
         "use_distributed_optimizer",
         True,
         "each replica steps its own shard",
         "give --use-distributed-optimizer",
     ),
-    Rule(SHARDS, "optimizer", "adam", "the state of no other is divided", "give --optimizer adam"),
-    Rule(SHARDS, "use_precision_aware_optimizer", False, "shards are stepped with gradients in float32"),
-    Rule(SHARDS, "overlap_grad_reduce", False, "the schedule itself reduces gradients, during the passes"),
-    Rule(SHARDS, "overlap_param_gather", False, "the schedule itself gathers weights, during the passes"),
-    Rule(SHARDS, "save_wgrads_interval", None, "every replica has only its shard of the gradients"),
-    Rule(SHARDS, "num_experts", None, _EXPERTS),
-    Rule(SHARDS, "num_moe_experts", None, _EXPERTS, "drop --num-experts"),
-    Rule(SHARDS, "num_distributed_optimizer_instances", 1, "this version shards over all replicas"),
-    Rule(SHARDS, "context_parallel_size", 1, "replicas must have whole sequences in this version"),
-    Rule(SHARDS, "fp8", None, _COPIES, "drop --fp8-format"),
-    Rule(SHARDS, "fp4", None, _COPIES, "drop --fp4-format"),
-    Rule(SHARDS, "nccl_ub", False, "buffers that are registered with NCCL cannot be freed", "drop --use-nccl-ub"),
-    Rule(SHARDS, "optimizer_cpu_offload", False, "the optimizer steps shards where they are"),
-    Rule(SHARDS, "defer_embedding_wgrad_compute", False, "what it adds after the passes would not be reduced"),
-    Rule(SHARDS, "mtp_num_layers", None, "this version does not support multi-token prediction"),
-    Rule(BALANCE, "calculate_per_token_loss", True, _PER_TOKEN, "give --calculate-per-token-loss"),
-    Rule(
+    OptionRule(SHARDS, "optimizer", "adam", "the state of no other is divided", "give --optimizer adam"),
+    OptionRule(SHARDS, "use_precision_aware_optimizer", False, "shards are stepped with gradients in float32"),
+    OptionRule(SHARDS, "overlap_grad_reduce", False, "the schedule itself reduces gradients, during the passes"),
+    OptionRule(SHARDS, "overlap_param_gather", False, "the schedule itself gathers weights, during the passes"),
+    OptionRule(SHARDS, "save_wgrads_interval", None, "every replica has only its shard of the gradients"),
+    OptionRule(SHARDS, "num_experts", None, _EXPERTS),
+    OptionRule(SHARDS, "num_moe_experts", None, _EXPERTS, "drop --num-experts"),
+    OptionRule(SHARDS, "num_distributed_optimizer_instances", 1, "this version shards over all replicas"),
+    OptionRule(SHARDS, "context_parallel_size", 1, "replicas must have whole sequences in this version"),
+    OptionRule(SHARDS, "fp8", None, _COPIES, "drop --fp8-format"),
+    OptionRule(SHARDS, "fp4", None, _COPIES, "drop --fp4-format"),
+    OptionRule(SHARDS, "nccl_ub", False, "buffers that are registered with NCCL cannot be freed", "drop --use-nccl-ub"),
+    OptionRule(SHARDS, "optimizer_cpu_offload", False, "the optimizer steps shards where they are"),
+    OptionRule(SHARDS, "defer_embedding_wgrad_compute", False, "what it adds after the passes would not be reduced"),
+    OptionRule(SHARDS, "mtp_num_layers", None, "this version does not support multi-token prediction"),
+    OptionRule(BALANCE, "calculate_per_token_loss", True, _PER_TOKEN, "give --calculate-per-token-loss"),
+    OptionRule(
         BALANCE,
         "num_moe_experts",
         None,
         "experts exchange tokens between replicas in every microbatch",
         "drop --num-experts",
     ),
-    Rule(BALANCE, "mtp_num_layers", None, "the loss of multi-token prediction is a mean over microbatches", "drop it"),
-    Rule(BALANCE, "context_parallel_size", 1, "samples are not divided over ranks"),
-    Rule(BALANCE, "fp8", None, "FP8 needs samples of a multiple of 16 tokens", "drop --fp8-format"),
-    Rule(BALANCE, "reset_attention_mask", False, "every sample is one document already"),
+    OptionRule(
+        BALANCE, "mtp_num_layers", None, "the loss of multi-token prediction is a mean over microbatches", "drop it"
+    ),
+    OptionRule(BALANCE, "context_parallel_size", 1, "samples are not divided over ranks"),
+    OptionRule(BALANCE, "fp8", None, "FP8 needs samples of a multiple of 16 tokens", "drop --fp8-format"),
+    OptionRule(BALANCE, "reset_attention_mask", False, "every sample is one document already"),
 )
-"""For each subject, the only values that it supports; None is always supported."""
+"""For each choice, the only values that it supports; None is always supported."""
 _SPELLED = {
     "overlap_p2p_comm_warmup_flush": "overlap_p2p_communication_warmup_flush",
     "fp8": "fp8_format",
@@ -252,69 +260,51 @@ def flag_of(option: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags that ``check_options`` reads, as Megatron-LM spells them, except those that the parser has."""
-    own = [rule for rule in reversed(OPTIONS) if rule.subject is not BALANCE]
-    flags = {flag_of(str(rule.needs)): _arguments(rule) for rule in own} | dict(_BESIDE_THE_TABLE)
+    own = [rule for rule in reversed(OPTIONS) if rule.choice is not BALANCE]
+    flags = {flag_of(rule.option): _arguments(rule) for rule in own} | dict(_BESIDE_THE_TABLE)
     for flag, arguments in flags.items():
         if flag not in parser._option_string_actions:
             parser.add_argument(flag, **arguments)
 
 
-def _arguments(rule: Rule) -> dict[str, Any]:
+def _arguments(rule: OptionRule) -> dict[str, Any]:
     """Return the arguments of ``add_argument`` for an option, which by default has its allowed value."""
     if isinstance(rule.value, bool):
-        return {"dest": rule.needs, "action": "store_true"}
-    kind = int if rule.needs in _COUNTS else str if rule.value is None else type(rule.value)
-    return {"dest": rule.needs, "type": kind, "default": rule.value}
+        return {"dest": rule.option, "action": "store_true"}
+    kind = int if rule.option in _COUNTS else str if rule.value is None else type(rule.value)
+    return {"dest": rule.option, "type": kind, "default": rule.value}
 
 
-def check_options(
-    values: Any,
-    megatrons_own: bool = True,
-    post_validation: bool = False,
-    num_slices: int = 1,
-    vocabulary: bool = False,
-    pairs: bool = False,
-    choices: Choices = MappingProxyType({}),
-) -> None:
+def check_options(values: Any, run: RunOptions, megatrons_own: bool = True) -> None:
     """Reject Megatron options that zero-bubble schedules do not support.
 
     Args:
         values: a ``TransformerConfig``, or the flags of a Megatron-LM job; missing options count as disabled.
+        run: what runs, with what its schedules have (``Setup.having``).
         megatrons_own: whether every stage is on the rank where Megatron itself would put it.
-        post_validation: whether optimizer steps are validated in the next iteration.
-        num_slices: number of slices of a sequence.
-        vocabulary: whether the vocabulary is divided over all pipeline ranks.
-        pairs: whether forwards and backwards run at the same time.
-        choices: what else is chosen, which may exclude microbatches of different lengths.
 
     Raises:
         UserError: the rule, the value and the remedy.
     """
     # Reinforcement learning has graphs for rollouts, and turns them off for training unless configured otherwise.
     only_rollouts = getattr(values, "perform_rl_step", False) and not getattr(values, "rl_training_cuda_graphs", False)
-    own = {
-        "schedule": True,
-        "training_graphs": not only_rollouts,
-        "on_a_v": not megatrons_own,
-        "post_validation": post_validation,
-        "vocabulary": vocabulary,
-        "pairs": pairs,
-    }
-    check(OPTIONS, {**own, "num_slices": num_slices}, values)
-    if pairs:
+    skipped = [*([ON_A_V] if megatrons_own else []), *([GRAPHS] if only_rollouts else [])]
+    rules = (rule for rule in OPTIONS if not any(rule.choice is each for each in skipped))
+    _check_rules(values, (rule for rule in rules if rule.choice.is_made(run)))
+    if run.setup.overlaps:
         check_pairs(values)
     if getattr(values, "variable_seq_lengths", False):
-        of_schedule = {"num_slices": num_slices, "vocabulary": vocabulary}
-        refuse_excluded({**of_schedule, **choices, "variable_seq_lengths": True})
+        refuse_excluded(replace(run, lengths=("variable_seq_lengths", True)))
     recipe = getattr(values, "fp8_recipe", None)
-    if post_validation and getattr(values, "fp8", None) and getattr(recipe, "value", recipe) == "delayed":
+    if run.setup.validates and getattr(values, "fp8", None) and getattr(recipe, "value", recipe) == "delayed":
         raise UserError(
             "post-validation does not support FP8 with delayed scaling, because forwards that run again would count "
             f"twice in the history of maxima; got --fp8-format {values.fp8} --fp8-recipe delayed; give --fp8-recipe "
             "tensorwise, or drop --zero-bubble-post-validation"
         )
+    num_slices = 1 if run.setup.cuts is None else run.setup.cuts.number
     balancing = getattr(values, "moe_router_load_balancing_type", None)
-    if num_slices > 1 and "seq_aux_loss" in (balancing if isinstance(balancing, (list, tuple)) else (balancing,)):
+    if num_slices != 1 and "seq_aux_loss" in (balancing if isinstance(balancing, (list, tuple)) else (balancing,)):
         raise UserError(
             "schedules with sequence slices do not support an auxiliary loss per sequence, because no pass sees a "
             f"whole sequence; got --moe-router-load-balancing-type seq_aux_loss and {num_slices} slices; give aux_loss"
@@ -328,6 +318,11 @@ def check_options(
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} and {values.pipeline_model_parallel_size} "
             "ranks; drop the flag"
         )
+
+
+def _check_rules(values: Any, rules: Iterable[OptionRule]) -> None:
+    if refusal := next(filter(None, (rule.sentence(values) for rule in rules)), None):
+        raise UserError(refusal)
 
 
 def check_softmax(is_fused: bool) -> None:
@@ -352,4 +347,4 @@ def check_shards(values: Any) -> None:
     Raises:
         UserError: the rule, the value and the remedy.
     """
-    check(OPTIONS, {"shard_weights": True}, values)
+    _check_rules(values, [rule for rule in OPTIONS if rule.choice is SHARDS])

@@ -1,77 +1,88 @@
-"""What a job takes from its plan file. Its options may repeat what the file decides, and complete what it leaves open;
-an option that contradicts it is refused.
+"""What a job asks for: the options that are given, and its plan file. Options may repeat what the file decides, and
+complete what it leaves open; an option that contradicts it is refused.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import PlanFile, read_plan_file
-from megatron.zero_bubble.planning.codecs import flag_of, speller
-from megatron.zero_bubble.planning.decision import Decision
+from megatron.zero_bubble.planning.decision import AUTO_UNIT, Spell, shown
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
-from megatron.zero_bubble.planning.rule import shown
-from megatron.zero_bubble.planning.setup import is_file
+from megatron.zero_bubble.planning.job.effects import Job, check_effects
+from megatron.zero_bubble.planning.observations import Observations
+from megatron.zero_bubble.planning.run_options import Balance, RunOptions
+from megatron.zero_bubble.planning.setup import Given
+from megatron.zero_bubble.planning.values import ALGORITHMS, BALANCE, SHARE, is_given, of_setup, placed, refuse_repeated
 
 _UNDIVIDED = "off"
 _PLANNED = tuple(row for row in DECISIONS if row.planned is not None)
 """The decisions that a plan file makes."""
+_OBSERVED = tuple(field.name for field in fields(Observations))
 
 
-def decisions(plan: PlanFile, file: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``ZeroBubbleConfig`` that a plan decides.
+def run_of(given: Mapping[str, Any], spell: Spell, plan: PlanFile | None = None) -> RunOptions:
+    """Make a value of the options that are given, and check them.
 
     Args:
-        given: the options that the user gave, by field.
+        given: by the names of decisions; also those with their defaults.
+        spell: writes one as the user gave it.
+        plan: the content of the schedule file, if it has been read.
+
+    Raises:
+        UserError: options that contradict each other or the file, or that have no effect; or an invalid file.
+    """
+    refuse_repeated(given, spell)
+    setup, _ = placed(given, spell)
+    if isinstance(setup.order, Given):
+        plan = plan or read_plan_file(setup.order.file)
+        given = _adopted(plan, setup.order.file, given, spell)
+    observations = Observations(**{name: given[name] for name in _OBSERVED if is_given(given.get(name))})
+    balance = Balance(given.get(SHARE)) if given.get(BALANCE) else None
+    setup, misplaced = placed(of_setup(given), spell)
+    if isinstance(setup.order, Given):
+        setup = replace(setup, order=replace(setup.order, plan=plan))
+    run = RunOptions(setup, observations, balance)
+    check_effects(given, Job(run), spell)
+    if misplaced:
+        raise misplaced[0]
+    refuse_excluded(run, spell)
+    return run
+
+
+def other_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are no part of a setup."""
+    in_setup = of_setup(given)
+    return {name: value for name, value in given.items() if name in _OBSERVED or name not in in_setup}
+
+
+def _adopted(plan: PlanFile, file: str, given: Mapping[str, Any], spell: Spell) -> dict[str, Any]:
+    """The options that are given, with those that a plan decides.
 
     Raises:
         UserError: an option that contradicts the plan.
     """
-    return _decided(plan, file, given, lambda each: each.name)
-
-
-def adopt(options: argparse.Namespace) -> None:
-    """Set the ``--zero-bubble-*`` flags that the plan file of a job decides, if it has one, as if they were given.
-
-    The file is read once, here; ``config_of`` takes its content from ``zero_bubble_plan``.
-
-    Raises:
-        UserError: a schedule by name and a file, a bad file, or a flag that contradicts it.
-    """
-    schedule, file = options.zero_bubble_schedule, options.zero_bubble_schedule_file
-    refuse_excluded({"schedule": schedule, "schedule_file": file}, spell=speller("job"))
-    if schedule and is_file(schedule):
-        file = options.zero_bubble_schedule_file = schedule
-        options.zero_bubble_schedule = None
-    if not file:
-        return
-    options.zero_bubble_plan = plan = read_plan_file(file)
-    given: dict[str, Any] = {each.name: getattr(options, each.dest) for each in _PLANNED}
-    given["unit_microbatches"] = given["unit_microbatches"] or None  # auto, which the plan has decided
-    if given["vocabulary"] in ("1", "2"):
-        given["vocabulary"] = int(given["vocabulary"])
-    decided = _decided(plan, file, given, lambda each: flag_of(each.name))
-    for each in _PLANNED:
-        if decided.get(each.name) is not None and not each.is_in_plan:
-            value = decided[each.name]
-            setattr(options, each.dest, str(value) if each.name == "vocabulary" else value)
-
-
-def _decided(plan: PlanFile, file: str, given: Mapping[str, Any], spelled: Callable[[Decision], str]) -> dict[str, Any]:
-    decided: dict[str, Any] = {}
-    for each in _PLANNED:
-        own = given[each.name]
-        assert each.planned is not None, "all of these are planned"
-        planned = each.planned(plan, own)
+    adopted = dict(given)
+    for row in _PLANNED:
+        assert row.planned is not None, "all of these are planned"
+        own = _chosen(given, row.name)
+        planned = row.planned(plan, own)
         if own is not None and planned is not None and own != planned:
             raise UserError(
-                f"{spelled(each)} must be that of the schedule file, {shown(planned)}; got {shown(own)} with {file}; "
-                "leave it out, or write another file with zero-bubble plan"
+                f"{spell(row.name, True)} must be that of the schedule file, {shown(planned)}; got {shown(own)} with "
+                f"{file}; leave it out, or write another file with zero-bubble plan"
             )
         if planned is not None:
-            decided[each.name] = None if each.is_in_plan or planned == _UNDIVIDED else planned
-    return decided
+            adopted[row.name] = None if row.is_in_plan or planned == _UNDIVIDED else planned
+    return adopted
+
+
+def _chosen(given: Mapping[str, Any], name: str) -> Any:
+    """The value of an option; None if it leaves the choice to the plan."""
+    value = given.get(name)
+    leaves_open = name == "unit_microbatches" and value == AUTO_UNIT
+    return None if leaves_open else ALGORITHMS.get(value, value)

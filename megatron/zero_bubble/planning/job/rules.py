@@ -1,16 +1,15 @@
 """Compatibility rules between a job and its schedule, for this package's training loop and for Megatron-LM jobs.
 
-Three tables have rows of one type: ``effects.py`` says where each ``--zero-bubble-*`` flag has an effect,
-``options.py`` what the options of Megatron must be, and ``planning/exclusions.py`` which choices exclude each other.
-Rules that depend on the schedule itself, such as its number of microbatches, are checked on the schedule. All rules are
-checked before training starts.
+Three tables have rules: ``effects.py`` says where each ``--zero-bubble-*`` flag has an effect, ``options.py`` what the
+options of Megatron must be, and ``planning/exclusions.py`` which choices exclude each other. Rules that depend on the
+schedule itself, such as its number of microbatches, are checked on the schedule. All rules are checked before training
+starts.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,70 +17,34 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Schedule, Slices
 from megatron.zero_bubble.core.plan.shard import check_chunks
 from megatron.zero_bubble.core.schedules import has_units
-from megatron.zero_bubble.planning.exclusions import EXCLUSIONS, refuse_excluded
 from megatron.zero_bubble.planning.job.balance import length_cost
-from megatron.zero_bubble.planning.job.effects import EFFECTS
-from megatron.zero_bubble.planning.job.flags import as_given, given
-from megatron.zero_bubble.planning.job.options import OPTIONS, check_options, check_shards
-from megatron.zero_bubble.planning.job.runnable import check_runnable
-from megatron.zero_bubble.planning.rule import Reason, broken, check
-from megatron.zero_bubble.planning.setup import Setup
+from megatron.zero_bubble.planning.job.effects import Job, check_effects
+from megatron.zero_bubble.planning.job.flags import as_given
+from megatron.zero_bubble.planning.job.options import check_options
+from megatron.zero_bubble.planning.job.runnable import check_runnable, is_megatrons_own
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Cuts, Given, Named, Synchronous, Validated
 from megatron.zero_bubble.planning.source import ScheduleSource
-from megatron.zero_bubble.planning.values import values_of
+from megatron.zero_bubble.planning.values import BALANCE
 
 
-@dataclass(frozen=True)
-class Job:
-    """The properties of a job that decide whether a flag has an effect.
-
-    Attributes:
-        options: the parsed ``--zero-bubble-*`` flags.
-        under_launcher: whether Megatron-LM's own training loop runs.
-        shows_stock_passes: whether the passes of Megatron's own 1F1B can be observed if no schedule is selected.
-        train_iters: the last iteration of the run; None if it is not known yet.
-    """
-
-    options: argparse.Namespace
-    under_launcher: bool = False
-    shows_stock_passes: bool = False
-    train_iters: int | None = None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the rules of ``effects.py`` ask about the job itself."""
-        return {
-            "under_launcher": self.under_launcher,
-            "shows_stock_passes": self.shows_stock_passes,
-            "train_iters": self.train_iters,
-            "first_recorded": min((some[0] for some in self.options.zero_bubble_trace_iterations or ()), default=0),
-        }
-
-
-def check_flags(job: Job) -> None:
-    """Reject flags that have no effect in this job, and flags that exclude each other.
+def check_job(job: Job) -> None:
+    """Reject observations, and balanced microbatches, that have no effect in this job.
 
     Raises:
         UserError: the rule, the given value and the remedy.
     """
-    choices = given(job.options)
-    check(EFFECTS, choices | job.facts, spell=as_given)
-    refuse_excluded(choices, spell=as_given)
+    run = job.run
+    balance = {} if run.balance is None else {BALANCE: True}
+    observed = {name: value for name, value in vars(run.observations).items() if value}
+    check_effects(observed | balance, job, as_given)
 
 
-def refused(setup: Setup, job: Job | None = None) -> Reason | None:
-    """Why a setup is refused; None if nothing excludes it. ``Reason.sentence`` says it in the words of a reader.
-
-    Args:
-        job: its observations count too; None for a setup alone.
-    """
-    choices = values_of(setup) if job is None else given(job.options) | values_of(setup)
-    return broken((*EFFECTS, *EXCLUSIONS), choices | ({} if job is None else job.facts))
-
-
-def check_costs_file(options: argparse.Namespace) -> None:
+def check_costs_file(run: RunOptions) -> None:
     """Raise UserError if ``--zero-bubble-record-costs`` names a folder, or the file from which units are chosen."""
-    file = options.zero_bubble_record_costs
-    if file and options.zero_bubble_costs and Path(file).resolve() == Path(options.zero_bubble_costs).resolve():
+    file, order = run.observations.record_costs, run.setup.order
+    costs = order.costs if isinstance(order, Named) else None
+    if file and costs and Path(file).resolve() == Path(costs).resolve():
         raise UserError(
             "--zero-bubble-record-costs and --zero-bubble-costs must name different files, because a resumed run would "
             f"choose other units, and add gradients in another order; got {file} twice; name another file to record"
@@ -91,7 +54,7 @@ def check_costs_file(options: argparse.Namespace) -> None:
 
 
 def check_schedule(
-    options: argparse.Namespace, source: ScheduleSource, num_ranks: int, num_microbatches: Sequence[int], job: Any
+    run: RunOptions, source: ScheduleSource, num_ranks: int, num_microbatches: Sequence[int], job: Any
 ) -> None:
     """Reject a schedule that does not fit the job's batch sizes, its sequences or the requested measurements.
 
@@ -103,29 +66,28 @@ def check_schedule(
         UserError: the rule, the values and the remedy.
     """
     counts = sorted(set(num_microbatches))
-    if options.zero_bubble_schedule_file:
+    setup = run.setup
+    if isinstance(setup.order, Given):
         _check_file(source.make(counts[0]), num_ranks, counts)
-    if options.zero_bubble_balance_microbatches:
-        check(OPTIONS, {"balance_microbatches": True}, job)
-        length_cost(options, job, None)
+    if run.balance is not None:
+        length_cost(run.balance, job, None)
     if has_units(source.name):  # those of any batch size may be too large for the memory limit
         for count in counts:
             source.make(count)
-    check_optimizer(options, job)
-    check_slices(source.slices, options.zero_bubble_slice_ends, job)
-    if options.zero_bubble_shard_weights:
-        check_shards(job)
+    check_optimizer(setup.step, job)
+    check_slices(source.slices, _ends(setup.cuts), job)
+    of_source = setup.having(len(source.slices), source.vocabulary, source.overlaps)
+    check_options(job, replace(run, setup=of_source), is_megatrons_own(source.placement))
+    if setup.shards is not None:
         check_chunks(source.placement)
-    more = {"vocabulary": source.vocabulary is not None, "pairs": source.overlaps}
-    check_options(job, num_slices=len(source.slices), **more, choices=given(options))
-    if options.zero_bubble_record_costs and any(source.make(count).fused for count in counts):
+    if run.observations.record_costs and any(source.make(count).fused for count in counts):
         raise UserError(
             "--zero-bubble-record-costs needs a schedule that splits every backward into B and W, got "
             f"{source.name}; give --zero-bubble-schedule zb-h1"
         )
 
 
-def check_optimizer(options: argparse.Namespace, job: Any) -> None:
+def check_optimizer(step: Synchronous | Validated, job: Any) -> None:
     """Reject an optimizer whose steps post-validation cannot delay or undo.
 
     Args:
@@ -135,7 +97,7 @@ def check_optimizer(options: argparse.Namespace, job: Any) -> None:
         UserError: the rule, the value and the remedy.
     """
     name = getattr(job, "optimizer", None)
-    if not options.zero_bubble_post_validation or name in (None, "adam"):
+    if not isinstance(step, Validated) or name in (None, "adam"):
         return
     if name != "sgd" and (name == "dist_muon" or getattr(job, "use_distributed_optimizer", False)):
         raise UserError(
@@ -143,11 +105,17 @@ def check_optimizer(options: argparse.Namespace, job: Any) -> None:
             f"the norm and gather weights over all ranks; got --optimizer {name}; give --optimizer adam, or drop "
             "--zero-bubble-post-validation"
         )
-    if options.zero_bubble_rollback == "inverse":
+    if step.rollback == "inverse":
         raise UserError(
             f"--zero-bubble-post-validation inverse inverts only the update of Adam; got --optimizer {name}; give "
             "--zero-bubble-post-validation exact, or --optimizer adam"
         )
+
+
+def _ends(cuts: Cuts | None) -> tuple[int, ...] | None:
+    """The ends of slices in tokens that the user gave, if any."""
+    ends = None if cuts is None else cuts.places
+    return tuple(map(int, ends)) if isinstance(ends, tuple) else None
 
 
 def check_slices(slices: Slices, ends: Sequence[int] | None, job: Any) -> None:

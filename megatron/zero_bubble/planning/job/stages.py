@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from typing import Any
 
@@ -10,22 +9,22 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout_string import read_layout, with_stages
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.planning.job.flags import config_of, records
 from megatron.zero_bubble.planning.job.hybrid import check_stages_of_pattern
 from megatron.zero_bubble.planning.job.layout import take_layout
 from megatron.zero_bubble.planning.job.runnable import check_placement, is_megatrons_own
+from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 
 
 def place_stages(
-    options: argparse.Namespace, job: Any, num_chunks: int | None, peer_timeout_s: float
+    run: RunOptions, job: Any, num_chunks: int | None, peer_timeout_s: float
 ) -> tuple[ZeroBubbleConfig, ScheduleSource]:
     """The configuration of the flags and its source of schedules, with a placement that Megatron supports.
 
     The job gets the layout of its plan file, if that has one.
 
     Args:
-        options: the parsed ``--zero-bubble-*`` flags.
+        run: what the flags ask for.
         job: the job's flags; only those of the pipeline and its layers are read.
         num_chunks: stages per rank, if the job defines it.
 
@@ -39,7 +38,7 @@ def place_stages(
             "a zero-bubble schedule needs a pipeline of 2 or more ranks, got --pipeline-model-parallel-size "
             f"{ranks}; raise it or drop the schedule"
         )
-    config = config_of(options, measure_memory=records(options), peer_timeout_s=peer_timeout_s)
+    config = ZeroBubbleConfig.of(run, run.observations.records, peer_timeout_s)
     source = config.sources()(ranks)
     layout = getattr(job, "pipeline_model_parallel_layout", None)
     if layout is not None:

@@ -3,6 +3,7 @@ import argparse
 import pytest
 
 from megatron.zero_bubble.planning.job.arguments.batch_sizes import BatchSizes
+from megatron.zero_bubble.planning.run_options import RunOptions
 
 RAMP = BatchSizes(final=32, granule=4, start=8, increment=8, rampup_samples=100)
 
@@ -13,7 +14,7 @@ def test_constant_batch_size() -> None:
         data_parallel_size=3,
         global_batch_size=24,
         rampup_batch_size=None,
-        zero_bubble_balance_microbatches=None,
+        run=RunOptions(),
     )
     sizes = BatchSizes.from_arguments(args)
     assert [sizes.at(0), sizes.at(0) // sizes.granule, sizes.samples_after(5)] == [24, 4, 120]

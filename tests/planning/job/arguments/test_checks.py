@@ -135,7 +135,7 @@ def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
         ("--split 0,1,0", 1, "the first of them positive"),
         ("--split a,b", 1, "the first of them positive"),
         ("--load x --optimizer sgd", 1, "add --no-load-optim"),
-        ("--zero-bubble-schedule zb-h1 --zero-bubble-schedule-file x", 1, "exclude each other"),
+        ("--zero-bubble-schedule zb-h1 --zero-bubble-schedule-file x", 1, "the schedule is given twice"),
         ("--zero-bubble-schedule zb-h1", 1, "needs a pipeline of 2 or more ranks"),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-nccl-ctas 0",

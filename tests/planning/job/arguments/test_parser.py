@@ -115,8 +115,9 @@ def test_invalid_flag_is_rejected_in_one_sentence(argv: list[str], words: str) -
 
 
 def test_iteration_ranges_are_parsed() -> None:
-    args = parse(["--zero-bubble-trace-iterations", "10-12, 50"])
-    assert [number for some in args.zero_bubble_trace_iterations for number in some] == [10, 11, 12, 50]
+    flags = ["--zero-bubble-schedule", "zb-h1", "--zero-bubble-trace", "x", "--zero-bubble-trace-iterations"]
+    listed = parse([*flags, "10-12, 50"]).run.observations.trace_iterations
+    assert [number for some in listed for number in some] == [10, 11, 12, 50]
 
 
 class TestConfigFile:

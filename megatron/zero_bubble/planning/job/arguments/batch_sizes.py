@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
 
@@ -24,7 +24,7 @@ class BatchSizes:
     rampup_samples: int
 
     @classmethod
-    def from_arguments(cls, args: argparse.Namespace) -> BatchSizes:
+    def from_arguments(cls, args: Any) -> BatchSizes:
         """Build from the batch-size flags.
 
         Raises:
@@ -32,7 +32,7 @@ class BatchSizes:
         """
         granule = args.micro_batch_size * args.data_parallel_size
         final = granule if args.global_batch_size is None else args.global_batch_size
-        if args.zero_bubble_balance_microbatches:
+        if args.run.balance is not None:
             granule = 1
         if final <= 0 or final % granule:
             raise UserError(

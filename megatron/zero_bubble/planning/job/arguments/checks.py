@@ -5,10 +5,9 @@ Every rank runs the same checks on the same values, so all ranks stop together a
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.formats.layout import check_ends, job_layers
@@ -19,17 +18,16 @@ from megatron.zero_bubble.planning.job.arguments.batch_sizes import BatchSizes
 from megatron.zero_bubble.planning.job.arguments.data_checks import check_data, check_tokenizer
 from megatron.zero_bubble.planning.job.arguments.model_checks import check_config
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
-from megatron.zero_bubble.planning.job.flags import has_schedule
+from megatron.zero_bubble.planning.job.effects import Job
 from megatron.zero_bubble.planning.job.host_memory import check_host_memory
 from megatron.zero_bubble.planning.job.model import uneven_layout
-from megatron.zero_bubble.planning.job.planned import adopt
-from megatron.zero_bubble.planning.job.rules import Job, check_costs_file, check_flags, check_schedule
+from megatron.zero_bubble.planning.job.rules import check_costs_file, check_job, check_schedule
 from megatron.zero_bubble.planning.job.stages import place_stages
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 
 
-def check(args: argparse.Namespace, world_size: int, node_size: int | None = None) -> None:
+def check(args: Any, world_size: int, node_size: int | None = None) -> None:
     """Check every rule and set the values that follow from other flags (data-parallel size, batch size, lengths).
 
     Args:
@@ -49,7 +47,7 @@ def check(args: argparse.Namespace, world_size: int, node_size: int | None = Non
     _check_host_memory(args, node_size or world_size)
 
 
-def check_layout(args: argparse.Namespace, world_size: int, required: tuple[str, ...] = _REQUIRED[:5]) -> None:
+def check_layout(args: Any, world_size: int, required: tuple[str, ...] = _REQUIRED[:5]) -> None:
     """Check the rules on the model's layout and schedule."""
     check_sizes(args, world_size, required, "on the command line or with --config configs/gpt_tiny.yaml")
     _check_schedule(args)
@@ -57,9 +55,7 @@ def check_layout(args: argparse.Namespace, world_size: int, required: tuple[str,
     check_model(args, world_size)
 
 
-def check_sizes(
-    args: argparse.Namespace, world_size: int, required: tuple[str, ...] = _REQUIRED[:5], where: str = "as flags"
-) -> None:
+def check_sizes(args: Any, world_size: int, required: tuple[str, ...] = _REQUIRED[:5], where: str = "as flags") -> None:
     """Check the parallel sizes, also of jobs that run Megatron-LM's script.
 
     Args:
@@ -69,7 +65,7 @@ def check_sizes(
     _check_parallel_sizes(args, world_size)
 
 
-def check_model(args: argparse.Namespace, world_size: int) -> None:
+def check_model(args: Any, world_size: int) -> None:
     """Check the model, the batch sizes and the schedule for them, also of jobs that run Megatron-LM's script.
 
     The stages of the job are placed (``args.placement``, ``args.source``), and its batch sizes known.
@@ -81,7 +77,7 @@ def check_model(args: argparse.Namespace, world_size: int) -> None:
     _check_overlaps(args)
 
 
-def _check_required(args: argparse.Namespace, required: tuple[str, ...], where: str) -> None:
+def _check_required(args: Any, required: tuple[str, ...], where: str) -> None:
     if missing := [_flag(name) for name in required if getattr(args, name) is None]:
         raise UserError(f"a run needs {', '.join(missing)}; give them {where}")
     positive = (
@@ -108,7 +104,7 @@ def _check_required(args: argparse.Namespace, required: tuple[str, ...], where: 
             raise UserError(f"{_flag(name)} must not be negative, got {value}")
 
 
-def _check_parallel_sizes(args: argparse.Namespace, world_size: int) -> None:
+def _check_parallel_sizes(args: Any, world_size: int) -> None:
     sizes = {"tensor": args.tensor_model_parallel_size, "pipeline": args.pipeline_model_parallel_size}
     if args.context_parallel_size > 1:
         sizes["context"] = args.context_parallel_size
@@ -131,7 +127,7 @@ def _check_parallel_sizes(args: argparse.Namespace, world_size: int) -> None:
         )
 
 
-def _check_layers(args: argparse.Namespace) -> None:
+def _check_layers(args: Any) -> None:
     chunks = args.virtual_pipeline_model_parallel_size
     if chunks is not None and (chunks < 1 or args.pipeline_model_parallel_size == 1):
         raise UserError(
@@ -157,7 +153,7 @@ def _check_layers(args: argparse.Namespace) -> None:
     even = layers % (ranks * each) == 0 if ranks else layers == 0
     if even and layers >= ranks * each:
         return
-    if not given and not counted and has_schedule(args):
+    if not given and not counted and args.run.has_schedule:
         args.pipeline_model_parallel_layout = uneven_layout(args, args.placement, known_vocabulary(args))
         return
     stages = ranks * each
@@ -170,7 +166,7 @@ def _check_layers(args: argparse.Namespace) -> None:
     )
 
 
-def _check_widths(args: argparse.Namespace) -> None:
+def _check_widths(args: Any) -> None:
     heads, tensor_parallel = args.num_attention_heads, args.tensor_model_parallel_size
     if args.kv_channels is None and args.hidden_size % heads:
         raise UserError(
@@ -196,15 +192,15 @@ def _check_widths(args: argparse.Namespace) -> None:
         )
 
 
-def _check_batch_sizes(args: argparse.Namespace) -> None:
+def _check_batch_sizes(args: Any) -> None:
     args.global_batch_size = args.batch_sizes.final
-    if args.zero_bubble_balance_microbatches:
+    if args.run.balance is not None:
         _check_documents(args)
     chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
     check_size(ranks, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size), chunks or 1)
     counts = [size // args.batch_sizes.granule for size in args.batch_sizes.steps]  # evaluations use the last size
-    if has_schedule(args):
-        check_schedule(args, args.source, ranks, counts, args)
+    if args.run.has_schedule:
+        check_schedule(args.run, args.source, ranks, counts, args)
     elif chunks:
         group = getattr(args, "microbatch_group_size_per_vp_stage", None) or ranks
         for count in counts:
@@ -226,7 +222,7 @@ def _check_groups(num_microbatches: int, group: int, num_ranks: int) -> None:
         )
 
 
-def _check_documents(args: argparse.Namespace) -> None:
+def _check_documents(args: Any) -> None:
     if (least := min(args.batch_sizes.steps)) < args.data_parallel_size:
         raise UserError(
             "with --zero-bubble-balance-microbatches, an iteration needs one document or more per data-parallel "
@@ -240,7 +236,7 @@ def _check_documents(args: argparse.Namespace) -> None:
             )
 
 
-def check_expert_numbers(args: argparse.Namespace) -> None:
+def check_expert_numbers(args: Any) -> None:
     """Check the numbers of experts of a layer, of a token and of a rank.
 
     Raises:
@@ -264,7 +260,7 @@ def check_expert_numbers(args: argparse.Namespace) -> None:
         )
 
 
-def _check_experts(args: argparse.Namespace, world_size: int) -> None:
+def _check_experts(args: Any, world_size: int) -> None:
     check_expert_numbers(args)
     if args.num_moe_experts is None:
         return
@@ -280,14 +276,14 @@ def _check_experts(args: argparse.Namespace, world_size: int) -> None:
         raise UserError("--num-experts with tensor parallelism needs --sequence-parallel; add --sequence-parallel")
 
 
-def _check_overlaps(args: argparse.Namespace) -> None:
+def _check_overlaps(args: Any) -> None:
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise UserError(
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add both or drop it"
         )
 
 
-def _check_precision(args: argparse.Namespace) -> None:
+def _check_precision(args: Any) -> None:
     if args.bf16 and args.fp16:
         raise UserError("--bf16 and --fp16 are mutually exclusive; keep one")
     if args.fp16 and args.loss_scale is None:
@@ -296,7 +292,7 @@ def _check_precision(args: argparse.Namespace) -> None:
         raise UserError("--grad-reduce-in-bf16 excludes --accumulate-allreduce-grads-in-fp32; keep one of them")
 
 
-def _check_optimizer(args: argparse.Namespace) -> None:
+def _check_optimizer(args: Any) -> None:
     if args.use_distributed_optimizer and args.optimizer == "sgd":
         raise UserError(
             "--use-distributed-optimizer needs --optimizer adam, because megatron-core's distributed optimizer divides "
@@ -320,8 +316,8 @@ def _check_optimizer(args: argparse.Namespace) -> None:
         )
 
 
-def _check_device(args: argparse.Namespace) -> None:
-    if args.distributed_backend == "nccl" and args.zero_bubble_device == "cpu":
+def _check_device(args: Any) -> None:
+    if args.distributed_backend == "nccl" and args.run.observations.device == "cpu":
         refuse_nccl_on_cpu()
 
 
@@ -334,7 +330,7 @@ def refuse_nccl_on_cpu() -> NoReturn:
     raise UserError("--distributed-backend nccl needs GPUs, got the cpu device; use gloo or drop the flag")
 
 
-def _check_checkpoint(args: argparse.Namespace) -> None:
+def _check_checkpoint(args: Any) -> None:
     if args.load and args.optimizer == "sgd" and args.load_optim and not args.finetune:
         raise UserError(
             "--load cannot restore the state of --optimizer sgd, because megatron-core 0.16 cannot describe it before "
@@ -345,18 +341,17 @@ def _check_checkpoint(args: argparse.Namespace) -> None:
             raise UserError(f"{flag} must name a directory, got {directory}, which is a file; give another path")
 
 
-def _check_schedule(args: argparse.Namespace) -> None:
+def _check_schedule(args: Any) -> None:
     chunks = args.virtual_pipeline_model_parallel_size
     shows_stock = args.pipeline_model_parallel_size > 1 and chunks is None
-    adopt(args)
-    check_flags(Job(args, shows_stock_passes=shows_stock, train_iters=args.train_iters))
-    check_costs_file(args)
-    if not has_schedule(args):
+    check_job(Job(args.run, shows_stock_passes=shows_stock, train_iters=args.train_iters))
+    check_costs_file(args.run)
+    if not args.run.has_schedule:
         args.source = None
         args.placement = Placement.interleaved(args.pipeline_model_parallel_size, max(1, chunks or 1))
         return
     timeout_s = args.distributed_timeout_minutes * 60
-    args.zero_bubble, args.source = place_stages(args, args, chunks, peer_timeout_s=timeout_s)
+    args.zero_bubble, args.source = place_stages(args.run, args, chunks, peer_timeout_s=timeout_s)
     args.placement = args.source.placement
     if args.source.overlaps:  # forward steps then return a plan of their layers
         args.overlap_moe_expert_parallel_comm = True
@@ -364,12 +359,12 @@ def _check_schedule(args: argparse.Namespace) -> None:
     args.virtual_pipeline_model_parallel_size = own_chunks if own_chunks > 1 else None
 
 
-def _check_host_memory(args: argparse.Namespace, node_size: int) -> None:
+def _check_host_memory(args: Any, node_size: int) -> None:
     select = None if args.source is None else args.zero_bubble.selection(args.source)
-    if select is None or args.zero_bubble_host_memory is None:
+    if select is None or args.zero_bubble.host_memory is None:
         return
     schedule = args.source.make(args.batch_sizes.final // args.batch_sizes.granule)
-    check_host_memory(args, job_layers(args), args.zero_bubble_host_memory, schedule, select, node_size)
+    check_host_memory(args, job_layers(args), args.zero_bubble.host_memory, schedule, select, node_size)
 
 
 _FLAGS = {"virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.job.arguments.blends import Blend, parse_blend
@@ -10,7 +10,7 @@ from megatron.zero_bubble.planning.job.arguments.indexed import check_indexed
 from megatron.zero_bubble.planning.job.document_splits import NAMES, check_divided, check_whole
 
 
-def check_tokenizer(args: argparse.Namespace) -> None:
+def check_tokenizer(args: Any) -> None:
     """Reject a vocabulary size that the tokenizer does not need, and its absence where it does."""
     if args.tokenizer_type == "NullTokenizer" and (args.vocab_size is None or args.vocab_size < 1):
         raise UserError(
@@ -23,7 +23,7 @@ def check_tokenizer(args: argparse.Namespace) -> None:
         )
 
 
-def check_data(args: argparse.Namespace) -> None:
+def check_data(args: Any) -> None:
     """Check the sources of data and their split, and set ``blend`` and ``blend_per_split``."""
     per_split = (args.train_data_path, args.valid_data_path, args.test_data_path)
     sources = [bool(args.data_path), any(per_split), args.mock_data]
@@ -55,7 +55,7 @@ def check_data(args: argparse.Namespace) -> None:
     _check_splits(args)
 
 
-def _check_splits(args: argparse.Namespace) -> None:
+def _check_splits(args: Any) -> None:
     """Check that every split has documents; without documents, megatron-core would build its samples forever."""
     if args.blend is not None:
         check_divided(args.blend.prefixes, args.blend.weights is not None, args.split, args.seq_length)

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import argparse
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.planning.job import installed
@@ -24,7 +23,7 @@ _DIVIDING = {
 """The flags that divide the layers among stages, other than a layout."""
 
 
-def check_config(args: argparse.Namespace) -> None:
+def check_config(args: Any) -> None:
     """Check what megatron-core requires of the model.
 
     Raises:
@@ -35,7 +34,7 @@ def check_config(args: argparse.Namespace) -> None:
     _check_recompute(args)
 
 
-def check_biases_of_experts(args: argparse.Namespace, engine: bool) -> None:
+def check_biases_of_experts(args: Any, engine: bool) -> None:
     """Reject biases that experts cannot have.
 
     Args:
@@ -58,7 +57,7 @@ def check_biases_of_experts(args: argparse.Namespace, engine: bool) -> None:
         )
 
 
-def _check_division(args: argparse.Namespace) -> None:
+def _check_division(args: Any) -> None:
     given = {name: flag for name, flag in _DIVIDING.items() if getattr(args, name) not in (None, False)}
     counts = [flag for name, flag in given.items() if name.startswith("num_layers")]
     counted = [flag for name, flag in given.items() if name.startswith("account")]
@@ -74,7 +73,7 @@ def _check_division(args: argparse.Namespace) -> None:
         )
 
 
-def _check_experts(args: argparse.Namespace) -> None:
+def _check_experts(args: Any) -> None:
     if args.num_moe_experts is None and args.moe_ffn_hidden_size is not None:
         raise UserError(
             f"--moe-ffn-hidden-size {args.moe_ffn_hidden_size} needs experts; give --num-experts or drop the flag"
@@ -82,11 +81,11 @@ def _check_experts(args: argparse.Namespace) -> None:
     shared = args.moe_shared_expert_intermediate_size
     if shared is not None and shared < 1:
         raise UserError(f"--moe-shared-expert-intermediate-size must be positive, got {shared}; raise or drop it")
-    if args.transformer_impl is not None or args.zero_bubble_device == "cpu":  # else the device decides
+    if args.transformer_impl is not None or args.run.observations.device == "cpu":  # else the device decides
         check_biases_of_experts(args, engine=args.transformer_impl == "transformer_engine")
 
 
-def _check_recompute(args: argparse.Namespace) -> None:
+def _check_recompute(args: Any) -> None:
     _check_modules(args)
     granularity = "selective" if args.recompute_activations else args.recompute_granularity
     if granularity == "full":
@@ -103,7 +102,7 @@ def _check_recompute(args: argparse.Namespace) -> None:
         )
 
 
-def _check_modules(args: argparse.Namespace) -> None:
+def _check_modules(args: Any) -> None:
     modules = args.recompute_modules or ()
     if unknown := sorted(set(modules) - set(_MODULES)):
         raise UserError(f"--recompute-modules are among {', '.join(_MODULES)}; got {', '.join(unknown)}; correct them")
@@ -118,13 +117,13 @@ def _check_modules(args: argparse.Namespace) -> None:
         )
 
 
-def missing_packages(args: argparse.Namespace) -> list[str]:
+def missing_packages(args: Any) -> list[str]:
     """Return what a run of our loop needs that cannot be imported here."""
     needs_engine = args.transformer_impl == _ENGINE or (args.transformer_impl is None and _of_engine(args))
     return installed.missing_packages(args) + ([_ENGINE] if needs_engine and find_spec(_ENGINE) is None else [])
 
 
-def check_packages(args: argparse.Namespace) -> None:
+def check_packages(args: Any) -> None:
     """Check, in a run, that nothing is missing.
 
     Raises:
@@ -142,12 +141,12 @@ def check_packages(args: argparse.Namespace) -> None:
     _refuse_of_engine(args)
 
 
-def _of_engine(args: argparse.Namespace) -> list[str]:
+def _of_engine(args: Any) -> list[str]:
     """The recomputed modules that only TransformerEngine's layers have."""
     return sorted(_OF_ENGINE & set(args.recompute_modules or ()))
 
 
-def _refuse_of_engine(args: argparse.Namespace) -> NoReturn:
+def _refuse_of_engine(args: Any) -> NoReturn:
     raise UserError(
         f"--recompute-modules {' '.join(_of_engine(args))} needs TransformerEngine layers in megatron-core 0.16, got "
         "local ones; remove it from the list, or install TransformerEngine"

@@ -25,8 +25,9 @@ from megatron.zero_bubble.planning.job.arguments.model import (
     add_precision,
     add_recompute,
 )
-from megatron.zero_bubble.planning.job.flags import add_flags
+from megatron.zero_bubble.planning.job.flags import add_flags, as_given, taken
 from megatron.zero_bubble.planning.job.options import add_options
+from megatron.zero_bubble.planning.job.planned import run_of
 
 _MEGATRONS_NAMES = {
     "num_moe_experts": "num_experts",
@@ -48,10 +49,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line, whose flags override those of ``--config FILE``.
+    """Parse the command line, whose flags override those of ``--config FILE``. What our flags ask for is ``run``.
 
     Raises:
-        UserError: unknown flags, values of the wrong type, an unreadable or invalid configuration file.
+        UserError: unknown flags, values of the wrong type, an unreadable or invalid configuration file, or zero-bubble
+            flags that contradict each other.
     """
     first = _Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=None)
@@ -62,7 +64,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         tokens = config_tokens(config, argv)
         with explaining(f"configuration file {config}: "):
             parser.parse_args(tokens)
-    return parser.parse_args([*tokens, *argv])
+    args = parser.parse_args([*tokens, *argv])
+    args.run = run_of(taken(args), as_given)
+    return args
 
 
 def expanded(argv: Sequence[str]) -> list[str]:
@@ -90,7 +94,7 @@ def misspelt(flags: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """Parse the flags of a job that runs Megatron-LM's script.
+    """Parse the flags of a job that runs Megatron-LM's script, but for ours.
 
     Values that only Megatron-LM supports, such as its other tokenizers, are accepted unchecked.
 
@@ -99,7 +103,7 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
         names of all other flags.
 
     Raises:
-        UserError: values of the wrong type, or invalid zero-bubble flags.
+        UserError: values of the wrong type.
     """
     parser = _megatrons_parser()
     args, others = parser.parse_known_args(argv)
@@ -135,8 +139,7 @@ def _megatrons_parser() -> _Parser:
     """The parser of the flags of Megatron-LM's script that are known here, which nothing changes."""
     parser = build_parser()
     for action in parser._actions:
-        if not action.dest.startswith("zero_bubble"):
-            action.choices = None
+        action.choices = None
         if action.dest == "moe_router_load_balancing_type":
             action.nargs = "+"
     parser.set_defaults(tokenizer_type=None)

@@ -6,8 +6,8 @@ an identity for the names of its cached indices.
 
 from __future__ import annotations
 
-import argparse
 from collections import OrderedDict
+from typing import Any
 
 from megatron.zero_bubble.planning.job.model import stated_vocabulary
 
@@ -46,18 +46,18 @@ class NullTokenizer:
 Tokenizer = ByteLevelTokenizer | NullTokenizer
 
 
-def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
+def build_tokenizer(args: Any) -> Tokenizer:
     """The tokenizer of ``--tokenizer-type``."""
     return NullTokenizer(args.vocab_size) if args.tokenizer_type == "NullTokenizer" else ByteLevelTokenizer()
 
 
-def padded_vocab_size(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+def padded_vocab_size(args: Any, tokenizer: Tokenizer) -> int:
     """The vocabulary rounded up to a multiple of ``--make-vocab-size-divisible-by`` times the tensor-parallel size."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-tokenizer.vocab_size // multiple) * multiple
 
 
-def known_vocabulary(args: argparse.Namespace) -> int | None:
+def known_vocabulary(args: Any) -> int | None:
     """Return the padded size of the vocabulary, or None if only Megatron-LM knows the job's tokenizer."""
     is_ours = args.tokenizer_type == "ByteLevelTokenizer"
     return padded_vocab_size(args, build_tokenizer(args)) if is_ours else stated_vocabulary(args)
