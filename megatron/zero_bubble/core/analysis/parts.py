@@ -138,19 +138,21 @@ def _joined(row: Iterable[LaneSpan]) -> tuple[list[Span], list[LaneSpan]]:
     begins: list[float] = []
     ends: list[float] = []
     others: list[LaneSpan] = []
-    computed = 0.0
+    computed, text = 0.0, ""
     for span in row:
-        lane, op, start, end, _ = span
-        if isinstance(op, _Issue):
-            ops.append(op.whole)
-            begins.append(max(start, computed))
-            ends.append(begins[-1])
-        elif isinstance(op, _Queued):
-            ends[-1] = max(ends[-1], end)
+        lane, op, start, end, ready = span
+        if isinstance(op, _Queued):  # most are
+            if end > ends[-1]:
+                ends[-1] = end
             if lane == _QUEUE:
                 computed = end
             else:
-                others.append(span._replace(op=str(ops[-1])))
+                others.append(LaneSpan(lane, text, start, end, ready))
+        elif isinstance(op, _Issue):
+            ops.append(op.whole)
+            text = str(op.whole)
+            begins.append(max(start, computed))
+            ends.append(begins[-1])
         elif not isinstance(op, _Join):
             others.append(span)
     boxes = zip(ops, ends, pairwise((*begins, math.inf)), strict=True)
