@@ -97,9 +97,12 @@ def _laid_out(question: Question, rated: Question, placements: Sequence[Placemen
 
 
 def searches_drafts(question: Question) -> bool:
-    """Whether schedules of whole sequences are searched for, which takes long, and have a lower bound."""
+    """Whether schedules of whole sequences are searched for, which takes long, and have a lower bound. A schedule for
+    equal passes is no draft of one whose passes of the vocabulary are inserted after it was refitted.
+    """
     setup = question.setup
-    return setup.cuts is None and not setup.pairs and (question.is_search or question.adapts)
+    fits = question.adapts and setup.vocabulary is None
+    return setup.cuts is None and not setup.pairs and (question.is_search or fits)
 
 
 def _draft(question: Question) -> Question:
