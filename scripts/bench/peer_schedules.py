@@ -30,6 +30,7 @@ from bench import page, ranks
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search import fit, zb_auto
 
 PEERS = ranks.ROOT / "configs/published/peer_schedules.csv"
@@ -110,7 +111,7 @@ def plan(case: Case, objective: Metric, start: Schedule | None = None) -> tuple[
     peak = max(timeline.peak_activation)
     assert peak <= case.limit + 1e-6, f"{case}: the peak is {peak}"
     shortest = min(
-        lower_bound(costs.fit(on), memory.fit(on), on, case.m, case.limit, objective).value_ms
+        lower_bound(costs.fit(on), memory.fit(on), Workload(on, case.m), case.limit, objective).value_ms
         for on in (Placement.linear(case.p), finest)
     )
     work = case.m * (case.forward_ms + case.backward_ms + case.wgrad_ms)

@@ -41,6 +41,7 @@ from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.ir import Plan
 from megatron.zero_bubble.core.ir.vocabulary import FLOWS
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan.offload import offload, select_longest
 from megatron.zero_bubble.core.search import fit
 from megatron.zero_bubble.planning.setup import Divided, Named, Setup
@@ -335,7 +336,7 @@ class _Variant:
         """Lower bounds of ``planned`` for any order of the same passes, without a memory limit."""
         on, m = self._schedule.placement, self._schedule.num_microbatches
         memory = PassMemory.uniform(on, 1.0)
-        return [lower_bound(costs, memory, on, m, None, "makespan").value_ms for costs in self.costs]
+        return [lower_bound(costs, memory, Workload(on, m), None, "makespan").value_ms for costs in self.costs]
 
 
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:

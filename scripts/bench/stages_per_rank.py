@@ -21,6 +21,7 @@ from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, sim
 from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.schedules import breadth_first, gis, gis_h, interleaved, zb_interleaved, zero_pp
 from megatron.zero_bubble.core.search import zb_auto
 from megatron.zero_bubble.core.search.placements import PlacementChoice, placements
@@ -56,7 +57,7 @@ class Setting:
 
     def bound(self, on: Placement) -> float:
         figures = self.costs.fit(on), self.memory.fit(on)
-        return lower_bound(*figures, on, self.m, self.limit, self.objective, effort=0).value_ms
+        return lower_bound(*figures, Workload(on, self.m), self.limit, self.objective, effort=0).value_ms
 
 
 def random_setting(seed: int) -> Setting:

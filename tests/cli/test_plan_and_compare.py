@@ -16,6 +16,7 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.memory import message_peaks
 from megatron.zero_bubble.core.formats.costs import costs_to_json
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan import plan_of
 from tests.helpers.plans import schedule_from_json
 from tests.helpers.rows import some
@@ -46,7 +47,7 @@ def test_plan_with_a_limit_reports_bound_and_gap(capsys: Capture, objective: str
     plan = run_json(capsys, *arguments)
     placement = Placement.linear(4)
     costs, memory = PassCosts.uniform(placement, 2.0, 2.0, 1.0, 0.5), PassMemory.uniform(placement)
-    bound = lower_bound(costs, memory, placement, 8, 4.0, objective)
+    bound = lower_bound(costs, memory, Workload(placement, 8), 4.0, objective)
     assert (plan["objective"], plan["memory_limit"], plan["memory_limit_microbatches"]) == (objective, 4.0, 4.0)
     assert plan["lower_bound_ms"] == bound.value_ms
     assert plan["gap"] == pytest.approx(1 - bound.value_ms / plan[f"{objective}_ms"], abs=1e-9)

@@ -1,4 +1,4 @@
-"""A new decision of the planner, defined outside the package: a flag, a field of the question, and a function.
+"""A new decision of the planner, defined outside the package: a flag, a field of the setup, and a function.
 
 The decision is how often a schedule is repeated one after the other, for fewer microbatches each.
 """
@@ -20,6 +20,7 @@ from megatron.zero_bubble.planning.answer import CHOOSERS, answer
 from megatron.zero_bubble.planning.offer import Ask, Offer
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
+from megatron.zero_bubble.planning.setup import Setup
 
 TIMES = "--forward-ms 4 --backward-ms 5 --wgrad-ms 3 --num-ranks 3 --num-microbatches 6"
 
@@ -27,14 +28,14 @@ OPTION = ("--repeat", {"type": int, "nargs": "+", "default": [1], "help": "how o
 
 
 @dataclass(frozen=True)
-class _Question(Question):
+class _Setup(Setup):
     repeat: tuple[int, ...] = (1,)
 
 
 def repeat(question: Question, ask: Ask) -> Iterator[Offer | DroppedVariant]:
     """Choose how often the schedule is repeated; its parts have equally many microbatches."""
-    assert isinstance(question, _Question)
-    for times in question.repeat:
+    assert isinstance(question.setup, _Setup)
+    for times in question.setup.repeat:
         yield from attempt(f"repeating {times} times", partial(_repeated, question, ask, times))
 
 
@@ -57,14 +58,14 @@ def _chained(schedule: Schedule, times: int) -> Schedule:
 WITH_REPEAT = (*CHOOSERS[:-1], repeat, CHOOSERS[-1])
 
 
-def asked(flags: str) -> _Question:
+def asked(flags: str) -> Question:
     parser = argparse.ArgumentParser()
     add_plan(parser)
     parser.add_argument(OPTION[0], **OPTION[1])
     options = parser.parse_args(f"{TIMES} {flags}".split())
     question = question_of(options)
-    own = {field.name: getattr(question, field.name) for field in fields(question)}
-    return _Question(**own, repeat=tuple(options.repeat))
+    own = {field.name: getattr(question.setup, field.name) for field in fields(question.setup)}
+    return replace(question, setup=_Setup(**own, repeat=tuple(options.repeat)))
 
 
 def test_its_best_value_is_chosen_with_every_other_decision() -> None:

@@ -17,6 +17,7 @@ from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.offload import Evict, Fetch
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan import Additions, plan_of, plan_without_messages
 from megatron.zero_bubble.core.plan.offload import select_longest
 from megatron.zero_bubble.planning.offload import HostLimits, OffloadPlan, plan_offload
@@ -234,7 +235,7 @@ def test_no_plan_is_shorter_than_the_bound(name: str, d: int, m: int, k: float, 
     plan = plan_offload(*given, choice)
     limit = max(plan.device_peak)
     for objective, ms in (("span", plan.timeline.span_ms), ("makespan", plan.timeline.makespan_ms)):
-        bound = lower_bound_with_offload(*given[1:], plan.timeline.schedule.placement, m, limit, objective)  # type: ignore[arg-type]
+        bound = lower_bound_with_offload(*given[1:], Workload.of(plan.timeline.schedule), limit, objective)  # type: ignore[arg-type]
         assert bound.value_ms <= ms * (1 + 1e-9)
 
 
@@ -246,7 +247,7 @@ def test_bound_counts_lane_and_memory() -> None:
     def bound(host_ms: float, limit: float, d: int = 2) -> float:
         ones = (1.0,) * d
         costs, memory = PassCosts(ones, ones, ones, host_ms=(host_ms,) * d), PassMemory(ones, ones)
-        return lower_bound_with_offload(costs, memory, Placement.linear(d), 100, limit).value_ms
+        return lower_bound_with_offload(costs, memory, Workload(Placement.linear(d), 100), limit).value_ms
 
     assert bound(3.0, 1.5) == pytest.approx(100 * 5 / 1.5)
     # Copies of 0.5 ms save 1 of the 5 ms: all move, in 50 ms on either lane.

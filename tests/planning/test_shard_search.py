@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build
 from megatron.zero_bubble.core.analysis.score import SHORTEST
 from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import bound
@@ -100,7 +101,7 @@ def test_no_units_are_shorter_than_the_bound(collectives: tuple[float, float]) -
     p, m, v = 3, 6, 3
     costs, make = figures(p, m, 0.05, *collectives), maker("zero-pp", p, m, v)
     on = make(None).placement
-    passes_ms = bound(costs, on, SHORTEST).value_ms
+    passes_ms = bound(costs, Workload(on, costs.num_microbatches), SHORTEST).value_ms
     least, why = least_ms(costs.on(on)[0], on, passes_ms)
     assert why.startswith("the passes" if collectives[0] < 100 else "one gather")
     plans = (of_schedule(costs, make(u), Sharding(u, k), REPLICAS) for u, k in product((1, 3, 6), (1, 3)))

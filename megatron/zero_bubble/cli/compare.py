@@ -29,6 +29,7 @@ from megatron.zero_bubble.core.analysis.score import Goal, length_ms, within
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.placements import label_of, name_of, placements
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, comparable, most_chunks
@@ -260,7 +261,8 @@ def _bounds(
     costs = variant.costs
     for placement in searched:
         if within(max(least_memory(costs.on(placement)[1], placement, fused=True)), goal.limit):
-            bounds[label_of(placement)] = bound(costs, placement, goal, slices, variant.algorithm, offload).value_ms
+            work = Workload(placement, costs.num_microbatches, slices, variant.algorithm)
+            bounds[label_of(placement)] = bound(costs, work, goal, offload).value_ms
     return bounds
 
 

@@ -17,6 +17,7 @@ from megatron.zero_bubble.core.analysis.score import ROUNDING, Goal, length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.errors import PlanError, Refusal, UserError, attempted
 from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.planning.answer import Answer, answer, refusal_of
 from megatron.zero_bubble.planning.change import LARGE, SAME, Change, Need, Row, Today, need_of_plan
 from megatron.zero_bubble.planning.feasibility import Feasibility
@@ -231,7 +232,7 @@ class Adviser:
         mean = costs.num_microbatches * work / costs.num_ranks
         if question.by_cost or question.setup.cuts:  # they divide the work otherwise
             return mean
-        return max(mean, quick_bound(costs, change.placement, Goal(self.objective)))
+        return max(mean, quick_bound(costs, Workload(change.placement, costs.num_microbatches), Goal(self.objective)))
 
     def _to_beat(self, change: Change) -> float:
         """The length below which a change is of use: that of the best of its kind so far, and of the job as it is."""

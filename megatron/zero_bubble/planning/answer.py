@@ -13,6 +13,7 @@ from megatron.zero_bubble.core.errors import PlanError, UserError
 from megatron.zero_bubble.core.formats.plan import Certificate
 from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.planning.choosers import layout, offload, schedules, shards, slices, vocabulary
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, Feasibility
 from megatron.zero_bubble.planning.offer import Ask, Chooser, Offer, score
@@ -54,15 +55,8 @@ class Answer(Offer):
         limit, objective = self.question.limit, self.question.objective
         if limit is None or self.shards is not None or self.schedule.overlaps:
             return None
-        schedule = self.schedule
-        least = bound(
-            self.costs,
-            schedule.placement,
-            self.question.goal,
-            slices=schedule.slices,
-            vocabulary=algorithm_of(schedule),
-            offload=self.question.setup.offload is not None,
-        )
+        moves = self.question.setup.offload is not None
+        least = bound(self.costs, Workload.of(self.schedule), self.question.goal, moves)
         return Certificate(objective, limit, limit / self.costs.microbatch, least, self.seconds)
 
 

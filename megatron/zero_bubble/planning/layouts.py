@@ -15,6 +15,7 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import layout_text
 from megatron.zero_bubble.core.ir import Placement, Plan
 from megatron.zero_bubble.core.ir.schedule import chain_of
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan import plan_without_messages
 from megatron.zero_bubble.core.search.cut import cut, least_layers
 from megatron.zero_bubble.core.search.layout import Layout, LayoutTrials, best_layout
@@ -233,7 +234,9 @@ class _Desk:
                 costs, goal, divided = self.costs(layout), self.rated.goal, self.question.setup.vocabulary
                 if within(max(least_memory(costs.on(self.placement)[1], self.placement, fused=True)), goal.limit):
                     algorithm = None if divided is None else divided.of_run
-                    self.bounds[layout] = quick_bound(costs, self.placement, goal, algorithm)
+                    self.bounds[layout] = quick_bound(
+                        costs, Workload(self.placement, costs.num_microbatches, vocabulary=algorithm), goal
+                    )
         return self.bounds[layout]
 
     def drafted(self, layout: Layout) -> list[_LaidOut]:

@@ -11,6 +11,7 @@ from megatron.zero_bubble.core.formats.layout import LAYERS, LAYOUT, NEEDED_LAYO
 from megatron.zero_bubble.core.formats.moves import OFFLOAD, moves_content
 from megatron.zero_bubble.core.formats.plan import RECOMPUTE_LOGITS, PlanFile, plan_to_json
 from megatron.zero_bubble.core.formats.sharding import SHARD_WEIGHTS, sharding_content
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layout_plan import LayoutPlan
@@ -72,7 +73,7 @@ def offload_content(done: OffloadPlan) -> dict[str, Any]:
 def sharded_bound(plan: ShardPlan, costs: Figures) -> tuple[float, str]:
     """Return a lower bound in ms on the makespan with units of any size, and its reason."""
     schedule = plan.timeline.schedule
-    passes = bound(costs, schedule.placement, SHORTEST, schedule.slices)
+    passes = bound(costs, Workload.of(schedule), SHORTEST)
     return least_ms(costs.on(schedule.placement)[0], schedule.placement, passes.value_ms)
 
 

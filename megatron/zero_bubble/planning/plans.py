@@ -9,9 +9,9 @@ from megatron.zero_bubble.core.analysis.bounds import Bound, lower_bound, lower_
 from megatron.zero_bubble.core.analysis.memory import message_peaks, most_kept
 from megatron.zero_bubble.core.analysis.score import Goal, length_ms, within
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.core.ir import WHOLE, Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir import WHOLE, Schedule, Slices
 from megatron.zero_bubble.core.ir.sizes import check_size
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan import Additions, PostReceives, unproved_plan_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import SCHEDULES
@@ -55,31 +55,19 @@ def _sliced_on_a_line(costs: Figures, slices: Slices) -> list[Schedule]:
     return [costs.build(name, num_slices=slices) for name in known]
 
 
-def bound(
-    costs: Figures,
-    placement: Placement,
-    goal: Goal,
-    slices: Slices = WHOLE,
-    vocabulary: Algorithm | None = None,
-    offload: bool = False,
-) -> Bound:
-    """Return the lower bound for one placement, these slices, and this algorithm of vocabulary parallelism; with
-    ``offload``, activations may move to host memory.
-    """
+def bound(costs: Figures, work: Workload, goal: Goal, offload: bool = False) -> Bound:
+    """Return the lower bound on all schedules of a workload; with ``offload``, activations may move to host memory."""
     of = lower_bound_with_offload if offload else lower_bound
-    sizes = placement, costs.num_microbatches
-    return of(*costs.on(placement), *sizes, goal.limit, goal.objective, slices=slices, vocabulary=vocabulary)
+    return of(*costs.on(work.placement), work, goal.limit, goal.objective)
 
 
-def quick_bound(costs: Figures, placement: Placement, goal: Goal, vocabulary: Algorithm | None = None) -> float:
-    """Return a lower bound in ms on whole sequences for one placement, in closed form, which takes little time.
+def quick_bound(costs: Figures, work: Workload, goal: Goal) -> float:
+    """Return a lower bound in ms on whole sequences, in closed form, which takes little time.
 
     Raises:
         UserError: when the limit admits no schedule.
     """
-    sizes = placement, costs.num_microbatches
-    how = {"effort": None, "vocabulary": vocabulary}
-    return lower_bound(*costs.on(placement), *sizes, goal.limit, goal.objective, **how).value_ms  # type: ignore[arg-type]
+    return lower_bound(*costs.on(work.placement), work, goal.limit, goal.objective, effort=None).value_ms
 
 
 def fitted(schedule: Schedule, costs: Figures, objective: Metric, ends: bool = False) -> Schedule:

@@ -13,6 +13,7 @@ import pytest
 from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.core.analysis.bounds import Bound, least_memory, lower_bound
 from megatron.zero_bubble.core.analysis.bounds.jackson import one_machine_bound
+from megatron.zero_bubble.core.ir.workload import Workload
 from tests.helpers.instances import peak_memory, random_instance, random_schedule
 from tests.helpers.rows import some
 
@@ -31,7 +32,7 @@ def no_schedule_is_below(seeds: range, *effort: int) -> None:
         limit = peak_memory(schedule, instance)
         costs, memory, placement, m = instance.costs, instance.memory, instance.placement, instance.num_microbatches
         for objective, cost in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
-            bound = lower_bound(costs, memory, placement, m, limit, objective, fused, *effort)
+            bound = lower_bound(costs, memory, Workload(placement, m), limit, objective, fused, *effort)
             assert bound.value_ms <= cost * (1 + 1e-9), f"seed {seed}: {objective} {cost} is below {bound}"
 
 
@@ -45,7 +46,9 @@ def test_no_schedule_that_splits_some_backwards_is_below_the_bound() -> None:
         timeline = simulate(schedule, instance.costs, instance.memory)
         costs, memory, placement, m = instance.costs, instance.memory, instance.placement, instance.num_microbatches
         for objective, cost in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
-            bound = lower_bound(costs, memory, placement, m, peak_memory(schedule, instance), objective, effort=5_000)
+            bound = lower_bound(
+                costs, memory, Workload(placement, m), peak_memory(schedule, instance), objective, effort=5_000
+            )
             assert bound.value_ms <= cost * (1 + 1e-9), f"seed {seed}: {objective} {cost} is below {bound}"
 
 
@@ -94,8 +97,8 @@ def test_zb_h1_is_proved_optimal_for_every_row_of_the_paper(row: dict[str, str])
     timeline = simulate(build("zb-h1", num_ranks=p, num_microbatches=m), costs, memory)
     limit = p * memory.activation[0]
     assert max(timeline.peak_activation) <= p
-    assert lower_bound(costs, memory, placement, m, limit).gap(timeline.span_ms) == 0.0
-    relaxed = lower_bound(costs, memory, placement, m, 2 * limit)
+    assert lower_bound(costs, memory, Workload(placement, m), limit).gap(timeline.span_ms) == 0.0
+    relaxed = lower_bound(costs, memory, Workload(placement, m), 2 * limit)
     work = m * (costs.forward_ms[0] + costs.backward_ms[0] + costs.wgrad_ms[0])
     assert (relaxed.value_ms - work) / relaxed.value_ms <= float(row["zb_2p"]) + 5e-5
 
@@ -105,8 +108,8 @@ def test_1f1b_is_proved_optimal_for_fused_backwards_at_its_memory() -> None:
     costs, memory = PassCosts.uniform(placement, 3.0, 2.0, 4.0), PassMemory.uniform(placement)
     timeline = simulate(build("1f1b", num_ranks=6, num_microbatches=15), costs, memory)
     for objective, cost in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
-        assert lower_bound(costs, memory, placement, 15, 6.0, objective, fused=True).gap(cost) == 0.0
-        assert lower_bound(costs, memory, placement, 15, 6.0, objective).gap(cost) > 0.1
+        assert lower_bound(costs, memory, Workload(placement, 15), 6.0, objective, fused=True).gap(cost) == 0.0
+        assert lower_bound(costs, memory, Workload(placement, 15), 6.0, objective).gap(cost) > 0.1
 
 
 @pytest.mark.parametrize("m", [1, 2, 5])
@@ -117,16 +120,18 @@ def test_one_microbatch_at_a_time_is_proved_optimal_at_minimal_memory(m: int) ->
     memory = PassMemory.uniform(placement)
     round_trip = 11.0 + 8.0 + 2 * 3 * 1.5
     for objective in ("span", "makespan"):
-        assert lower_bound(costs, memory, placement, m, 1.0, objective).value_ms == pytest.approx(m * round_trip)
+        assert lower_bound(costs, memory, Workload(placement, m), 1.0, objective).value_ms == pytest.approx(
+            m * round_trip
+        )
 
 
 def test_makespan_bound_includes_the_last_ranks_late_start() -> None:
     """Without a limit, the makespan of a single-chunk schedule is at least the last rank's late start plus its work."""
     placement = Placement.linear(8)
     costs, memory = PassCosts.uniform(placement, 2.0, 2.0, 2.0, 0.5), PassMemory.uniform(placement)
-    bound = lower_bound(costs, memory, placement, 40, None, "makespan")
+    bound = lower_bound(costs, memory, Workload(placement, 40), None, "makespan")
     assert bound == Bound(pytest.approx(40 * 6 + 7 * 2.5), "work", 7)
-    assert lower_bound(costs, memory, placement, 40, None).value_ms == pytest.approx(240)
+    assert lower_bound(costs, memory, Workload(placement, 40), None).value_ms == pytest.approx(240)
 
 
 def test_bounds_never_fall_with_less_memory() -> None:
@@ -134,7 +139,7 @@ def test_bounds_never_fall_with_less_memory() -> None:
     for _ in range(6):
         instance = random_instance(rng, 3, 5)
         least = max(least_memory(instance.memory, instance.placement))
-        pipeline = (instance.costs, instance.memory, instance.placement, instance.num_microbatches)
+        pipeline = (instance.costs, instance.memory, Workload(instance.placement, instance.num_microbatches))
         for objective in ("span", "makespan"):
             values = [lower_bound(*pipeline, least * k / 4, objective).value_ms for k in (4, 5, 6, 8, 12, 100)]
             values.append(lower_bound(*pipeline, None, objective).value_ms)
@@ -170,15 +175,15 @@ def test_limit_below_one_microbatch_names_the_least_limit() -> None:
     memory = PassMemory((3.0, 1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 1.0))
     costs = PassCosts((1.0,) * 4, (1.0,) * 4, (1.0,) * 4)
     with pytest.raises(ValueError, match="room for one microbatch, 5 on rank 0; got 4.9"):
-        lower_bound(costs, memory, placement, 3, 4.9)
-    both = lower_bound(costs, memory, placement, 3, 5.0)
-    assert lower_bound(costs, memory, placement, 3, (5.0, 5.0)) == both
+        lower_bound(costs, memory, Workload(placement, 3), 4.9)
+    both = lower_bound(costs, memory, Workload(placement, 3), 5.0)
+    assert lower_bound(costs, memory, Workload(placement, 3), (5.0, 5.0)) == both
     assert (
-        lower_bound(costs, memory, placement, 3, (5.0, 2.0)).value_ms
-        > lower_bound(costs, memory, placement, 3, (9.0, 9.0)).value_ms
+        lower_bound(costs, memory, Workload(placement, 3), (5.0, 2.0)).value_ms
+        > lower_bound(costs, memory, Workload(placement, 3), (9.0, 9.0)).value_ms
     )
     with pytest.raises(ValueError, match="one for each of the 2 ranks"):
-        lower_bound(costs, memory, placement, 3, (5.0, 5.0, 5.0))
+        lower_bound(costs, memory, Workload(placement, 3), (5.0, 5.0, 5.0))
 
 
 def test_memory_may_be_too_small_to_count() -> None:
@@ -186,7 +191,7 @@ def test_memory_may_be_too_small_to_count() -> None:
     on = Placement.linear(2)
     costs, none = PassCosts.uniform(on, 1, 1, 1), PassMemory((1.0, 1.0), (0.0, 0.0))
     found, expected = (
-        lower_bound(costs, memory, on, 3, 2.0, "span", effort=0)
+        lower_bound(costs, memory, Workload(on, 3), 2.0, "span", effort=0)
         for memory in (replace(none, wgrad=(5e-324,) * 2), none)
     )
     assert found == expected
@@ -202,7 +207,7 @@ def test_more_effort_never_lowers_the_bound() -> None:
     rng = random.Random(11)
     for _ in range(30):
         instance = random_instance(rng, 4, 6)
-        pipeline = (instance.costs, instance.memory, instance.placement, instance.num_microbatches)
+        pipeline = (instance.costs, instance.memory, Workload(instance.placement, instance.num_microbatches))
         limit = 1.5 * max(least_memory(instance.memory, instance.placement))
         by_effort = [lower_bound(*pipeline, limit, effort=effort).value_ms for effort in (0, 400, 100_000)]
         assert all(a <= b * (1 + 1e-9) for a, b in pairwise(by_effort))
@@ -218,6 +223,6 @@ def test_bound_of_many_ranks_sees_the_wait_for_the_first_microbatch() -> None:
     """A microbatch returns to rank 0 after 254 transfers and 255 passes, in which rank 0 has 255 passes to run."""
     placement = Placement.vee(128)
     costs, memory = PassCosts.uniform(placement, 11.35, 11.25, 8.13, 0.38), PassMemory.uniform(placement, 1.0, 0.4325)
-    bound = lower_bound(costs, memory, placement, 256, 256.0)
+    bound = lower_bound(costs, memory, Workload(placement, 256), 256.0)
     work = 256 * (11.35 + 11.25 + 8.13)
     assert bound.value_ms == pytest.approx(work + 90.845, abs=0.01)

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate, validate
 from megatron.zero_bubble.core.analysis.bounds import least_memory, lower_bound
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search import zb_auto
 from megatron.zero_bubble.core.search.placements import placements
 from tests.helpers.exact import ExactSchedule, solve
@@ -73,7 +74,7 @@ def compare(
         case, fused, limit, objective, exact = draw(seed)
         validate(exact.schedule)
         assert peak_memory(exact.schedule, case) <= limit * (1 + 1e-4)
-        pipeline = (case.costs, case.memory, case.placement, case.num_microbatches)
+        pipeline = (case.costs, case.memory, Workload(case.placement, case.num_microbatches))
         bound = lower_bound(*pipeline, limit, objective, fused)
         if exact.optimal:
             assert bound.value_ms <= exact.bound_ms * (1 + 1e-9), f"seed {seed}: {exact.bound_ms} is below {bound}"
@@ -102,7 +103,7 @@ def test_search_and_bound_equal_the_optimum_in_most_cases_on_loops_and_waves() -
     solved = found = 0
     for seed in range(40):
         case, _, limit, objective, exact = small_finer(seed)
-        pipeline = (case.costs, case.memory, case.placement, case.num_microbatches)
+        pipeline = (case.costs, case.memory, Workload(case.placement, case.num_microbatches))
         bound = lower_bound(*pipeline, limit, objective)
         ours = zb_auto(
             case.costs,
@@ -139,7 +140,7 @@ def test_zb_h1_is_optimal_at_1f1b_memory() -> None:
     h1 = simulate(build("zb-h1", num_ranks=2, num_microbatches=4), costs, memory)
     assert exact.optimal
     assert exact.cost_ms == exact.bound_ms == h1.span_ms < simulate(hint, costs).span_ms
-    assert lower_bound(costs, memory, placement, 4, 2.0).value_ms == pytest.approx(exact.cost_ms)
+    assert lower_bound(costs, memory, Workload(placement, 4), 2.0).value_ms == pytest.approx(exact.cost_ms)
 
 
 def test_fractional_times_lose_less_than_one_tick_per_pass() -> None:

@@ -14,6 +14,7 @@ from megatron.zero_bubble.core.analysis.bounds import least_memory, lower_bound
 from megatron.zero_bubble.core.analysis.bounds.room import time_to_make_room
 from megatron.zero_bubble.core.analysis.bounds.setting import Setting
 from megatron.zero_bubble.core.analysis.bounds.ways import by_ways
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search import zb_auto
 from tests.helpers.instances import Instance, peak_memory, random_schedule
 
@@ -85,10 +86,10 @@ def no_plan_is_below(seeds: range, draw: Callable[[random.Random], tuple[Schedul
     for seed in seeds:
         schedule, case = draw(random.Random(seed))
         timeline = simulate(schedule, case.costs, case.memory)
-        pipeline = (case.costs, case.memory, case.placement, case.num_microbatches, peak_memory(schedule, case))
+        pipeline = (case.costs, case.memory, Workload.of(schedule), peak_memory(schedule, case))
         for objective, cost in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
             for effort in (0, 120_000):
-                bound = lower_bound(*pipeline, objective, effort=effort, slices=schedule.slices)
+                bound = lower_bound(*pipeline, objective, effort=effort)
                 assert bound.value_ms <= cost * (1 + 1e-9), f"seed {seed}: {objective} {cost} is below {bound}"
 
 
@@ -123,9 +124,9 @@ def test_v_half_is_proved_optimal_for_equal_passes(p: int, m: int) -> None:
     timeline = simulate(schedule, costs, memory)
     half = round(2 * max(timeline.peak_activation))
     for k in range(half, 2 * p):
-        assert lower_bound(costs, memory, placement, m, k, effort=0).value_ms == 6 * m + 6 * p - 3 * k - 1
+        assert lower_bound(costs, memory, Workload(placement, m), k, effort=0).value_ms == 6 * m + 6 * p - 3 * k - 1
     for objective, cost in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
-        assert lower_bound(costs, memory, placement, m, half, objective).gap(cost) == 0.0
+        assert lower_bound(costs, memory, Workload(placement, m), half, objective).gap(cost) == 0.0
 
 
 def test_plan_with_short_w_passes_is_proved_optimal_in_the_memory_of_1f1b() -> None:
@@ -133,7 +134,7 @@ def test_plan_with_short_w_passes_is_proved_optimal_in_the_memory_of_1f1b() -> N
     placement = Placement.vee(4)
     costs, memory = PassCosts.uniform(placement, 30.0, 30.0, 20.0), PassMemory.uniform(placement)
     plan = zb_auto(costs, memory, 4, 12, 4.0, placement="vee")
-    bound = lower_bound(costs, memory, placement, 12, 4.0)
+    bound = lower_bound(costs, memory, Workload(placement, 12), 4.0)
     assert bound.gap(simulate(plan, costs).span_ms) == 0.0
     assert bound.reason == "way to a rank, its work, and back"
 
@@ -150,7 +151,9 @@ def test_rounding_error_in_the_limit_does_not_raise_the_bound() -> None:
     """Room for 3 passes of 9.22...: the memory of two, subtracted twice, leaves slightly less than nothing."""
     placement, passes = Placement.vee(4), 9.221157199663265
     costs, memory = PassCosts.uniform(placement, 16.0, 14.0, 5.0), PassMemory.uniform(placement, 2 * passes, 0.0)
-    least, larger = (lower_bound(costs, memory, placement, 2, 3 * passes * (1 + e), effort=0) for e in (0.0, 1e-12))
+    least, larger = (
+        lower_bound(costs, memory, Workload(placement, 2), 3 * passes * (1 + e), effort=0) for e in (0.0, 1e-12)
+    )
     assert least.value_ms == pytest.approx(larger.value_ms)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
 from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.ir.workload import Workload
 from tests.helpers.gpipe import gpipe
 from tests.helpers.strategies import costs_for, cuts, num_ranks
 
@@ -30,11 +31,11 @@ def test_no_schedule_is_below_its_bound(data: st.DataObject, name: str, p: int, 
     costs = data.draw(costs_for(schedule))
     memory = PassMemory((1.0,) * schedule.num_stages, (0.5,) * schedule.num_stages)
     timeline = simulate(schedule, costs, memory)
-    figures = (costs, memory, schedule.placement, m, most_kept(timeline, memory))
+    figures = (costs, memory, Workload.of(schedule), most_kept(timeline, memory))
     for fused in {False, "1f1b" in name}:
-        span = lower_bound(*figures, "span", fused, slices=schedule.slices)
+        span = lower_bound(*figures, "span", fused)
         assert span.value_ms <= timeline.span_ms * (1 + 1e-9), span
-        makespan = lower_bound(*figures, "makespan", fused, slices=schedule.slices)
+        makespan = lower_bound(*figures, "makespan", fused)
         assert makespan.value_ms <= timeline.makespan_ms * (1 + 1e-9), makespan
 
 
@@ -43,7 +44,7 @@ def test_seq_zb_h1_is_optimal_at_equal_passes(p: int, m: int, n: int) -> None:
     schedule = build("seq-zb-h1", num_ranks=p, num_microbatches=m, num_slices=n)
     costs, memory = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0), PassMemory.uniform(schedule.placement)
     timeline = simulate(schedule, costs, memory)
-    found = lower_bound(costs, memory, schedule.placement, m, None, "makespan", slices=schedule.slices)
+    found = lower_bound(costs, memory, Workload(schedule.placement, m, schedule.slices), None, "makespan")
     assert found.value_ms == pytest.approx(timeline.makespan_ms)
 
 
@@ -60,7 +61,7 @@ def test_unequal_passes_and_transfers_reach_the_bound(costs: PassCosts, ms: floa
     schedule = build("seq-zb-h1", num_ranks=2, num_microbatches=1, num_slices=2)
     memory = PassMemory.uniform(schedule.placement)
     assert simulate(schedule, costs, memory).makespan_ms == pytest.approx(ms)
-    found = lower_bound(costs, memory, schedule.placement, 1, None, "makespan", slices=schedule.slices)
+    found = lower_bound(costs, memory, Workload(schedule.placement, 1, schedule.slices), None, "makespan")
     assert found.value_ms == pytest.approx(ms)
 
 
@@ -68,7 +69,7 @@ def test_a_limit_raises_the_bound() -> None:
     schedule = build("seq-zb-h1", num_ranks=4, num_microbatches=4, num_slices=4)
     costs, memory = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0), PassMemory.uniform(schedule.placement)
     tight, loose = (
-        lower_bound(costs, memory, schedule.placement, 4, limit, slices=schedule.slices).value_ms
+        lower_bound(costs, memory, Workload(schedule.placement, 4, schedule.slices), limit).value_ms
         for limit in (1.0, 9.0)
     )
     assert tight > loose == pytest.approx(12.0)

@@ -14,6 +14,7 @@ from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
 from tests.helpers.strategies import costs_for
 
@@ -42,7 +43,7 @@ def test_no_inserted_schedule_is_shorter(
         timeline = simulate(with_vocabulary(schedule, costs, algorithm, lag, delay), costs, memory)
         limit = most_kept(timeline, memory)
         for objective, ms in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
-            bound = lower_bound(costs, memory, schedule.placement, m, limit, objective, vocabulary=algorithm)
+            bound = lower_bound(costs, memory, Workload(schedule.placement, m, vocabulary=algorithm), limit, objective)
             assert bound.value_ms <= ms * (1 + 1e-9)
 
 
@@ -54,7 +55,7 @@ def test_a_microbatch_alone_waits_for_every_barrier(algorithm: Algorithm, ms: fl
     placement = Placement.linear(2)
     costs = replace(PassCosts.uniform(placement, 1.0, 1.0, 1.0), vocabulary=VocabularyCosts((1.5, 0.0), (1.5, 0.0)))
     memory = PassMemory.uniform(placement)
-    bound = lower_bound(costs, memory, placement, 1, None, vocabulary=algorithm)
+    bound = lower_bound(costs, memory, Workload(placement, 1, vocabulary=algorithm), None)
     assert (bound.value_ms, bound.rank) == (ms, 0)
     made = with_vocabulary(build("zb-h1", num_ranks=2, num_microbatches=1), costs, algorithm)
     assert simulate(made, costs).span_ms == ms
@@ -72,12 +73,14 @@ def test_ranks_wait_for_the_slowest_shard(algorithm: Algorithm, objective: Metri
     placement = Placement.linear(2)
     figures = VocabularyCosts((0.0, 5.0), (0.0, 7.0), (0.0, 3.0), (2.0, 0.0), collective_ms=0.5)
     costs = replace(PassCosts.uniform(placement, 1.0, 1.0, 1.0, comm_ms=0.25), vocabulary=figures)
-    bound = lower_bound(costs, PassMemory.uniform(placement), placement, 1, None, objective, vocabulary=algorithm)
+    bound = lower_bound(
+        costs, PassMemory.uniform(placement), Workload(placement, 1, vocabulary=algorithm), None, objective
+    )
     assert bound.value_ms == pytest.approx(ms)
 
 
 def test_work_of_the_vocabulary_counts() -> None:
     placement = Placement.linear(2)
     costs = replace(PassCosts.uniform(placement, 1.0, 1.0, 1.0), vocabulary=VocabularyCosts.uniform(2, 0.5, 0.25))
-    bound = lower_bound(costs, PassMemory.uniform(placement), placement, 100, None, vocabulary=2)
+    bound = lower_bound(costs, PassMemory.uniform(placement), Workload(placement, 100, vocabulary=2), None)
     assert bound.value_ms >= 375.0

@@ -17,6 +17,7 @@ from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile, costs_to_json
 from megatron.zero_bubble.core.ir.passes import B, F, Pass, W
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.search import zb_auto
 from megatron.zero_bubble.core.search.loops import Reference, loops
@@ -106,7 +107,7 @@ def test_no_schedule_is_shorter_than_the_bound(seed: int, ms: float, objective: 
     schedule = random_schedule(rng, instance, fused)
     peak = peak_memory(schedule, instance)
     bound = lower_bound(
-        instance.costs, instance.memory, instance.placement, instance.num_microbatches, peak, objective, fused
+        instance.costs, instance.memory, Workload(instance.placement, instance.num_microbatches), peak, objective, fused
     )
     timeline = simulate(schedule, instance.costs)
     length = timeline.span_ms if objective == "span" else timeline.makespan_ms
@@ -118,7 +119,7 @@ def test_no_schedule_of_slices_is_shorter_than_the_bound(data: st.DataObject, ms
     schedule = data.draw(schedules().filter(lambda one: one.num_slices > 1))
     costs = replace(data.draw(costs_for(schedule)), message_ms=ms)
     on, m = schedule.placement, schedule.num_microbatches
-    bound = lower_bound(costs, PassMemory.uniform(on), on, m, None, "span", slices=schedule.slices)
+    bound = lower_bound(costs, PassMemory.uniform(on), Workload(on, m, schedule.slices), None, "span")
     assert bound.value_ms <= simulate(schedule, costs).span_ms * (1 + 1e-9)
 
 
@@ -126,7 +127,7 @@ def test_the_bound_counts_messages() -> None:
     """On the middle rank, each of 8 microbatches exchanges 4 messages: ZB-H2 without waits takes no less."""
     on = Placement.linear(3)
     costs = PassCosts((1.0,) * 3, (1.0,) * 3, (1.0,) * 3, message_ms=0.5)
-    bound = lower_bound(costs, PassMemory.uniform(on), on, 8, None, "span")
+    bound = lower_bound(costs, PassMemory.uniform(on), Workload(on, 8), None, "span")
     assert bound.value_ms >= 8 * (3 + 4 * 0.5)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import PassCosts, PassMemory, build, simulate, validate
 from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.render.text import render_text
 from megatron.zero_bubble.core.schedules import interleaved, zb_interleaved
 from megatron.zero_bubble.core.search import fit
@@ -71,4 +72,7 @@ def test_fit_shortens_it_within_its_memory() -> None:
     assert after.span_ms < before.span_ms
     assert max(most_kept(after, memory)) <= max(most_kept(before, memory)) * (1 + 1e-9)
     assert (fitted.name, fitted.placement) == (schedule.name, schedule.placement)
-    assert lower_bound(costs, memory, fitted.placement, 8, max(most_kept(after, memory))).value_ms <= after.span_ms
+    assert (
+        lower_bound(costs, memory, Workload(fitted.placement, 8), max(most_kept(after, memory))).value_ms
+        <= after.span_ms
+    )

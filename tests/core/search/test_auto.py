@@ -14,6 +14,7 @@ from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, build, 
 from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.analysis.validate import validate
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search import fit, zb_auto
 from megatron.zero_bubble.planning.job.runnable import check_runnable
 from tests.helpers.rows import some
@@ -99,8 +100,8 @@ def test_1f1b_is_proved_optimal_where_no_backward_can_be_split() -> None:
     on = Placement.linear(4)
     costs, memory = PassCosts.uniform(on, 10.0, 20.0, 10.0), PassMemory.uniform(on, 1.0, 8.0)
     for objective in ("span", "makespan"):
-        assert lower_bound(costs, memory, on, 12, 4.0, objective).gap(600.0) == 0.0
-        assert lower_bound(costs, memory, on, 12, 8.0, objective).gap(600.0) > 0.1
+        assert lower_bound(costs, memory, Workload(on, 12), 4.0, objective).gap(600.0) == 0.0
+        assert lower_bound(costs, memory, Workload(on, 12), 8.0, objective).gap(600.0) > 0.1
 
 
 def published_rows() -> list[dict[str, str]]:
@@ -124,7 +125,7 @@ def test_zb_auto_is_never_worse_than_the_papers_search(row: dict[str, str], time
     assert max(timeline.peak_activation) * memory.activation[0] <= limit * (1 + 1e-6)
     assert timeline.bubble_rate("span") <= float(row[f"zb_{times}p"]) + 5e-5
     if times == 1:
-        assert lower_bound(costs, memory, placement, m, limit).gap(timeline.span_ms) == 0.0
+        assert lower_bound(costs, memory, Workload(placement, m), limit).gap(timeline.span_ms) == 0.0
 
 
 @pytest.mark.parametrize(("name", "limit"), [("zb-h1", 4.0), ("zb-h2", 7.0)])

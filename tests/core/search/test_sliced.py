@@ -15,6 +15,7 @@ from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan import lower
 from megatron.zero_bubble.core.search.sliced import sliced_auto
 from megatron.zero_bubble.planning.job.runnable import check_runnable
@@ -50,7 +51,7 @@ def test_plans_are_valid_within_the_limit_and_not_below_the_bound(
     check_runnable(found, p, m)
     timeline = simulate(found, costs, memory)
     assert max(most_kept(timeline, memory)) <= limit * (1 + 1e-9)
-    bound = lower_bound(costs, memory, placement, m, limit, "makespan", slices=slices).value_ms
+    bound = lower_bound(costs, memory, Workload(placement, m, slices), limit, "makespan").value_ms
     assert timeline.makespan_ms >= bound * (1 - 1e-9)
     for other in known:
         published = simulate(other, costs, memory)
@@ -68,7 +69,7 @@ def test_a_v_halves_the_bubble_of_slices(n: int, rate: float) -> None:
     timeline = simulate(found, costs, memory)
     assert timeline.bubble_rate("makespan") <= rate
     assert max(timeline.peak_activation) <= limit
-    bound = lower_bound(costs, memory, vee, 8, limit, "makespan", slices=Slices.even(n)).value_ms
+    bound = lower_bound(costs, memory, Workload(vee, 8, Slices.even(n)), limit, "makespan").value_ms
     assert timeline.makespan_ms == pytest.approx(bound)
 
 
@@ -163,7 +164,7 @@ def test_slices_run_on_loops_and_waves(on: Placement) -> None:
     timeline = simulate(found, costs, memory)
     assert found.placement == on
     assert max(most_kept(timeline, memory)) <= limit * (1 + 1e-9)
-    bound = lower_bound(costs, memory, on, m, limit, "makespan", slices=slices).value_ms
+    bound = lower_bound(costs, memory, Workload(on, m, slices), limit, "makespan").value_ms
     assert bound * (1 - 1e-9) <= timeline.makespan_ms
     for other in known:
         published = simulate(other, costs, memory)

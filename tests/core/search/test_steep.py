@@ -8,6 +8,7 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, simulate
 from megatron.zero_bubble.core.analysis.bounds import lower_bound
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search import zb_auto
 from megatron.zero_bubble.core.search.problem import Problem
 from megatron.zero_bubble.core.search.seeds import steep, zb_v
@@ -44,7 +45,7 @@ def test_memory_beyond_that_of_1f1b_is_used_on_many_ranks(
     costs, memory = PassCosts.uniform(on, *times), PassMemory.uniform(on, 1.0, wgrad_memory)
     timeline = simulate(zb_auto(costs, memory, p, m, share * p, placement="vee"), costs, memory)
     assert max(timeline.peak_activation) <= share * p + 1e-6
-    assert 100 * lower_bound(costs, memory, on, m, share * p).gap(timeline.span_ms) <= points
+    assert 100 * lower_bound(costs, memory, Workload(on, m), share * p).gap(timeline.span_ms) <= points
 
 
 def test_many_ranks_start_from_what_was_best_on_a_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

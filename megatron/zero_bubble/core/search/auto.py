@@ -16,6 +16,7 @@ from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.ir.garbage import without_gc
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.core.search.extend import Extension, enough, is_roomy
 from megatron.zero_bubble.core.search.placements import PLACEMENTS, NumChunks, PlacementChoice, Placements, placements
@@ -287,7 +288,7 @@ def _least(
     on, m = problem.placement, problem.num_microbatches
     costs, memory = figures[on]
     effort = 0 if on.num_stages <= 2 * on.num_ranks or _is_small(problem) else None
-    return lower_bound(costs.fit(on), memory.fit(on), on, m, limit, objective, effort=effort).value_ms
+    return lower_bound(costs.fit(on), memory.fit(on), Workload(on, m), limit, objective, effort=effort).value_ms
 
 
 def _is_small(problem: Problem) -> bool:

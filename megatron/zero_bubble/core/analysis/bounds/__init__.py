@@ -28,8 +28,9 @@ from megatron.zero_bubble.core.analysis.score import ROUNDING
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import WHOLE, Chain, Placement, Slices
+from megatron.zero_bubble.core.ir import Chain, Placement
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm, Vocabulary
+from megatron.zero_bubble.core.ir.workload import Workload
 
 __all__ = ["Bound", "least_memory", "lower_bound", "lower_bound_with_offload"]
 
@@ -75,38 +76,34 @@ def least_memory(memory: PassMemory, placement: Placement, *, fused: bool = Fals
 def lower_bound(
     costs: PassCosts,
     memory: PassMemory,
-    placement: Placement,
-    num_microbatches: int,
+    work: Workload,
     memory_limit: float | Sequence[float] | None,
     objective: Metric = "span",
     fused: bool = False,
     effort: int | None = _EFFORT,
-    slices: Slices = WHOLE,
-    vocabulary: Algorithm | None = None,
 ) -> Bound:
-    """Compute a lower bound on ``objective`` (ms) over all schedules within ``memory_limit`` on every rank.
+    """Compute a lower bound on ``objective`` (ms) over all schedules of ``work`` within ``memory_limit`` on every rank.
 
     ``memory_limit`` is in the unit of ``memory``: one figure, or one figure per rank, or None for no limit. ``fused``
     restricts the bound to schedules with fused backwards, for which it is higher. Closed forms are always computed, and
     without ``effort`` (None) nothing else; longest paths are computed from as many ranks as fit into ``effort`` visited
-    passes, so the result does not depend on the speed of the machine. With ``slices``, all schedules with these cuts
-    are considered, by a bound of their own. With ``vocabulary``, schedules have the passes of this algorithm, and
-    ``costs`` must have their times. In small pipelines, what is left of ``effort`` makes heads and tails longer, and
-    ends that no order of passes reaches are refuted.
+    passes, so the result does not depend on the speed of the machine. Slices have a bound of their own; ``costs`` must
+    have the times of passes of the vocabulary. In small pipelines, what is left of ``effort`` makes heads and tails
+    longer, and ends that no order of passes reaches are refuted.
 
     Raises:
         UserError: when the limit admits no schedule (the message gives the least limit that does), or when figures are
             for another number of stages.
     """
-    limit = _limits(memory_limit, placement.num_ranks)
-    _check(costs, memory, placement, num_microbatches, limit)
-    if len(slices) > 1:
-        return Bound(*by_slices(costs, memory, placement, num_microbatches, limit, slices, objective, fused))
-    setting = Setting.of(costs, memory, placement, num_microbatches, limit, fused)
-    bound = _of_setting(setting, costs, objective, effort, vocabulary)
+    placement, limit = work.placement, _limits(memory_limit, work.placement.num_ranks)
+    _check(costs, memory, placement, work.num_microbatches, limit)
+    if len(work.slices) > 1:
+        return Bound(*by_slices(costs, memory, work, limit, objective, fused))
+    setting = Setting.of(costs, memory, placement, work.num_microbatches, limit, fused)
+    bound = _of_setting(setting, costs, objective, effort, work.vocabulary)
     if fused or not (stages := list(must_fuse(memory, placement, limit))):
         return bound
-    with_fused = _of_setting(setting.with_fused(stages), costs, objective, effort, vocabulary)
+    with_fused = _of_setting(setting.with_fused(stages), costs, objective, effort, work.vocabulary)
     return max(bound, with_fused, key=lambda bound: bound.value_ms)
 
 
@@ -137,12 +134,9 @@ def _of_setting(
 def lower_bound_with_offload(
     costs: PassCosts,
     memory: PassMemory,
-    placement: Placement,
-    num_microbatches: int,
+    work: Workload,
     memory_limit: float | None,
     objective: Metric = "span",
-    slices: Slices = WHOLE,
-    vocabulary: Algorithm | None = None,
 ) -> Bound:
     """Compute the bound for schedules that may also move activations to host memory, in ``costs.host_ms`` per stage and
     direction. Arguments as of ``lower_bound``; any limit of host memory only makes schedules longer.
@@ -152,13 +146,12 @@ def lower_bound_with_offload(
     Raises:
         UserError: when figures are for another number of stages.
     """
-    free = lower_bound(
-        costs, memory, placement, num_microbatches, None, objective, slices=slices, vocabulary=vocabulary
-    )
-    if len(slices) > 1:
+    free = lower_bound(costs, memory, work, None, objective)
+    if len(work.slices) > 1:
         return free
+    placement = work.placement
     limit = _limits(memory_limit, placement.num_ranks)
-    setting = Setting.of(costs, memory, placement, num_microbatches, limit, fused=False)
+    setting = Setting.of(costs, memory, placement, work.num_microbatches, limit, fused=False)
     late = setting.forward_at if objective == "makespan" else (0.0,) * placement.num_stages
     bounds = (
         Bound(late[placement.stages_of(rank)[0]] + ms, "memory times time, and the lane of the copies", rank)

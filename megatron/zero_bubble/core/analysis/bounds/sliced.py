@@ -17,6 +17,7 @@ from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.messages import occupied
 from megatron.zero_bubble.core.ir import Pass, Placement, Slices
 from megatron.zero_bubble.core.ir.passes import BW, B, F, Kind, W
+from megatron.zero_bubble.core.ir.workload import Workload
 
 
 class SlicedBound(NamedTuple):
@@ -30,15 +31,14 @@ class SlicedBound(NamedTuple):
 def by_slices(
     costs: PassCosts,
     memory: PassMemory,
-    placement: Placement,
-    num_microbatches: int,
+    work: Workload,
     limits: Sequence[float],
-    slices: Slices,
     objective: Metric,
     fused: bool,
 ) -> SlicedBound:
     """The best of the bounds of all ranks; ``limits`` has the memory limit of each."""
-    setting = _Setting(occupied(costs, placement), memory, placement, num_microbatches, slices, fused)
+    placement = work.placement
+    setting = _Setting(occupied(costs, placement), memory, placement, work.num_microbatches, work.slices, fused)
     bounds = (bound for rank in range(placement.num_ranks) for bound in setting.bounds(rank, limits[rank], objective))
     return max(bounds, key=lambda bound: bound.value_ms)
 
