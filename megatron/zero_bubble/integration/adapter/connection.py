@@ -102,11 +102,11 @@ class Connection:
         """An empty list for the losses of an iteration."""
         return [] if self.reports is None else LossReportList()
 
-    def deliver(self, losses: list[Any], holder: int, device: torch.device) -> list[Any]:
+    def deliver(self, losses: list[Any], holder: int, device: torch.device, trains: bool) -> list[Any]:
         """The ``losses`` of the rank ``holder`` on the last rank, if it is another; see ``LossReports``."""
         if self.reports is None or not isinstance(losses, LossReportList):
             return losses
-        return self.reports.deliver(losses, holder, device)
+        return self.reports.deliver(losses, holder, device, trains)
 
     def settle(self) -> None:
         """Wait until the last rank has the losses."""

@@ -57,11 +57,12 @@ class LossReports:
         self._peers = [dist.get_group_rank(torchs(self._group), member) for member in members]
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
-    def deliver(self, reports: LossReportList, holder: int, device: torch.device) -> list[Any]:
+    def deliver(self, reports: LossReportList, holder: int, device: torch.device, trains: bool = True) -> list[Any]:
         """Send ``reports`` from rank ``holder`` to the last rank. Every pipeline rank calls this after its passes.
 
         Args:
             reports: those of this iteration, on ``holder``.
+            trains: whether an optimizer step follows, at the end of which the job calls ``settle``.
 
         Returns:
             on the last rank, the reports of ``holder`` with tensors on ``device``; on other ranks, an empty list.
@@ -76,7 +77,7 @@ class LossReports:
             message = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)
             for tensor in (torch.tensor([message.numel()]), message):
                 self._sent.append((group.send([tensor], self._peers[self._last], 0), tensor))
-            if self._wait:
+            if self._wait or not trains:
                 self.settle()
         elif self._rank == self._last:
             with _blaming_peers():

@@ -270,7 +270,7 @@ class Pipeline:
                 finalizing = [each.finalizing for each in self._parts]
                 with finalized(config, call.groups, prepared, chunks, results, call.force_all_reduce, finalizing):
                     self._train(iteration)
-        return self._joined.deliver(losses, prepared.last_stage_rank, boundary.device)
+        return self._joined.deliver(losses, prepared.last_stage_rank, boundary.device, not step.forward_only)
 
     def _links(self, prepared: PreparedPlan, call: Call) -> Transfers:
         """What moves values between ranks in this iteration."""
