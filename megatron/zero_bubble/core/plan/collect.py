@@ -33,20 +33,13 @@ def collect(plan: Plan) -> Plan:
     """A lowering pass: add the collectives, and free what ranks have given to them. Plans without vocabulary
     parallelism, or of one rank, stay as they are.
     """
-    started = start_collectives(plan)
-    return plan if started is plan else finish(started)
-
-
-@alike
-def start_collectives(plan: Plan) -> Plan:
-    """The same without what frees, which takes no time: a plan whose times are those of ``collect``."""
     flow = plan.schedule.flow
     if not isinstance(flow, Vocabulary) or plan.schedule.num_ranks == 1:
         return plan
     clocks: list[list[Clock]] = [[] for _ in plan.ops]
     for rank, _, _, _, clock in clocked(steps(plan)):
         clocks[rank].append(clock)
-    return replace(plan, ops=tuple(_row(plan, flow, rank, clocks[rank]) for rank in range(len(plan.ops))))
+    return finish(replace(plan, ops=tuple(_row(plan, flow, rank, clocks[rank]) for rank in range(len(plan.ops)))))
 
 
 def _row(plan: Plan, flow: Vocabulary, rank: int, clocks: Sequence[Clock]) -> tuple[Op, ...]:

@@ -10,7 +10,7 @@ from functools import partial
 
 from megatron.zero_bubble.core.errors import PlanError
 from megatron.zero_bubble.core.ir import Plan, Schedule
-from megatron.zero_bubble.core.plan.collect import collect, start_collectives
+from megatron.zero_bubble.core.plan.collect import collect
 from megatron.zero_bubble.core.plan.communicate import PostReceives, communicate
 from megatron.zero_bubble.core.plan.lower import LoweringPass, lower, unproved
 from megatron.zero_bubble.core.plan.offload import Move, offload
@@ -66,7 +66,7 @@ def plan_without_messages(schedule: Schedule, added: Additions = NOTHING) -> Pla
     """Return the plan by which times and memory are compared: values move between ranks without ops. It is not proved,
     and validates no optimizer step.
     """
-    return unproved(schedule, [collect if added.ops else start_collectives, *added.ops])
+    return unproved(schedule, [collect, *added.ops])
 
 
 def plan_of_evaluation(schedule: Schedule, added: Additions = NOTHING) -> Plan:
