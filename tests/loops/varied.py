@@ -7,8 +7,10 @@ sequence, which attend to themselves only). Every step evaluates, and trains on 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -210,19 +212,35 @@ def train_wide(
     return _train(schedule, virtual_size, loop, {"hidden_size": 4 * HIDDEN}, {"offload": offload})
 
 
+def train_traced(rank: int, schedule: str, virtual_size: int | None, loop: Loop, folder: str) -> Outcome:
+    """Train under a schedule, and write a trace of all iterations."""
+    return _train(schedule, virtual_size, loop, {}, {"measure_memory": True}, Path(folder))[0]
+
+
 def _train(
-    schedule: str | None, virtual_size: int | None, loop: Loop, options: Mapping[str, Any], chosen: Mapping[str, Any]
+    schedule: str | None,
+    virtual_size: int | None,
+    loop: Loop,
+    options: Mapping[str, Any],
+    chosen: Mapping[str, Any],
+    traced: Path | None = None,
 ) -> tuple[Outcome, int]:
     from megatron.core import parallel_state, tensor_parallel
 
     import megatron.zero_bubble
+    from megatron.zero_bubble.engine.measure.recorder import Recorder
+    from megatron.zero_bubble.engine.platforms import select
     from megatron.zero_bubble.integration.adapter.offloading import OffloadPart
+    from megatron.zero_bubble.integration.adapter.tracer import Tracer
+    from megatron.zero_bubble.integration.patching import apply
 
+    recorder, iterations = Recorder(select("cpu")), itertools.count(1)
+    tracer = Tracer(recorder, str(schedule), lambda: next(iterations), lambda _: len(loop.counts))
     destroy_groups()
     pipeline = None
     if schedule is not None:
         config = megatron.zero_bubble.ZeroBubbleConfig(schedule=schedule, fuse_wgrad=False, **chosen)
-        pipeline = megatron.zero_bubble.apply(config)
+        pipeline = apply(config, [] if traced is None else [tracer, recorder])
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=loop.tensor,
@@ -241,6 +259,8 @@ def _train(
         }
         chunks = build(loop.pipeline, virtual_size, loop.kind, loop.model, {**divided, **options})
         outcome = _steps(chunks, loop)
+        if traced is not None:
+            tracer.write(traced, None, pipeline)
         offloading = None if pipeline is None else pipeline.part(OffloadPart)
         return outcome, 0 if offloading is None else offloading.host_peak
     finally:

@@ -14,13 +14,14 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.zero_bubble.core.formats.trace import read_trace_file
 from megatron.zero_bubble.engine.runtime.agreement import AgreedChannels, Agreement
 from megatron.zero_bubble.engine.runtime.executor import Executor
 from megatron.zero_bubble.engine.runtime.headers import HeaderedChannels
 from megatron.zero_bubble.engine.runtime.transport import Transport
 from megatron.zero_bubble.integration.adapter.stage import MegatronStage
 from tests.helpers.ranks import RankPool
-from tests.loops.varied import KINDS, SCHEDULES, Run, differences, outcomes, runs_of, train
+from tests.loops.varied import KINDS, SCHEDULES, Run, differences, outcomes, runs_of, train, train_traced
 
 DEFAULT = (2, "zb-v", "packed")
 PAGE = Path(__file__).parents[3] / "docs/variable-lengths.md"
@@ -59,6 +60,22 @@ def test_stock_accepts_the_configuration_that_is_documented(ranks: RankPool) -> 
     assert isinstance(call, ast.Call)
     options = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     assert ranks.run(2, documented, options) == [True, True]
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("schedule", [pytest.param("zb-h1", marks=pytest.mark.full), "zb-v"])
+def test_iterations_of_different_lengths_are_recorded(
+    ranks: RankPool, tmp_path: Path, num_ranks: int, schedule: str
+) -> None:
+    """It changes no bit, and has every message and microbatch of every iteration."""
+    stock, *ours = runs_of(schedule, "packed")
+    expected = ranks.run(num_ranks, train, *stock, timeout=120)
+    for run in ours:
+        folder = tmp_path / run[2].tells
+        assert differences(expected, ranks.run(num_ranks, train_traced, *run, str(folder), timeout=120)) == []
+        recording = read_trace_file(folder / "trace.json")
+        assert [trace.timeline.schedule.num_microbatches for trace in recording.traces.values()] == [*run[2].counts]
+        assert all(row.sends and row.receives for trace in recording.traces.values() for row in trace.ranks)
 
 
 SHARED = {"model": "experts", "experts": 2}
