@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.utils import AbstractSchedulePlan
 
 from megatron.zero_bubble import Kind, Pass, PassCosts
 from megatron.zero_bubble.core.ir.ops import ALL_TO_ALL, COMPUTE
-from megatron.zero_bubble.core.ir.parts import Part
+from megatron.zero_bubble.core.ir.parts import LanePart
 from megatron.zero_bubble.engine.platforms.streams import Result, ThreadLane
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
 from tests.helpers.emulate.clock import sleep_until
@@ -41,7 +41,7 @@ class Lanes:
         self.took_ms: dict[tuple[Kind, ...], list[float]] = defaultdict(list)
         self.sleeps = False
 
-    def run(self, kinds: tuple[Kind, ...], parts: Sequence[Part]) -> None:
+    def run(self, kinds: tuple[Kind, ...], parts: Sequence[LanePart]) -> None:
         """Run an op; returns when all of its parts have ended."""
         if not self.sleeps:
             return
@@ -126,7 +126,7 @@ class Stage(GPTModel):
 
     def take(self, kind: Kind) -> None:
         """Take the time of a pass whose parts run one after the other."""
-        self._lanes.run((kind,), [Part(COMPUTE, self._costs.duration(Pass(self._stage, kind, 0)), 0)])
+        self._lanes.run((kind,), [LanePart(COMPUTE, self._costs.duration(Pass(self._stage, kind, 0)), 0)])
 
     def overlap(self, *passes: tuple[Stage, Kind]) -> None:
         """Take the time of a pass, or of a pair, whose parts run on both lanes."""

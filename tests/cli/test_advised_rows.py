@@ -20,8 +20,8 @@ from megatron.zero_bubble.cli.job_runs import SEVERAL
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
-from megatron.zero_bubble.planning.advice import Advice, Adviser, Setting, Tried
-from megatron.zero_bubble.planning.change import Row
+from megatron.zero_bubble.planning.advice import Advice, Adviser, StartedWith, Tried
+from megatron.zero_bubble.planning.change import AdviceRow
 from megatron.zero_bubble.planning.codecs import difference
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.job.arguments import parser
@@ -79,7 +79,7 @@ def test_what_needs_more_queues_says_so_or_drops_out() -> None:
     """Megatron's own schedules need no proof."""
     pipeline, today = random_pipeline(17)
     one, several = (HardwareQueues(number, "", f"there are {number} queues", "32") for number in (1, 32))
-    settings = Setting(Feasibility(one, "late")), Setting(Feasibility(several, "late"), (SEVERAL,))
+    settings = StartedWith(Feasibility(one, "late")), StartedWith(Feasibility(several, "late"), (SEVERAL,))
     changes = [change for change in pipeline.named_changes() if change.question.schedule == "breadth-first"]
     stock = [change for change in pipeline.named_changes() if not change.is_ours]
     advisers = [
@@ -97,10 +97,10 @@ def test_a_row_has_the_figures_of_its_dry_run() -> None:
     pipeline, today = random_pipeline(1)
     refused: list[str] = []
 
-    def messages(row: Row) -> tuple[float, ...]:
+    def messages(row: AdviceRow) -> tuple[float, ...]:
         return (1.0,) * len(row.need.activations)
 
-    def tried(row: Row) -> Tried:
+    def tried(row: AdviceRow) -> Tried:
         if not refused or row.change.name == refused[0]:
             refused.append(row.change.name)
             raise UserError("not this one")
@@ -142,7 +142,7 @@ def test_only_what_is_to_be_shown_is_proved(monkeypatch: pytest.MonkeyPatch) -> 
         return refusal(own, schedule, *more)
 
     monkeypatch.setattr(Feasibility, "refusal", counted)
-    settings = (Setting(Feasibility(HardwareQueues(1, "", "there is one queue", "32"), "late")),)
+    settings = (StartedWith(Feasibility(HardwareQueues(1, "", "there is one queue", "32"), "late")),)
     adviser = Adviser(today, "makespan", None, lambda *_: None, 0.01, settings=settings)
     found = adviser.advise(pipeline.named_changes())
     assert 0 < len(proved) <= len(found.rows) + len(adviser.dropped) < len(adviser.rows) + len(adviser.dropped)
@@ -153,7 +153,7 @@ def test_a_search_that_a_refused_row_had_beaten_is_made() -> None:
     changes = [each for each in pipeline.changes() if each.question.offloading is None]
     names: list[str] = []
 
-    def tried(row: Row) -> Tried:
+    def tried(row: AdviceRow) -> Tried:
         if not row.change.searches:
             raise UserError("not by name")
         return Tried(row.plan.timeline, row.need, None)

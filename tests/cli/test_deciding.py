@@ -19,8 +19,8 @@ from megatron.zero_bubble.cli.machine import Gpu
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.advice import Advice
 from megatron.zero_bubble.planning.answer import answer
-from megatron.zero_bubble.planning.change import Row, need_of_plan
-from megatron.zero_bubble.planning.job.changes import Pipeline
+from megatron.zero_bubble.planning.change import AdviceRow, need_of_plan
+from megatron.zero_bubble.planning.job.changes import JobChanges
 
 JOB = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "
@@ -37,7 +37,7 @@ WORLD = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}
 @pytest.fixture
 def named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decide among schedules by name, which is faster."""
-    monkeypatch.setattr(Pipeline, "changes", Pipeline.named_changes)
+    monkeypatch.setattr(JobChanges, "changes", JobChanges.named_changes)
 
 
 def test_other_schedules_pass_through() -> None:
@@ -163,10 +163,10 @@ class Asked:
     def __call__(self, options: argparse.Namespace, argv: Sequence[str]) -> Advised:
         self.times += 1
         job = read_job(options, argv)
-        pipeline = Pipeline(job.today.timeline.schedule.placement, job.costs, math.inf, 1e6)
+        pipeline = JobChanges(job.today.timeline.schedule.placement, job.costs, math.inf, 1e6)
         change = next(change for change in pipeline.named_changes() if change.name == self.name)
         plan = answer(change.question)
-        row = Row(change, plan, need_of_plan(plan), True, 0.2, None, change.setup)
+        row = AdviceRow(change, plan, need_of_plan(plan), True, 0.2, None, change.setup)
         return Advised(job, Advice(job.today, (row,), job.objective, 0.01), None, math.inf)
 
 
@@ -301,7 +301,7 @@ def test_costs_of_the_last_run_decide(tmp_path: Path) -> None:
 def test_costs_of_other_jobs_are_not_used(
     tmp_path: Path, costs: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pipeline, "changes", Pipeline.named_changes)
+    monkeypatch.setattr(JobChanges, "changes", JobChanges.named_changes)
     estimated, _ = decided([*JOB, *FEW, *AUTO], WORLD)
     same = dict.fromkeys(("backward_ms", "wgrad_ms"), costs["forward_ms"])
     (tmp_path / COSTS).write_text(json.dumps({**same, **costs}))

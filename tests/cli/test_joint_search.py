@@ -20,12 +20,12 @@ from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import Today, need_of
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.job.changes import Pipeline
+from megatron.zero_bubble.planning.job.changes import JobChanges
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.setup import Cuts, Divided, Named, Offload, Searched, Setup
 
 
-def random_pipeline(seed: int) -> tuple[Pipeline, Today]:
+def random_pipeline(seed: int) -> tuple[JobChanges, Today]:
     """A small job with uneven layers, a large output layer, and little or much memory."""
     draw = random.Random(seed)
     ranks, count = draw.choice((2, 3, 4)), draw.choice((2, 4, 6, 8))
@@ -43,7 +43,7 @@ def random_pipeline(seed: int) -> tuple[Pipeline, Today]:
     schedule = build("1f1b", num_ranks=ranks, num_microbatches=count)
     timeline = timeline_of(schedule, *on(schedule.placement))
     limit = draw.choice((1.0, 2.0)) * costs.limit("1p")
-    return Pipeline(schedule.placement, costs, limit, 1e6), Today(timeline, costs, need_of(timeline, costs))
+    return JobChanges(schedule.placement, costs, limit, 1e6), Today(timeline, costs, need_of(timeline, costs))
 
 
 def seeds(number: int, default: int) -> list[Any]:
@@ -76,7 +76,7 @@ def test_pruned_search_finds_what_all_questions_find(seed: int, is_short: bool, 
     assert ("least memory" not in found) or found["least memory"].need.most <= least * (1 + 2e-6)
 
 
-def single_features(pipeline: Pipeline) -> Iterator[Question]:
+def single_features(pipeline: JobChanges) -> Iterator[Question]:
     """What ``plan`` is asked, one feature at a time."""
     costs, limit = pipeline.costs, pipeline.limit
     whole = Question(costs, Setup(Searched()), limit, effort=pipeline.effort)
@@ -129,7 +129,7 @@ def test_a_layout_is_a_flag_only_where_it_differs_from_the_even_split(loss: floa
     layer, last = LayerFigures(1.0, 1.0, 1.0, 2.0**20, 2.0**19), LayerFigures(loss, loss, loss, 2.0**20, 2.0**19)
     layers, division = LayerCosts((layer,) * 8, LayerFigures(), last if loss else LayerFigures()), Division(8)
     costs = Figures(2, 4, lambda on: layers.on(division.on(on)), True, layers=layers, division=division, most_layers=4)
-    pipeline = Pipeline(Placement.linear(2), costs, 2 * costs.limit("1p"), 1e6)
+    pipeline = JobChanges(Placement.linear(2), costs, 2 * costs.limit("1p"), 1e6)
     (change,) = (each for each in pipeline.changes() if each.name == "zb-auto linear, layout")
     laid_out = change.of_plan(change.setup, answer(change.question))
     assert (laid_out.layout is not None) is bool(loss)

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.zero_bubble import Placement, build, simulate
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.cli.links import Given, with_transfers
+from megatron.zero_bubble.cli.links import GivenLinks, with_transfers
 from megatron.zero_bubble.cli.rank_groups import RankGroups
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
@@ -19,7 +19,7 @@ JOB = (
 ).split()
 LAYERS = LayerCosts((LayerFigures(1.0, 1.0, 1.0, activation=1.0),) * 8, comm_ms=0.5)
 LINE = Placement.linear(4)
-NOTHING = Given(), Given()
+NOTHING = GivenLinks(), GivenLinks()
 
 
 def figures(message_bytes: float = 1e6) -> Figures:
@@ -86,7 +86,7 @@ def test_bandwidths_of_hops_inside_a_node_and_between_nodes() -> None:
     assert [of_line.comm(a, a + 1) for a in range(3)] == pytest.approx([0.105, 0.12, 0.105])
     between = "Transfers between nodes, 1 of the pipeline's 3 hops: 0.1 ms + bytes at"
     assert costs.notes == (f"{between} 50 GB/s, assumed; give --network-bandwidth.",)
-    given = with_transfers(figures(), groups, "h100", (Given(100.0), Given(25.0)), False)
+    given = with_transfers(figures(), groups, "h100", (GivenLinks(100.0), GivenLinks(25.0)), False)
     assert [given.on(LINE)[0].comm(a, a + 1) for a in range(3)] == pytest.approx([0.11, 0.14, 0.11])
     assert given.notes == (
         "Transfers inside a node: 0.1 ms + bytes at 100 GB/s.",
@@ -97,7 +97,7 @@ def test_bandwidths_of_hops_inside_a_node_and_between_nodes() -> None:
 
 def test_latencies_of_hops_inside_a_node_and_between_nodes() -> None:
     groups = RankGroups(2, {"tensor": 1, "data": 1, "pipeline": 4}, {})
-    costs = with_transfers(figures(), groups, "h100", (Given(us=40.0), Given(50.0, 0.0)), False)
+    costs = with_transfers(figures(), groups, "h100", (GivenLinks(us=40.0), GivenLinks(50.0, 0.0)), False)
     assert [costs.on(LINE)[0].comm(a, a + 1) for a in range(3)] == pytest.approx([0.045, 0.02, 0.045])
     assert costs.notes == (
         "Transfers inside a node: 0.04 ms + bytes at 200 GB/s.",

@@ -12,7 +12,7 @@ import pytest
 from megatron.zero_bubble import SCHEDULES
 from megatron.zero_bubble.__main__ import main, parser
 from megatron.zero_bubble.cli.compare import how_to_run
-from megatron.zero_bubble.cli.compare_table import Row
+from megatron.zero_bubble.cli.compare_table import ComparedRow
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.search.placements import placements
@@ -68,7 +68,7 @@ def test_a_published_schedule_is_run_by_name() -> None:
     found = {}
     for candidate in comparison.whole(figures):
         if candidate.question.schedule in SCHEDULES:
-            row = Row(candidate.title, "", 1, *(0.0,) * 9, 0, None, None, None, True, None, None)
+            row = ComparedRow(candidate.title, "", 1, *(0.0,) * 9, 0, None, None, None, True, None, None)
             line = how_to_run(argparse.Namespace(), candidate, row)
             found[candidate.name] = line.removeprefix("To run it, add to the job: ")
     assert found.pop("1f1b") == "It is Megatron's own schedule: add nothing."

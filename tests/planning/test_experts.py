@@ -24,7 +24,7 @@ from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import build
-from megatron.zero_bubble.planning.advice import Setting
+from megatron.zero_bubble.planning.advice import StartedWith
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import need_of
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
@@ -41,7 +41,7 @@ SMALL = (4, 16, 4)
 SIZES = ((8, 32, 8), (16, 32, 4), (16, 64, 4), SMALL)
 FLAGS = f"--costs {COSTS} --num-ranks 4 --num-microbatches 8"
 
-ANY = Setting(Feasibility())
+ANY = StartedWith(Feasibility())
 """Of a job whose GPUs run every schedule."""
 
 
@@ -118,7 +118,7 @@ def test_schedules_that_one_hardware_queue_refuses_are_not_named() -> None:
     costs = measured(costs_file(None, 4), 4, 8)
     job: Any = SimpleNamespace(costs=costs, read=SimpleNamespace(args=SimpleNamespace()))
     reason = "Megatron-LM wants CUDA_DEVICE_MAX_CONNECTIONS=1"
-    one = Setting(Feasibility(HardwareQueues(1, "one hardware queue per GPU", reason, None)))
+    one = StartedWith(Feasibility(HardwareQueues(1, "one hardware queue per GPU", reason, None)))
     text = verdict(costs, "span", partial(_refusal, job, one, None, math.inf))
     named, _, others = text.partition("shorter, but not for this job as it is: ")
     assert "dualpipe-v with pairs" in verdict(costs, "span", partial(_refusal, job, ANY, None, math.inf))

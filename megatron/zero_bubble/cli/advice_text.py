@@ -13,9 +13,9 @@ from megatron.zero_bubble.core.analysis.idle import Idle, idle_of
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.advice import Advice
-from megatron.zero_bubble.planning.change import NUMBERS, Row, Today
+from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Today
 from megatron.zero_bubble.planning.codecs import Difference, difference
-from megatron.zero_bubble.planning.experts import Refusal, verdict
+from megatron.zero_bubble.planning.experts import Refuses, verdict
 from megatron.zero_bubble.planning.job.arguments.parser import misspelt
 from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.uncertainty import SHARE
@@ -63,7 +63,7 @@ def words_of(setup: Setup, adds: Sequence[str], drops: Sequence[str], own: Setup
     return Difference(words, tuple(given_of([flag for flag in all_drops if flag not in words], argv)))
 
 
-def words_of_row(row: Row, own: Setup, argv: Sequence[str]) -> Difference:
+def words_of_row(row: AdviceRow, own: Setup, argv: Sequence[str]) -> Difference:
     """The same for a planned change."""
     return words_of(row.setup, row.change.adds, row.change.drops, own, argv)
 
@@ -98,7 +98,7 @@ def content_of(
     }
 
 
-def _row(row: Row, words: Difference, in_bytes: bool) -> dict[str, Any]:
+def _row(row: AdviceRow, words: Difference, in_bytes: bool) -> dict[str, Any]:
     return {
         "name": row.change.name,
         "best_at": row.titles,
@@ -116,7 +116,7 @@ def _row(row: Row, words: Difference, in_bytes: bool) -> dict[str, Any]:
     }
 
 
-def _limit_text(row: Row, in_bytes: bool) -> str:
+def _limit_text(row: AdviceRow, in_bytes: bool) -> str:
     """The memory limit of activations that the row was planned for, or that it needs where bytes are not known."""
     costs, limit = row.plan.costs, row.plan.question.limit
     if in_bytes and limit is not None:
@@ -157,7 +157,7 @@ def text_of(
     own: Setup,
     argv: Sequence[str],
     unread: Sequence[str] = (),
-    refusal: Refusal = lambda _: None,
+    refusal: Refuses = lambda _: None,
     needed: Sequence[str] = (),
     others: Sequence[OtherVocabulary] = (),
 ) -> str:

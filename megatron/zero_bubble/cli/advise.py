@@ -17,7 +17,7 @@ from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabulary, with_ot
 from megatron.zero_bubble.cli.job_as_is import JobAsIs, add_job_flags, capacity_of, read_job
 from megatron.zero_bubble.cli.job_figures import assumes_vocabulary
 from megatron.zero_bubble.cli.job_runs import SEVERAL, job_runs, with_more_queues
-from megatron.zero_bubble.cli.job_variants import VARIANTS, Variant, chosen_variants
+from megatron.zero_bubble.cli.job_variants import VARIANTS, SizeVariant, chosen_variants
 from megatron.zero_bubble.cli.job_words import job_words
 from megatron.zero_bubble.cli.links import bandwidth_to_replicas, given_links
 from megatron.zero_bubble.cli.megatron_job import ParsedJob
@@ -29,10 +29,10 @@ from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs.units import format_bytes, positive_figure
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.integration.megatron_lm.checks import overlaps_of
-from megatron.zero_bubble.planning.advice import WORTH, WORTH_ESTIMATED, Advice, Adviser, Setting, Tried
-from megatron.zero_bubble.planning.change import NUMBERS, Change, Need, Row, Today, need_of
+from megatron.zero_bubble.planning.advice import WORTH, WORTH_ESTIMATED, Advice, Adviser, StartedWith, Tried
+from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Change, Need, Today, need_of
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.job.changes import Pipeline
+from megatron.zero_bubble.planning.job.changes import JobChanges
 from megatron.zero_bubble.planning.job.options import check_pairs
 from megatron.zero_bubble.planning.job.overlaps import disabled, enabled_overlaps
 from megatron.zero_bubble.planning.plan_file import written
@@ -165,7 +165,7 @@ def advised(
     limit = capacity if capacity is not None else max(costs.limit("1p"), *own.today.need.activations)
     bandwidth = options.host_bandwidth * 1e6
     most = math.inf if options.memory_limit is None else costs.limit(options.memory_limit)
-    pipeline = Pipeline(
+    pipeline = JobChanges(
         own.today.timeline.schedule.placement,
         costs,
         limit,
@@ -249,7 +249,7 @@ def _adding(needed: tuple[str, ...], changes: Iterable[Change | DroppedVariant])
             yield each
 
 
-def _refusal(own: JobAsIs, setting: Setting, capacity: float | None, most: float, timeline: Timeline) -> str | None:
+def _refusal(own: JobAsIs, setting: StartedWith, capacity: float | None, most: float, timeline: Timeline) -> str | None:
     """Why a job cannot run a schedule for experts: an option of Megatron's, its memory, or its hardware queues."""
     if timeline.schedule.pairs and isinstance(refused := attempted(partial(check_pairs, own.read.args)), Refusal):
         return refused.reason
@@ -261,14 +261,14 @@ def _refusal(own: JobAsIs, setting: Setting, capacity: float | None, most: float
     return setting.runs.refusal(timeline.schedule)
 
 
-def _settings(args: argparse.Namespace, options: argparse.Namespace) -> tuple[Setting, ...]:
+def _settings(args: argparse.Namespace, options: argparse.Namespace) -> tuple[StartedWith, ...]:
     """What the job can be started with: its own environment, then, where it may, one with more hardware queues."""
     runs = replace(job_runs(args, options.gpu, True, options.environment), moved=0.0, host_memory=None)
     more = with_more_queues(runs)
-    return (Setting(runs), *(() if more is None else (Setting(more, (SEVERAL,)),)))
+    return (StartedWith(runs), *(() if more is None else (StartedWith(more, (SEVERAL,)),)))
 
 
-def _tried(options: argparse.Namespace, parsed: ParsedJob, row: Row) -> Tried:
+def _tried(options: argparse.Namespace, parsed: ParsedJob, row: AdviceRow) -> Tried:
     """Plan and prove the job with a row's change, as its dry run does."""
     job = parsed.changed(row.setup, row.change.adds, row.change.drops)
     given = dict(each.split("=", 1) for each in row.environment)
@@ -288,12 +288,14 @@ def flags_of_job(options: argparse.Namespace) -> list[str]:
     return expanded(job_words(options))
 
 
-def _changes_of(variant: Variant, options: argparse.Namespace, argv: Sequence[str], limit: float) -> Iterator[Change]:
+def _changes_of(
+    variant: SizeVariant, options: argparse.Namespace, argv: Sequence[str], limit: float
+) -> Iterator[Change]:
     """The changes of a job with other sizes."""
     other = read_job(options, changed(argv, variant.flags, variant.drops))
     schedule = other.today.timeline.schedule
     bandwidth = options.host_bandwidth * 1e6
-    pipeline = Pipeline(schedule.placement, other.costs, limit, bandwidth, setup=other.parsed.setup)
+    pipeline = JobChanges(schedule.placement, other.costs, limit, bandwidth, setup=other.parsed.setup)
     for change in pipeline.quick_changes(schedule):
         yield replace(
             change,

@@ -10,7 +10,7 @@ from megatron.zero_bubble.core.analysis.score import length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
-from megatron.zero_bubble.planning.change import Row, Today
+from megatron.zero_bubble.planning.change import AdviceRow, Today
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE
 from megatron.zero_bubble.planning.setup import Divided
@@ -34,7 +34,7 @@ class OtherVocabulary(NamedTuple):
 
 
 def with_others(
-    jobs: Callable[[int], tuple[Today, Figures]], best: Row | None, objective: Metric
+    jobs: Callable[[int], tuple[Today, Figures]], best: AdviceRow | None, objective: Metric
 ) -> tuple[OtherVocabulary, ...]:
     """Return the job and the advised change, with the same orders of passes, under each of ``OTHER_SIZES``.
 
@@ -44,7 +44,7 @@ def with_others(
     return tuple(_with_other(size, *jobs(size), best, objective) for size in OTHER_SIZES)
 
 
-def _with_other(size: int, today: Today, costs: Figures, best: Row | None, objective: Metric) -> OtherVocabulary:
+def _with_other(size: int, today: Today, costs: Figures, best: AdviceRow | None, objective: Metric) -> OtherVocabulary:
     timeline = today.timeline
     idle = idle_of(timeline, today.costs.on(timeline.schedule.placement)[0]).total / timeline.makespan_ms
     if best is None or best.plan.offloaded is not None or best.plan.shards is not None:
@@ -54,7 +54,7 @@ def _with_other(size: int, today: Today, costs: Figures, best: Row | None, objec
     return OtherVocabulary(size, idle, 1 - length_ms(own, objective) / length_ms(timeline, objective))
 
 
-def _costs_of(row: Row, costs: Figures) -> Figures:
+def _costs_of(row: AdviceRow, costs: Figures) -> Figures:
     """The costs of a row's layers per stage and vocabulary."""
     schedule, layouts = row.timeline.schedule, row.plan.layouts
     own = costs if layouts is None else costs.evenly()

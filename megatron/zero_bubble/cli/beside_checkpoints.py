@@ -24,7 +24,7 @@ COSTS, DECISION = "zero_bubble_costs.json", "zero_bubble_auto.json"
 _SETUP = "setup"
 
 
-class Decision(NamedTuple):
+class KeptDecision(NamedTuple):
     """What a job runs with.
 
     Attributes:
@@ -38,7 +38,7 @@ class Decision(NamedTuple):
     facts: Facts
 
 
-def read_decision(file: Path) -> Decision:
+def read_decision(file: Path) -> KeptDecision:
     """Read a decision.
 
     Raises:
@@ -48,7 +48,7 @@ def read_decision(file: Path) -> Decision:
         return read_file(file, "decision of --zero-bubble-schedule auto", _decision_from)
 
 
-def write_decision(file: Path, decision: Decision) -> list[str]:
+def write_decision(file: Path, decision: KeptDecision) -> list[str]:
     """Write a decision at once, because other ranks may read it; return a remark if the file cannot be written.
 
     Every rank decides by itself, so that a decision which is not kept is only made again.
@@ -107,19 +107,19 @@ def unused(file: Path, error: object) -> str:
     return f"costs are not used: {error}" if str(file) in str(error) else f"{file} is not used: {error}"
 
 
-def _decision_from(text: str) -> Decision:
+def _decision_from(text: str) -> KeptDecision:
     content = json_object(text)
     if "flags" in content:  # of an older version
-        return Decision(Setup(), (), (), {})
+        return KeptDecision(Setup(), (), (), {})
     setup = parse(read_key(content, _SETUP, "an object", lambda value: isinstance(value, dict)), "json")
     adds, drops = (tuple(read_key(content, name, "a list of strings", _are_words)) for name in ("adds", "drops"))
-    decision = Decision(setup, adds, drops, facts_from(content))
+    decision = KeptDecision(setup, adds, drops, facts_from(content))
     if wrong := _undecidable(decision):
         raise UserError(f"it may have only what auto decides; got {wrong[0]}")
     return decision
 
 
-def _undecidable(decision: Decision) -> list[str]:
+def _undecidable(decision: KeptDecision) -> list[str]:
     """The flags that are not for ``auto`` to decide."""
     adds = decision.adds
     names = [*adds[:1], *(word for word in adds[1:] if word.startswith("-")), *decision.drops]

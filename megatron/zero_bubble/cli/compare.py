@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
 from megatron.zero_bubble.cli.choices import choices_of, common_choices, with_files
-from megatron.zero_bubble.cli.compare_table import Row, Table, short_text, table_text
+from megatron.zero_bubble.cli.compare_table import ComparedRow, Table, short_text, table_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.figures import replicas as num_replicas
 from megatron.zero_bubble.cli.offload import add_offload, host_limits, offloads, with_copies
@@ -183,12 +183,12 @@ class _Winner(NamedTuple):
 
     timeline: Timeline
     candidate: Candidate
-    row: Row
+    row: ComparedRow
 
 
 def _simulated(
     candidates: Sequence[Candidate | DroppedVariant], limit: float, objective: Metric, replicas: Replicas | None = None
-) -> tuple[list[Row], list[str], _Winner | None, BreakEven | None]:
+) -> tuple[list[ComparedRow], list[str], _Winner | None, BreakEven | None]:
     """Return the rows, the reasons why schedules are missing, the shortest schedule within the limit, and how long a
     message must take for another schedule to be shorter.
 
@@ -266,7 +266,9 @@ def _bounds(
     return bounds
 
 
-def _row(timeline: Timeline, made: Answer, candidate: Candidate, limit: float, replicas: Replicas | None) -> Row:
+def _row(
+    timeline: Timeline, made: Answer, candidate: Candidate, limit: float, replicas: Replicas | None
+) -> ComparedRow:
     schedule, costs, offload_plan = timeline.schedule, made.costs, made.offloaded
     ranks = schedule.placement.stage_to_rank
     whole = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
@@ -276,7 +278,7 @@ def _row(timeline: Timeline, made: Answer, candidate: Candidate, limit: float, r
     total = [*rank_memory(timeline, costs)]
     if static is not None and replicas is not None and replicas.limit < math.inf:  # the limit includes it
         total = [peak + own for peak, own in zip(total, static, strict=True)]
-    return Row(
+    return ComparedRow(
         schedule=schedule.name,
         placement=_name(schedule.placement),
         num_slices=schedule.num_slices,
@@ -309,10 +311,10 @@ def _row(timeline: Timeline, made: Answer, candidate: Candidate, limit: float, r
     )
 
 
-def _with_speedups(rows: Sequence[Row], objective: Metric) -> tuple[Row, ...]:
+def _with_speedups(rows: Sequence[ComparedRow], objective: Metric) -> tuple[ComparedRow, ...]:
     """Sort the rows, and compare each with 1F1B and with the best interleaved schedule."""
 
-    def cost(row: Row) -> float:
+    def cost(row: ComparedRow) -> float:
         return length_ms(row, objective)
 
     plain = min((cost(row) for row in rows if row.schedule == "1f1b"), default=None)

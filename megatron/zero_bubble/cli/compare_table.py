@@ -18,7 +18,7 @@ from megatron.zero_bubble.planning.figures import Figures
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """One schedule in the table.
 
     Attributes:
@@ -93,12 +93,12 @@ class Table:
     memory_limit: float
     lower_bound_ms: dict[str, float]
     sliced_lower_bound_ms: dict[str, float]
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
     absent: tuple[str, ...]
     gain_of_vocabulary: float | None
     break_even: BreakEven | None = None
 
-    def shortest(self, *, divided: bool) -> Row | None:
+    def shortest(self, *, divided: bool) -> ComparedRow | None:
         """Return the shortest schedule within the limit with a divided vocabulary, or else with a layout by cost and a
         whole one.
         """
@@ -106,7 +106,7 @@ class Table:
         return next((row for row in rows if divided or row.layout is not None), None)
 
 
-def short_text(row: Row, objective: Metric) -> str:
+def short_text(row: ComparedRow, objective: Metric) -> str:
     """Format a row alone, to show it before the table is complete."""
     over = "" if row.within_limit else "   over the limit"
     ms, name = length_ms(row, objective), f"{row.schedule} ({row.placement})"
@@ -183,7 +183,7 @@ def _layouts(table: Table) -> Iterator[str]:
         yield f"vocabulary parallelism, {divided.schedule}, {ms:.3f} ms: {compared(gain)} the best layout"
 
 
-def _moved(row: Row, costs: Figures) -> str:
+def _moved(row: ComparedRow, costs: Figures) -> str:
     """Format the share that moves, and the peak of host memory, in GiB or microbatches."""
     if row.offloaded_share is None or row.host_peak is None:
         return f"{'':16}"
@@ -191,7 +191,7 @@ def _moved(row: Row, costs: Figures) -> str:
     return f"{row.offloaded_share:8.0%}{host:8.4g}"
 
 
-def _collectives(row: Row) -> str:
+def _collectives(row: ComparedRow) -> str:
     """Format gathers, reductions, static memory in GiB, and what a rank sends to replicas and to parts of layers."""
     counts = ("" if count is None else count for count in (row.gathers, row.reductions))
     sent = None if row.replica_bytes is None else row.replica_bytes + (row.tensor_bytes or 0.0)

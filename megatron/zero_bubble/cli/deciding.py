@@ -26,7 +26,7 @@ from megatron.zero_bubble.cli.beside_checkpoints import (
     COSTS,
     DECISION,
     Costs,
-    Decision,
+    KeptDecision,
     costs_in,
     read_decision,
     unused,
@@ -40,7 +40,7 @@ from megatron.zero_bubble.core.analysis.idle import idle_of
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted, explaining
 from megatron.zero_bubble.core.formats.facts import Facts, all_differences, listed
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, name_of
-from megatron.zero_bubble.planning.change import ROUNDED, Row
+from megatron.zero_bubble.planning.change import ROUNDED, AdviceRow
 from megatron.zero_bubble.planning.codecs import Difference, flag_of, parse
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
@@ -144,16 +144,16 @@ class _Undecided(NamedTuple):
     gpu: Gpu
     environment: Mapping[str, str]
 
-    def words(self, decision: Decision) -> Difference:
+    def words(self, decision: KeptDecision) -> Difference:
         """The flags that a decision adds and leaves out."""
         return words_of(decision.setup, decision.adds, decision.drops, self.setup, self.flags)
 
-    def refused(self, decision: Decision) -> str | None:
+    def refused(self, decision: KeptDecision) -> str | None:
         """Why it would not start with a decision, or, on its GPU, could not run what it begins with."""
         return _refused(changed(self.flags, *self.words(decision)), self.gpu, self.environment)
 
 
-def _adopted(job: _Undecided, decision: Decision, why: str, folder: Path | None) -> tuple[list[str], list[str]]:
+def _adopted(job: _Undecided, decision: KeptDecision, why: str, folder: Path | None) -> tuple[list[str], list[str]]:
     """The flags with a decision, and what is logged. A search records what it measures, if there is a folder for it."""
     words = job.words(decision)
     flags = changed(job.flags, *words)
@@ -167,7 +167,7 @@ def _adopted(job: _Undecided, decision: Decision, why: str, folder: Path | None)
     return flags, lines
 
 
-def _kept(folders: Sequence[Path | None], facts: Facts, job: _Undecided) -> tuple[Decision | None, str, list[str]]:
+def _kept(folders: Sequence[Path | None], facts: Facts, job: _Undecided) -> tuple[KeptDecision | None, str, list[str]]:
     """The first decision in these folders that is one for this job, where it is from, and remarks on others.
 
     Raises:
@@ -222,7 +222,9 @@ def _is_exact(given: Mapping[str, Any]) -> bool:
     return bool(given.get("exact")) or given.get("fuse_wgrad") is False
 
 
-def _decision(asked: Advised, given: Mapping[str, Any], undecided: _Undecided, facts: Facts) -> tuple[Decision, str]:
+def _decision(
+    asked: Advised, given: Mapping[str, Any], undecided: _Undecided, facts: Facts
+) -> tuple[KeptDecision, str]:
     """What to run, by the advice, and why: the advised change, else the fastest that the job's other flags allow.
 
     Args:
@@ -238,17 +240,17 @@ def _decision(asked: Advised, given: Mapping[str, Any], undecided: _Undecided, f
         if _is_exact(given) and row.change.numbers == ROUNDED:
             continue
         for setup in _ways(row, given.get("memory_limit")):
-            decision = Decision(setup, row.change.adds, row.change.drops, facts)
+            decision = KeptDecision(setup, row.change.adds, row.change.drops, facts)
             if undecided.refused(decision) is None:
                 why = f"{row.change.name}, {-row.gain:+.1%} of the time of the passes expected, of which ranks idle "
                 return decision, f"{why}{idle:.1%} without it"
     # Other flags of this package need one of its schedules.
     by_us = not set(given) <= {"schedule", "device"}
     own = replace(undecided.setup, order=Named(timeline.schedule.name)) if by_us else undecided.setup
-    return Decision(own, (), (), facts), f"ranks idle {idle:.1%} of the time, and no change is worth it"
+    return KeptDecision(own, (), (), facts), f"ranks idle {idle:.1%} of the time, and no change is worth it"
 
 
-def _ways(row: Row, limit: str | None) -> Iterator[Setup]:
+def _ways(row: AdviceRow, limit: str | None) -> Iterator[Setup]:
     """The setup of a row with the order of passes that is planned during the run, where it can be, then as it is. Pairs
     and sharded units have an order of their own.
     """

@@ -19,7 +19,7 @@ _RECOMPUTE = (
 )
 
 
-class Variant(NamedTuple):
+class SizeVariant(NamedTuple):
     """A job with other sizes.
 
     Attributes:
@@ -33,7 +33,7 @@ class Variant(NamedTuple):
     numbers: str = SAME
 
 
-def chosen_variants(text: str | None, args: Any, costs: str | None) -> Iterator[Variant]:
+def chosen_variants(text: str | None, args: Any, costs: str | None) -> Iterator[SizeVariant]:
     """Yield the variants that ``--may-change`` allows.
 
     Args:
@@ -55,8 +55,8 @@ def chosen_variants(text: str | None, args: Any, costs: str | None) -> Iterator[
         yield from _sizes("--micro-batch-size", "micro batch", args.micro_batch_size, ROUNDED)
     if "recompute" in names and args.recompute_granularity is not None:
         if args.recompute_granularity == "full":
-            yield Variant("selective recomputation", ("--recompute-granularity", "selective"), _RECOMPUTE)
-        yield Variant("no recomputation", (), _RECOMPUTE)
+            yield SizeVariant("selective recomputation", ("--recompute-granularity", "selective"), _RECOMPUTE)
+        yield SizeVariant("no recomputation", (), _RECOMPUTE)
     if "pipeline" in names:
         drops = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
         for each in _sizes("--pipeline-model-parallel-size", "pipeline", args.pipeline_model_parallel_size, ORDER):
@@ -64,8 +64,8 @@ def chosen_variants(text: str | None, args: Any, costs: str | None) -> Iterator[
                 yield each._replace(drops=(*drops, "--pipeline-model-parallel-layout"))
 
 
-def _sizes(flag: str, name: str, size: int, numbers: str) -> Iterator[Variant]:
+def _sizes(flag: str, name: str, size: int, numbers: str) -> Iterator[SizeVariant]:
     """Half and twice a size."""
     for other in (size // 2 if size % 2 == 0 else 0, 2 * size):
         if other:
-            yield Variant(f"{name} {other}", (flag, str(other)), (), numbers)
+            yield SizeVariant(f"{name} {other}", (flag, str(other)), (), numbers)

@@ -58,7 +58,7 @@ def loads_of(options: argparse.Namespace) -> tuple[Load, ...] | None:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class PlanOfLengths:
     """A plan with microbatches of different lengths.
 
     Attributes:
@@ -70,7 +70,7 @@ class Lengths:
     costs: PackedCosts
 
     @classmethod
-    def of(cls, made: Offer, own: Sequence[Load]) -> Lengths:
+    def of(cls, made: Offer, own: Sequence[Load]) -> PlanOfLengths:
         equal = made.costs.on(made.schedule.placement)[0]
         sequence = made.costs.sequence or max(1, round(mean(load.tokens for load in own)))
         return cls(made, PackedCosts(**vars(equal), sequence=sequence, loads=tuple(own)))

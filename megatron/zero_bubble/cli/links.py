@@ -17,7 +17,7 @@ NETWORK_GBS = 50.0
 """The assumed bandwidth per GPU between nodes, in GB/s: one network adapter of 400 Gbit/s per GPU."""
 
 
-class Given(NamedTuple):
+class GivenLinks(NamedTuple):
     """What the flags give of the links of one kind; None for what they leave to the defaults.
 
     Attributes:
@@ -61,7 +61,7 @@ def add_link_flags(verb: argparse.ArgumentParser) -> None:
         )
 
 
-def given_links(options: argparse.Namespace) -> tuple[Given, Given]:
+def given_links(options: argparse.Namespace) -> tuple[GivenLinks, GivenLinks]:
     """What the flags of ``add_link_flags`` give, inside a node and between nodes.
 
     Raises:
@@ -73,8 +73,8 @@ def given_links(options: argparse.Namespace) -> tuple[Given, Given]:
     for flag, us in (("--link-latency", options.link_latency), ("--network-latency", options.network_latency)):
         if us is not None:
             checked_figure(flag, us)
-    node = Given(options.link_bandwidth, options.link_latency)
-    return node, Given(options.network_bandwidth, options.network_latency)
+    node = GivenLinks(options.link_bandwidth, options.link_latency)
+    return node, GivenLinks(options.network_bandwidth, options.network_latency)
 
 
 def _bandwidths(options: argparse.Namespace) -> tuple[tuple[str, float | None], ...]:
@@ -82,7 +82,7 @@ def _bandwidths(options: argparse.Namespace) -> tuple[tuple[str, float | None], 
 
 
 def with_transfers(
-    costs: Figures, groups: RankGroups, gpu: str, given: tuple[Given, Given], estimated: bool
+    costs: Figures, groups: RankGroups, gpu: str, given: tuple[GivenLinks, GivenLinks], estimated: bool
 ) -> Figures:
     """Return ``costs`` with the times of transfers inside a node and between nodes, and a note that states them.
 
@@ -97,7 +97,7 @@ def with_transfers(
     """
     node, network = given
     ranks, size, device = range(costs.num_ranks), costs.message_bytes, DEVICES[gpu]
-    if given == (Given(), Given()) and not estimated:
+    if given == (GivenLinks(), GivenLinks()) and not estimated:
         return costs
     assert size is not None, "the flags of a job give the size of its messages"
     inside = node.ms(size, device.link_gbs, device.latency_ms)
@@ -106,7 +106,7 @@ def with_transfers(
     links = {pair: between if pair in crossing else inside for pair in permutations(ranks, 2)}
     hops = sum(1 for rank in ranks[1:] if (rank - 1, rank) in crossing)
     notes = []
-    if node != Given():
+    if node != GivenLinks():
         notes.append(f"Transfers inside a node: {_shown(node, device.latency_ms, device.link_gbs)}.")
     if hops:
         assumed = "." if network.gbs is not None else ", assumed; give --network-bandwidth."
@@ -115,14 +115,14 @@ def with_transfers(
     return replace(costs.with_links(links), notes=(*costs.notes, *notes))
 
 
-def bandwidth_to_replicas(groups: RankGroups, gpu: str, given: tuple[Given, Given]) -> float:
+def bandwidth_to_replicas(groups: RankGroups, gpu: str, given: tuple[GivenLinks, GivenLinks]) -> float:
     """The bytes per ms that a rank sends to its data-parallel replicas, some of which may be on other nodes."""
     node, network = given
     crosses = any(len(groups.nodes(ranks)) > 1 for ranks in groups.groups("data"))
     return 1e6 * ((network.gbs or NETWORK_GBS) if crosses else (node.gbs or DEVICES[gpu].link_gbs))
 
 
-def _shown(link: Given, latency_ms: float, gbs: float) -> str:
+def _shown(link: GivenLinks, latency_ms: float, gbs: float) -> str:
     return f"{link.latency(latency_ms):g} ms + bytes at {link.gbs or gbs:g} GB/s"
 
 

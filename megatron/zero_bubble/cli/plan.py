@@ -12,7 +12,7 @@ from megatron.zero_bubble.cli.choices import choices_of, with_files
 from megatron.zero_bubble.cli.divisions import division_text
 from megatron.zero_bubble.cli.figures import add_figures, figures, replicas
 from megatron.zero_bubble.cli.layouts import layout_summary
-from megatron.zero_bubble.cli.lengths import Lengths, add_lengths, loads_of
+from megatron.zero_bubble.cli.lengths import PlanOfLengths, add_lengths, loads_of
 from megatron.zero_bubble.cli.offload import add_offload, host_limits, offload_summary, offloads, with_copies
 from megatron.zero_bubble.cli.plan_text import imbalance_text, limit_text, period_text, plan_text
 from megatron.zero_bubble.cli.progress import working
@@ -142,7 +142,7 @@ def plan(options: argparse.Namespace) -> str:
     made = answer(question_of(options))
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
     own = loads_of(options)
-    lengths = None if own is None else Lengths.of(made, own)
+    lengths = None if own is None else PlanOfLengths.of(made, own)
     timeline = timeline if lengths is None else lengths.timeline()
     if options.format == "svg":
         return zoomable(render_svg(timeline))

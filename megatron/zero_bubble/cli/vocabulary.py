@@ -11,7 +11,7 @@ from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.setup import Divided
-from megatron.zero_bubble.planning.vocabulary import Choice, divided_by, with_times
+from megatron.zero_bubble.planning.vocabulary import VocabularyChoice, divided_by, with_times
 
 _TIMES = ("output_ms", "output_wgrad_ms", "embedding_ms", "embedding_wgrad_ms", "collective_ms")
 
@@ -31,7 +31,7 @@ def add_vocabulary(verb: argparse.ArgumentParser) -> None:
 
 
 def divided_of(
-    options: argparse.Namespace, costs: Figures, file: Schedule | None = None, default: Choice | None = None
+    options: argparse.Namespace, costs: Figures, file: Schedule | None = None, default: VocabularyChoice | None = None
 ) -> Divided | None:
     """Return how the flags divide the vocabulary; ``file`` is the schedule of a file, whose passes decide.
 
@@ -40,7 +40,7 @@ def divided_of(
     Raises:
         UserError: for flags that contradict each other, the costs or the file.
     """
-    choice: Choice | None = options.vocabulary or default
+    choice: VocabularyChoice | None = options.vocabulary or default
     own = None if file is None else algorithm_of(file)
     if own is not None:
         if choice not in (None, str(own)):

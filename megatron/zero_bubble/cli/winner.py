@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.zero_bubble.cli.compare_table import Row
+from megatron.zero_bubble.cli.compare_table import ComparedRow
 from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.planning.candidates import Candidate
@@ -21,7 +21,7 @@ from megatron.zero_bubble.planning.values import PLAN_ROWS, values_of_plan
 FILE = "plan.json"
 
 
-def how_to_run(options: argparse.Namespace, winner: Candidate, row: Row) -> str:
+def how_to_run(options: argparse.Namespace, winner: Candidate, row: ComparedRow) -> str:
     """Return the flags that a job needs for the row; or, where no flag says all, the command that writes its plan.
 
     Args:
@@ -76,7 +76,7 @@ def _flags(setup: Setup) -> Iterator[str]:
         yield f"--zero-bubble-unit-microbatches {setup.unit}"
 
 
-def _chosen(options: argparse.Namespace, winner: Candidate, row: Row) -> dict[str, Any]:
+def _chosen(options: argparse.Namespace, winner: Candidate, row: ComparedRow) -> dict[str, Any]:
     """The flags of ``plan`` that make this row, by name: those of ``compare``, and what the row has chosen."""
     setup, asked = winner.question.setup, setup_of_flags(vars(options), vocabulary=None, recompute_logits=None)
     if setup.shards is not None:

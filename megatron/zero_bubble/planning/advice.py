@@ -19,7 +19,7 @@ from megatron.zero_bubble.core.errors import PlanError, Refusal, UserError, atte
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.planning.answer import Answer, answer, refusal_of
-from megatron.zero_bubble.planning.change import LARGE, SAME, Change, Need, Row, Today, need_of_plan
+from megatron.zero_bubble.planning.change import LARGE, SAME, AdviceRow, Change, Need, Today, need_of_plan
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.plans import quick_bound
 from megatron.zero_bubble.planning.question import Question
@@ -54,7 +54,7 @@ class Advice:
     """
 
     today: Today
-    rows: tuple[Row, ...]
+    rows: tuple[AdviceRow, ...]
     objective: Metric
     worth: float
     dropped: tuple[DroppedVariant, ...] = ()
@@ -67,7 +67,7 @@ class Advice:
         return self.worth == WORTH_ESTIMATED
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> AdviceRow | None:
         """The change to make: the simplest that is nearly as fast as the fastest; None if none is worth it."""
         fits = [row for row in self.rows if row.fits and row.gain >= self.worth]
         fastest = max((row.gain for row in fits), default=0.0)
@@ -87,7 +87,7 @@ class Advice:
         return None if before[1].experts or after[1].experts else gains(before, after, self.objective)
 
 
-class Setting(NamedTuple):
+class StartedWith(NamedTuple):
     """What a job is started with, and what its GPUs can then run."""
 
     runs: Feasibility
@@ -128,9 +128,9 @@ class Adviser:
     most_searched: float = math.inf
     tell: Callable[[str], None] = lambda _: None
     most_activations: float = math.inf
-    settings: tuple[Setting, ...] = ()
-    tried: Callable[[Row], Tried] | None = None
-    rows: list[Row] = field(default_factory=list)
+    settings: tuple[StartedWith, ...] = ()
+    tried: Callable[[AdviceRow], Tried] | None = None
+    rows: list[AdviceRow] = field(default_factory=list)
     dropped: list[DroppedVariant] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     searched: int = 0
@@ -168,7 +168,7 @@ class Adviser:
             self._plan(change)
         return is_of_use
 
-    def _check(self, row: Row) -> None:
+    def _check(self, row: AdviceRow) -> None:
         """Prove a row that is to be shown, and give it the figures of its dry run; drop it if that refuses it.
 
         A proof takes as long as a search, so only these rows are proved.
@@ -182,7 +182,7 @@ class Adviser:
         else:
             self.rows[place] = replace(as_run, titles=())
 
-    def _as_run(self, row: Row) -> Row | Refusal:
+    def _as_run(self, row: AdviceRow) -> AdviceRow | Refusal:
         """A row as the job runs it when it is started with the first of ``settings`` that can, or why none can."""
         if not self.settings or not row.change.is_ours:
             return attempted(partial(self._with_figures, row, None))
@@ -193,7 +193,7 @@ class Adviser:
                 break
         return as_run
 
-    def _with_figures(self, row: Row, runs: Feasibility | None) -> Row:
+    def _with_figures(self, row: AdviceRow, runs: Feasibility | None) -> AdviceRow:
         """A row with the figures of its dry run, which proves its plan. Where that does not have them, because it may
         not know the bandwidths that the times of copies and collectives follow from, a search whose plan cannot run
         is made again.
@@ -248,7 +248,7 @@ class Adviser:
         else:
             self.rows.append(row)
 
-    def _row(self, change: Change, question: Question) -> Row:
+    def _row(self, change: Change, question: Question) -> AdviceRow:
         """The row of a change whose plan answers a question.
 
         Raises:
@@ -262,9 +262,9 @@ class Adviser:
             raise UserError(refused)
         ms, before = (length_ms(each, self.objective) for each in (plan.timeline, self.today.timeline))
         gap = None if plan.schedule.overlaps else max(0.0, 1 - self._least(change) / ms)
-        return Row(change, plan, need, self._fits(need), 1 - ms / before, gap, setup)
+        return AdviceRow(change, plan, need, self._fits(need), 1 - ms / before, gap, setup)
 
-    def _certified(self, row: Row) -> Row:
+    def _certified(self, row: AdviceRow) -> AdviceRow:
         """The row with the gap to the bound that ``plan`` certifies with, if that is for all its plans."""
         asked, timeline = row.plan.question, row.timeline
         is_open = row.change.question.by_cost or asked.setup.cuts is not None
@@ -274,7 +274,7 @@ class Adviser:
             return row
         return replace(row, gap=min(row.gap, max(0.0, certificate.gap(timeline))))
 
-    def _chosen(self) -> tuple[Row, ...]:
+    def _chosen(self) -> tuple[AdviceRow, ...]:
         """The best rows of each kind, each once, the fastest first."""
         fits = [row for row in self.rows if row.fits]
         titles: dict[int, list[str]] = {}
@@ -285,7 +285,9 @@ class Adviser:
         found = [replace(self.rows[number], titles=tuple(of)) for number, of in titles.items()]
         return tuple(sorted(found, key=lambda row: row.ms))
 
-    def _kinds(self, fits: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row], Callable[[Row], float]]]:
+    def _kinds(
+        self, fits: Sequence[AdviceRow]
+    ) -> Iterator[tuple[str, Sequence[AdviceRow], Callable[[AdviceRow], float]]]:
         """What rows can be the best at, the rows that compete, and the amount that counts, the least is the best."""
         gains = [row for row in fits if row.gain > ROUNDING]
         yield "fastest", gains, _ms
@@ -312,7 +314,7 @@ def _in_order(waiting: Sequence[tuple[float, Change]]) -> list[tuple[float, Chan
     return sorted(waiting, key=key)
 
 
-def _simplest(rows: Sequence[Row], amount: Callable[[Row], float]) -> Row:
+def _simplest(rows: Sequence[AdviceRow], amount: Callable[[AdviceRow], float]) -> AdviceRow:
     """The row with the least amount; of those that are as long as the shortest, the one with the least memory."""
     near = _AS_LONG if amount is _ms else _EQUAL
     close = [row for row in rows if amount(row) <= near * min(map(amount, rows))]
@@ -320,5 +322,5 @@ def _simplest(rows: Sequence[Row], amount: Callable[[Row], float]) -> Row:
     return min((row for row in close if row.need.most <= least), key=lambda row: (row.change.effort, row.ms))
 
 
-def _ms(row: Row) -> float:
+def _ms(row: AdviceRow) -> float:
     return row.ms

@@ -132,7 +132,7 @@ def need_of_plan(plan: Answer) -> Need:
 
 
 @dataclass(frozen=True)
-class Row:
+class AdviceRow:
     """A planned change.
 
     Attributes:

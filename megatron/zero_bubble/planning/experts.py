@@ -46,7 +46,7 @@ def hidden(schedules: Iterator[Schedule], named: str, has_experts: bool) -> Iter
             yield from dict.fromkeys((fuse_alone(own), own))
 
 
-Refusal = Callable[[Timeline], str | None]
+Refuses = Callable[[Timeline], str | None]
 """Why a job cannot run a schedule with pairs, or has no memory for a plan; None if it can."""
 
 
@@ -66,7 +66,7 @@ class Contender(NamedTuple):
     why: str | None
 
 
-def contenders(costs: Figures, objective: Metric, refusal: Refusal = lambda _: None) -> list[Contender]:
+def contenders(costs: Figures, objective: Metric, refusal: Refuses = lambda _: None) -> list[Contender]:
     """Megatron's combined interleaved schedule, pairs in DualPipeV's order, and a plain schedule, shortest first; none
     if the costs have no experts. Of each kind it is the best that the job can run, if any.
 
@@ -105,7 +105,7 @@ def contenders(costs: Figures, objective: Metric, refusal: Refusal = lambda _: N
     return sorted(best, key=lambda each: each.ms)
 
 
-def verdict(costs: Figures, objective: Metric, refusal: Refusal = lambda _: None) -> str:
+def verdict(costs: Figures, objective: Metric, refusal: Refuses = lambda _: None) -> str:
     """A sentence on the share of the all-to-all and on which kind of schedule is shortest, of those that the job can
     run, and what stands in the way of shorter ones; empty without experts.
 

@@ -21,7 +21,7 @@ from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.core.search.cut import even
 from megatron.zero_bubble.planning.division import Division
-from megatron.zero_bubble.planning.given import NOTHING, Given
+from megatron.zero_bubble.planning.given import NOTHING, GivenFigures
 from megatron.zero_bubble.planning.weights import ModelWeights, Weights
 
 HALVED = (
@@ -78,7 +78,7 @@ class Figures:
     division: Division | None = None
     file: CostsFile | None = field(default=None, hash=False)
     facts: Facts = field(default_factory=dict, hash=False)
-    given: Given = NOTHING
+    given: GivenFigures = NOTHING
     laid: tuple[int, ...] = ()
     _made: dict[Placement, tuple[PassCosts, PassMemory]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -220,7 +220,7 @@ class Figures:
         return self._with_transfers(links={**self.given.links, **checked})
 
     def giving(self, **figures: Any) -> Figures:
-        """Return these figures with others in place of those of the costs, see ``Given``."""
+        """Return these figures with others in place of those of the costs, see ``GivenFigures``."""
         return replace(self, given=replace(self.given, **figures))
 
     def _with_transfers(self, **figures: Any) -> Figures:
@@ -306,7 +306,7 @@ class TensorModel:
     device: Device
     num_microbatches: int
 
-    def divided(self, degree: int, bytes_per_ms: float, given: Given) -> TensorFigures:
+    def divided(self, degree: int, bytes_per_ms: float, given: GivenFigures) -> TensorFigures:
         """Return the figures with ``degree`` GPUs that divide a layer, and send that many bytes per ms to each other.
 
         Raises:

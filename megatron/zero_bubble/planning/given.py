@@ -17,7 +17,7 @@ WithTransfers = TypeVar("WithTransfers", PassCosts, LayerCosts)
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenFigures:
     """What replaces figures of the costs; None, or empty, for what they keep.
 
     Attributes:
@@ -40,7 +40,7 @@ class Given:
     vocabulary: VocabularyCosts | None = None
 
     @property
-    def of_any_stages(self) -> Given:
+    def of_any_stages(self) -> GivenFigures:
         """Only what is of messages between ranks and of copies, which pipelines of other stages have as well."""
         return replace(self, gather_ms=None, reduce_ms=None, shards_bytes_per_ms=None, vocabulary=None)
 
@@ -78,4 +78,4 @@ class Given:
         return replace(costs, **own)
 
 
-NOTHING = Given()
+NOTHING = GivenFigures()

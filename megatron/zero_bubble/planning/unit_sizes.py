@@ -13,7 +13,7 @@ from typing import TypeVar
 from megatron.zero_bubble.core.analysis.score import ROUNDING, excess, is_less
 from megatron.zero_bubble.planning.score import Score, best
 
-Plan = TypeVar("Plan")
+T = TypeVar("T")
 
 
 def unit_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
@@ -31,10 +31,10 @@ def smallest(sizes: Sequence[int], length_ms: Callable[[int], float]) -> int:
 def best_within(
     num_ranks: int,
     num_microbatches: int,
-    make: Callable[[int], Plan],
-    figures: Callable[[Plan], tuple[float, float]],
+    make: Callable[[int], T],
+    figures: Callable[[T], tuple[float, float]],
     limit: float = inf,
-) -> Plan:
+) -> T:
     """The shortest plan within a memory limit, of these the one with the smallest units.
 
     Where no plan is within the limit, the one that needs the least memory.
@@ -48,7 +48,7 @@ def best_within(
         sizes = [*(size for size in range(1, sizes[0])), *sizes]
     plans = [make(size) for size in sizes]
 
-    def score(plan: Plan) -> Score:
+    def score(plan: T) -> Score:
         ms, peak = figures(plan)
         over = excess(peak, limit)
         return over, 0.0 if over else ms

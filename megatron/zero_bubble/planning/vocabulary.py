@@ -24,8 +24,8 @@ from megatron.zero_bubble.planning.setup import Auto, Divided
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.weights import DividedWeights
 
-Choice = Literal["off", "1", "2", "auto"]
-CHOICES: tuple[Choice, ...] = ("off", "1", "2", "auto")
+VocabularyChoice = Literal["off", "1", "2", "auto"]
+CHOICES: tuple[VocabularyChoice, ...] = ("off", "1", "2", "auto")
 _ALGORITHMS: dict[str, Algorithm | Auto] = {"1": 1, "2": 2, "auto": "auto"}
 _KNOWN: dict[str | None, tuple[str, ...]] = {
     "linear": ("1f1b", "zb-h1"),
@@ -53,7 +53,7 @@ def are_divided(costs: Figures) -> bool:
     return costs.of_ranks[0].vocabulary is not None
 
 
-def divided_by(costs: Figures, choice: Choice | None, recompute_logits: bool = False) -> Divided | None:
+def divided_by(costs: Figures, choice: VocabularyChoice | None, recompute_logits: bool = False) -> Divided | None:
     """How a choice of ``plan`` divides the vocabulary; by default, ``auto`` if the costs have S and T, else not at all.
 
     Costs that have the times of S and T are without the embedding and the output layer, so they do not suit a job that

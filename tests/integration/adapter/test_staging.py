@@ -15,7 +15,7 @@ from megatron.zero_bubble.core.plan.offload import Move
 from megatron.zero_bubble.engine.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.engine.runtime.transport import Receive, Transport
 from megatron.zero_bubble.integration.adapter import connection
-from megatron.zero_bubble.integration.adapter.staging import Staging, Transfers, spins, steps_of
+from megatron.zero_bubble.integration.adapter.staging import Carriers, Staging, spins, steps_of
 from megatron.zero_bubble.planning.source import fused_but_last
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
@@ -31,7 +31,7 @@ def train_staging(rank: int, flags: str, schedules: Sequence[str | None]) -> Fou
     staged: list[int] = []
 
     class Recorded(Staging):
-        def of(self, steps: Collection[Hashable], usual: Transfers) -> Transfers:
+        def of(self, steps: Collection[Hashable], usual: Carriers) -> Carriers:
             links = super().of(steps, usual)
             staged.append(int(links is not usual))
             assert (links.transport is usual.transport) is (links.lanes is usual.lanes) is (links is usual)

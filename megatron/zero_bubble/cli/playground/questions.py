@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
 
-from megatron.zero_bubble.cli.lengths import Lengths, loads_of
+from megatron.zero_bubble.cli.lengths import PlanOfLengths, loads_of
 from megatron.zero_bubble.cli.plan import add_plan, question_of
 from megatron.zero_bubble.cli.playground.job import PageJob
 from megatron.zero_bubble.core.analysis.timeline import Timeline
@@ -164,7 +164,7 @@ def page_answer(asked: PageQuestion, job: PageJob | None = None) -> PageAnswer:
         limit = {"kept": kept, "sentence": sentence}
     plan, more = plan_content(timeline, certificate), {}
     if asked.loads is not None:
-        lengths = Lengths.of(made, asked.loads)
+        lengths = PlanOfLengths.of(made, asked.loads)
         timeline = lengths.timeline()
         of_bound = ("lower_bound_ms", "lower_bound_reason", "gap")
         equal = {key: value for key, value in plan.items() if key not in of_bound}

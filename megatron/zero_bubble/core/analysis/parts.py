@@ -19,7 +19,7 @@ from megatron.zero_bubble.core.analysis.timeline import LaneSpan, Span, divided
 from megatron.zero_bubble.core.costs import PassCosts
 from megatron.zero_bubble.core.ir import Op, Pass, Slices, Value
 from megatron.zero_bubble.core.ir.ops import COMPUTE, Times
-from megatron.zero_bubble.core.ir.parts import Part
+from megatron.zero_bubble.core.ir.parts import LanePart
 
 _QUEUE = "queued compute"
 """The lane of the parts that compute, while the rank already waits for the inputs of the next op."""
@@ -40,7 +40,7 @@ class _Queued(Op):
 
     __slots__ = ("lane", "ms")
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: LanePart) -> None:
         self.lane = _QUEUE if part.lane == COMPUTE else part.lane  # type: ignore[misc]
         self.ms = part.ms
 
@@ -111,7 +111,7 @@ def _divided(row: Iterable[Step], costs: PassCosts) -> Iterator[Step]:
 
 
 @lru_cache(maxsize=4096)
-def _queue(parts: tuple[Part, ...]) -> _Queue:
+def _queue(parts: tuple[LanePart, ...]) -> _Queue:
     last: dict[int, int] = {}
     after, computes = [], 0
     for number, (lane, _, work) in enumerate(parts, 1):

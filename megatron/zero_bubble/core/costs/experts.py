@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.core.costs.units import recut
 from megatron.zero_bubble.core.ir.ops import ALL_TO_ALL, COMPUTE
-from megatron.zero_bubble.core.ir.parts import Part
+from megatron.zero_bubble.core.ir.parts import LanePart
 from megatron.zero_bubble.core.ir.passes import BW, B, F, Kind, W
 
 
@@ -112,7 +112,7 @@ def exposed_share(parts: Sequence[ExpertParts]) -> float:
 
 
 @lru_cache(maxsize=4096)
-def parts_of(kinds: tuple[Kind, ...], stages: tuple[ExpertParts, ...], contention: float) -> tuple[Part, ...]:
+def parts_of(kinds: tuple[Kind, ...], stages: tuple[ExpertParts, ...], contention: float) -> tuple[LanePart, ...]:
     """The parts of a pass, or of a pair of F and B or BW, in the order in which they are issued.
 
     Args:
@@ -132,7 +132,7 @@ def parts_of(kinds: tuple[Kind, ...], stages: tuple[ExpertParts, ...], contentio
     return tuple(part for part in found if part.ms)
 
 
-def length_ms(parts: Sequence[Part]) -> float:
+def length_ms(parts: Sequence[LanePart]) -> float:
     """How long an op with these parts takes if both lanes are free."""
     lanes: dict[str, float] = {}
     ends: dict[int, float] = {}
@@ -144,44 +144,44 @@ def length_ms(parts: Sequence[Part]) -> float:
     return max(lanes.values(), default=0.0)
 
 
-def _together(f: ExpertParts, b: ExpertParts, backward: Kind) -> list[Part]:
+def _together(f: ExpertParts, b: ExpertParts, backward: Kind) -> list[LanePart]:
     """A layer of F (work 0) and a layer of a backward (work 1)."""
     wgrad = backward is BW
     return [
-        Part(ALL_TO_ALL, b.combine_grad, 1),
-        Part(COMPUTE, f.attention, 0),
-        Part(COMPUTE, b.experts_grad, 1),
-        Part(ALL_TO_ALL, f.dispatch, 0),
-        *([Part(COMPUTE, b.experts_wgrad, None)] if wgrad else []),
-        Part(ALL_TO_ALL, b.dispatch_grad, 1),
-        Part(COMPUTE, f.experts, 0),
-        Part(ALL_TO_ALL, f.combine, 0),
-        Part(COMPUTE, b.attention_grad, 1),
-        *([Part(COMPUTE, b.attention_wgrad, None)] if wgrad else []),
+        LanePart(ALL_TO_ALL, b.combine_grad, 1),
+        LanePart(COMPUTE, f.attention, 0),
+        LanePart(COMPUTE, b.experts_grad, 1),
+        LanePart(ALL_TO_ALL, f.dispatch, 0),
+        *([LanePart(COMPUTE, b.experts_wgrad, None)] if wgrad else []),
+        LanePart(ALL_TO_ALL, b.dispatch_grad, 1),
+        LanePart(COMPUTE, f.experts, 0),
+        LanePart(ALL_TO_ALL, f.combine, 0),
+        LanePart(COMPUTE, b.attention_grad, 1),
+        *([LanePart(COMPUTE, b.attention_wgrad, None)] if wgrad else []),
     ]
 
 
-def _alone(kind: Kind, work: int, stage: ExpertParts, contention: float, layers: range) -> list[Part]:
+def _alone(kind: Kind, work: int, stage: ExpertParts, contention: float, layers: range) -> list[LanePart]:
     """Some layers of a pass that runs alone; computation takes longer only for what runs next to an all-to-all."""
     one = stage.per_layer()
     forward = [
-        Part(COMPUTE, one.attention, work),
-        Part(ALL_TO_ALL, one.dispatch, work),
-        Part(COMPUTE, one.experts, work),
-        Part(ALL_TO_ALL, one.combine, work),
+        LanePart(COMPUTE, one.attention, work),
+        LanePart(ALL_TO_ALL, one.dispatch, work),
+        LanePart(COMPUTE, one.experts, work),
+        LanePart(ALL_TO_ALL, one.combine, work),
     ]
     backward = [
-        Part(ALL_TO_ALL, one.combine_grad, work),
-        Part(COMPUTE, one.experts_grad, work),
-        Part(ALL_TO_ALL, one.dispatch_grad, work),
-        Part(COMPUTE, one.attention_grad, work),
+        LanePart(ALL_TO_ALL, one.combine_grad, work),
+        LanePart(COMPUTE, one.experts_grad, work),
+        LanePart(ALL_TO_ALL, one.dispatch_grad, work),
+        LanePart(COMPUTE, one.attention_grad, work),
     ]
-    experts_wgrad = Part(COMPUTE, one.experts_wgrad * contention, None)
-    attention_wgrad = Part(COMPUTE, one.attention_wgrad, None)
+    experts_wgrad = LanePart(COMPUTE, one.experts_wgrad * contention, None)
+    attention_wgrad = LanePart(COMPUTE, one.attention_wgrad, None)
     of_kind = {
         F: forward,
         B: backward,
-        W: [Part(COMPUTE, one.experts_wgrad + one.attention_wgrad, work)],
+        W: [LanePart(COMPUTE, one.experts_wgrad + one.attention_wgrad, work)],
         BW: [*backward[:2], experts_wgrad, *backward[2:], attention_wgrad],
     }
     return [part for _ in layers for part in of_kind[kind]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from megatron.zero_bubble.core.costs.passes import PassCosts
 from megatron.zero_bubble.core.ir import WHOLE, Pass, Placement, Schedule, Slices
 from megatron.zero_bubble.core.ir.ops import COMPUTE
-from megatron.zero_bubble.core.ir.parts import Part
+from megatron.zero_bubble.core.ir.parts import LanePart
 from megatron.zero_bubble.core.ir.passes import BW, B, F
 
 MessageTimes = Sequence[tuple[float, float]]
@@ -43,13 +43,13 @@ class CostsWithMessages(PassCosts):
         computing = super().duration if self.without is None else self.without.duration
         return computing(p, slices) + sum(ends_of(p, self.messages))
 
-    def parts(self, works: tuple[Pass, ...]) -> tuple[Part, ...]:
+    def parts(self, works: tuple[Pass, ...]) -> tuple[LanePart, ...]:
         """The parts of passes that overlap, between the messages that their rank handles before and after them."""
         if not (parts := super().parts(works)):
             return ()
         ends = [(ends_of(p, self.messages), number) for number, p in enumerate(works)]
-        before = [Part(COMPUTE, ms, number) for (ms, _), number in ends if ms]
-        return (*before, *parts, *(Part(COMPUTE, ms, number) for (_, ms), number in ends if ms))
+        before = [LanePart(COMPUTE, ms, number) for (ms, _), number in ends if ms]
+        return (*before, *parts, *(LanePart(COMPUTE, ms, number) for (_, ms), number in ends if ms))
 
 
 def occupied(costs: PassCosts, placement: Placement) -> PassCosts:

@@ -11,7 +11,7 @@ from megatron.zero_bubble.core.costs.terms import fitted, settle
 from megatron.zero_bubble.core.costs.units import checked_figure, checked_share, refuse_huge, spread
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts, required
 from megatron.zero_bubble.core.ir import WHOLE, Chain, Pass, Placement, Slices, Value
-from megatron.zero_bubble.core.ir.parts import Part
+from megatron.zero_bubble.core.ir.parts import LanePart
 from megatron.zero_bubble.core.ir.passes import BW, VOCABULARY_KINDS, B, F, W
 
 
@@ -149,7 +149,7 @@ class PassCosts:
         parts = self.overlapping(True).parts((forward, backward))
         return length_ms(parts) if parts else self.duration(forward, slices) + self.duration(backward, slices)
 
-    def parts(self, works: tuple[Pass, ...]) -> tuple[Part, ...]:
+    def parts(self, works: tuple[Pass, ...]) -> tuple[LanePart, ...]:
         """The parts of passes that run at the same time, or of one that runs alone; empty if nothing overlaps."""
         if not self.overlaps or not self.experts:
             return ()

@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.flow import Flow, Value
-from megatron.zero_bubble.core.ir.parts import Part
+from megatron.zero_bubble.core.ir.parts import LanePart
 from megatron.zero_bubble.core.ir.passes import VOCABULARY_KINDS, F, Pass, later
 from megatron.zero_bubble.core.ir.schedule import Schedule
 from megatron.zero_bubble.core.ir.slices import WHOLE, Slices
@@ -34,7 +34,7 @@ class Times(Protocol):
 
     def duration(self, p: Pass, slices: Slices = WHOLE) -> float: ...
 
-    def parts(self, works: tuple[Pass, ...]) -> tuple[Part, ...]: ...
+    def parts(self, works: tuple[Pass, ...]) -> tuple[LanePart, ...]: ...
 
     def pair(self, forward: Pass, backward: Pass, slices: Slices = WHOLE) -> float: ...
 
@@ -116,7 +116,7 @@ class Op:
         """How long the op occupies its lane."""
         return 0.0
 
-    def parts(self, times: Times) -> tuple[Part, ...]:
+    def parts(self, times: Times) -> tuple[LanePart, ...]:
         """The parts of an op that occupies several lanes, in the order in which it issues them; the next op may start
         when the lanes of its own parts are free. Empty for an op that occupies its lane for ``duration_ms``.
         """
@@ -215,7 +215,7 @@ class Compute(Op):
     def duration_ms(self, times: Times, slices: Slices) -> float:
         return times.duration(self.work, slices)
 
-    def parts(self, times: Times) -> tuple[Part, ...]:
+    def parts(self, times: Times) -> tuple[LanePart, ...]:
         return times.parts(self.works)
 
     def arrival_ms(self, times: Times, token: Hashable) -> float:

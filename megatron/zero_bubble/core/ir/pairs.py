@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from megatron.zero_bubble.core.ir.flow import Flow
 from megatron.zero_bubble.core.ir.ops import COMPUTE, Compute, Effects, Memory, Op, Rows, Times
-from megatron.zero_bubble.core.ir.parts import Part
+from megatron.zero_bubble.core.ir.parts import LanePart
 from megatron.zero_bubble.core.ir.passes import AND, BW, B, F, Pass, groups, later
 from megatron.zero_bubble.core.ir.schedule import Schedule
 from megatron.zero_bubble.core.ir.slices import Slices
@@ -44,7 +44,7 @@ class Pair(Op):
     def duration_ms(self, times: Times, slices: Slices) -> float:
         return times.pair(self.forward, self.backward, slices)
 
-    def parts(self, times: Times) -> tuple[Part, ...]:
+    def parts(self, times: Times) -> tuple[LanePart, ...]:
         return times.parts(self.works)
 
     def memory(self, memory: Memory, slices: Slices) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Part(NamedTuple):
+class LanePart(NamedTuple):
     """A part of an op on a lane of its rank. It starts when its lane is free, and when the previous part of the same
     pass has ended.
 

@@ -38,7 +38,7 @@ searched.
 """
 _MOST_KEPT = 64
 """Results of searches that are kept."""
-Figures = tuple[PassCosts, PassMemory]
+CostsAndMemory = tuple[PassCosts, PassMemory]
 
 
 @without_gc()
@@ -54,8 +54,8 @@ def zb_auto(
     objective: Metric = "span",
     effort: float = 1.0,
     start: Schedule | None = None,
-    linear: Figures | None = None,
-    figures: Callable[[Placement], Figures] | None = None,
+    linear: CostsAndMemory | None = None,
+    figures: Callable[[Placement], CostsAndMemory] | None = None,
     ends: bool = False,
 ) -> Schedule:
     """Search for the schedule with the smallest ``objective`` within ``memory_limit``; equal on every machine.
@@ -106,19 +106,21 @@ def zb_auto(
     return best.problem.schedule("zb-auto", best.rows)
 
 
-def _fitted(on: Placement, costs: PassCosts, memory: PassMemory, linear: Figures | None) -> Figures:
+def _fitted(on: Placement, costs: PassCosts, memory: PassMemory, linear: CostsAndMemory | None) -> CostsAndMemory:
     """Convert the figures to the stages of a placement."""
     own = linear if linear is not None and on.num_stages == on.num_ranks else (costs, memory)
     return own[0].fit(on), own[1].fit(on)
 
 
-def _figures_of(choices: Sequence[Placement], find: Callable[[Placement], Figures]) -> dict[Placement, Figures]:
+def _figures_of(
+    choices: Sequence[Placement], find: Callable[[Placement], CostsAndMemory]
+) -> dict[Placement, CostsAndMemory]:
     """Return the figures of every placement that has any.
 
     Raises:
         UserError: if none has.
     """
-    found: dict[Placement, Figures] = {}
+    found: dict[Placement, CostsAndMemory] = {}
     refused: list[Refusal] = []
     for on in choices:
         own = attempted(partial(find, on))

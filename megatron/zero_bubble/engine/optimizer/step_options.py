@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-GroupOptions = dict[str, Any]
+ParamGroup = dict[str, Any]
 
 _ABSENT = object()
 
@@ -27,8 +27,8 @@ class StepOptions:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
-        self._before: list[GroupOptions] = []
-        self._after: list[GroupOptions] = []
+        self._before: list[ParamGroup] = []
+        self._after: list[ParamGroup] = []
 
     def keep(self) -> None:
         """Copy the options for a step that is taken now, or later with these options."""
@@ -49,21 +49,21 @@ class StepOptions:
             _apply(group, changed)
 
     @property
-    def _groups(self) -> list[GroupOptions]:
+    def _groups(self) -> list[ParamGroup]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
-    def _copies(self) -> list[GroupOptions]:
+    def _copies(self) -> list[ParamGroup]:
         return [{key: _copy(value) for key, value in group.items() if key != "params"} for group in self._groups]
 
 
-def _changes(old: GroupOptions, new: GroupOptions) -> GroupOptions:
+def _changes(old: ParamGroup, new: ParamGroup) -> ParamGroup:
     """The options that differ from ``old`` to ``new``, as copies; ``_ABSENT`` marks removed ones."""
     keys = (old.keys() | new.keys()) - {"params"}
     pairs = {key: (old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in keys}
     return {key: _copy(value) for key, (before, value) in pairs.items() if not _same(before, value)}
 
 
-def _apply(group: GroupOptions, changes: GroupOptions) -> None:
+def _apply(group: ParamGroup, changes: ParamGroup) -> None:
     for key, value in changes.items():
         if value is _ABSENT:
             del group[key]

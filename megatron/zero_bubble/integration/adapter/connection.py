@@ -19,7 +19,7 @@ from megatron.zero_bubble.engine.runtime.hosts import Hosts
 from megatron.zero_bubble.engine.runtime.transport import Transport
 from megatron.zero_bubble.engine.runtime.watchdog import Watchdog
 from megatron.zero_bubble.integration.adapter.loss_reports import LossReportList, LossReports
-from megatron.zero_bubble.integration.adapter.staging import Staging, Transfers, spins
+from megatron.zero_bubble.integration.adapter.staging import Carriers, Staging, spins
 
 
 class Connection:
@@ -55,7 +55,7 @@ class Connection:
         self.watchdog = Watchdog(select("cuda"), timeout) if is_nccl(directions.backend) else None
         transport = Transport(directions, plan.channels, self.watchdog)
         most = collective_ctas(ctas, plan, self.platform.num_multiprocessors(), say)
-        self._links = Transfers(transport, Lanes(group, self.platform.lane, timeout, most, self.watchdog))
+        self._links = Carriers(transport, Lanes(group, self.platform.lane, timeout, most, self.watchdog))
         self._staging = Staging(group, self.platform.thread_lane, timeout) if spins(directions.backend) else None
         self._timeout = timeout
         self.reports: LossReports | None = None
@@ -113,7 +113,7 @@ class Connection:
         if self.reports is not None:
             self.reports.settle()
 
-    def links(self, steps: Collection[Hashable]) -> Transfers:
+    def links(self, steps: Collection[Hashable]) -> Carriers:
         """What moves values in the next iteration, which does ``steps``; see ``Staging.of``."""
         return self._links if self._staging is None else self._staging.of(steps, self._links)
 

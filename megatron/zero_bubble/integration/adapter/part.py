@@ -26,7 +26,7 @@ from megatron.zero_bubble.integration.adapter.finalize import Finalize
 from megatron.zero_bubble.integration.adapter.lengths import Lengths
 from megatron.zero_bubble.integration.adapter.prepared import Lowering, PreparedPlan
 from megatron.zero_bubble.integration.adapter.stage import StageParts, StepArguments
-from megatron.zero_bubble.integration.adapter.staging import Transfers
+from megatron.zero_bubble.integration.adapter.staging import Carriers
 
 
 class Joined(NamedTuple):
@@ -79,7 +79,7 @@ class IterationFacts:
     prepared: PreparedPlan
     call: Call
     boundary: Boundary
-    links: Transfers
+    links: Carriers
     channels: Callable[[], Channels]
     observer: IterationObserver | None
 

@@ -53,7 +53,7 @@ from megatron.zero_bubble.integration.adapter.prepared import (
 from megatron.zero_bubble.integration.adapter.recent import Recent
 from megatron.zero_bubble.integration.adapter.shards import ShardedUnits
 from megatron.zero_bubble.integration.adapter.stage import StepArguments, StepResults
-from megatron.zero_bubble.integration.adapter.staging import Transfers
+from megatron.zero_bubble.integration.adapter.staging import Carriers
 from megatron.zero_bubble.integration.adapter.unfinished import Unfinished
 from megatron.zero_bubble.integration.adapter.versions import check_one_model, check_one_pipeline, process_groups
 from megatron.zero_bubble.integration.adapter.vocabulary_parallel import VocabularyParallel
@@ -272,7 +272,7 @@ class Pipeline:
                     self._train(iteration)
         return self._joined.deliver(losses, prepared.last_stage_rank, boundary.device, not step.forward_only)
 
-    def _links(self, prepared: PreparedPlan, call: Call) -> Transfers:
+    def _links(self, prepared: PreparedPlan, call: Call) -> Carriers:
         """What moves values between ranks in this iteration."""
         validates = not call.step.forward_only and self._optimizer is not None and self._optimizer.is_pending
         steps = prepared.steps | {"validate"} if validates else prepared.steps

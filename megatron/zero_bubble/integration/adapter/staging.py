@@ -30,7 +30,7 @@ from megatron.zero_bubble.engine.runtime.groups import Directions, destroy, join
 from megatron.zero_bubble.engine.runtime.transport import Transport
 
 
-class Transfers(NamedTuple):
+class Carriers(NamedTuple):
     """What moves values between the ranks of a pipeline in one iteration: messages, and collectives."""
 
     transport: Transport
@@ -63,7 +63,7 @@ class Staging:
     ) -> None:
         self._group = new_group(ranks_of(group), "gloo", timeout)
         transport = Transport(Directions.of(self._group, timeout), ())
-        self._links = Transfers(transport, Lanes(self._group, make_lane, timeout))
+        self._links = Carriers(transport, Lanes(self._group, make_lane, timeout))
         self._done: set[Hashable] = set()
 
     def open(self, plan: Plan) -> None:
@@ -71,7 +71,7 @@ class Staging:
         self._links.transport.open(plan.channels)
         self._links.lanes.open(collective_kinds(plan))
 
-    def of(self, steps: Collection[Hashable], usual: Transfers) -> Transfers:
+    def of(self, steps: Collection[Hashable], usual: Carriers) -> Carriers:
         """What the next iteration uses: ``usual``, unless some of its ``steps`` are new.
 
         All ranks of the pipeline must call this once per iteration, with the same steps.

@@ -64,7 +64,7 @@ STOCK = Setup()
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class JobChanges:
     """What changes start from.
 
     Attributes:

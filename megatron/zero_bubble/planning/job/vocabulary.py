@@ -16,22 +16,22 @@ _SIZES = {"Llama2Tokenizer": 32_000, "GPT2BPETokenizer": 50_257}
 """Of the kinds of tokenizers that have one size."""
 
 
-class Vocabulary(NamedTuple):
+class JobVocabulary(NamedTuple):
     """A vocabulary: its padded size, and where it is from."""
 
     size: int
     source: str
 
 
-def tokenizers_vocabulary(args: Any) -> Vocabulary | None:
+def tokenizers_vocabulary(args: Any) -> JobVocabulary | None:
     """Return what the tokenizer in the flags of a job has; None if it is not known here."""
     model, kind = getattr(args, "tokenizer_model", None), args.tokenizer_type
     if model is not None:
         for name, size_of in (("tokenizer.json", _size_of_tokenizer), ("config.json", _size_of_model)):
             size = _read(Path(model) / name, size_of)
             if size is not None:
-                return Vocabulary(padded_vocabulary(args, size), str(Path(model) / name))
-    return Vocabulary(padded_vocabulary(args, _SIZES[kind]), kind) if kind in _SIZES else None
+                return JobVocabulary(padded_vocabulary(args, size), str(Path(model) / name))
+    return JobVocabulary(padded_vocabulary(args, _SIZES[kind]), kind) if kind in _SIZES else None
 
 
 def _read(file: Path, size_of: Callable[[Any], Any]) -> int | None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from heapq import heappop, heappush, heapreplace
 
-Job = tuple[float, float, float]
+Task = tuple[float, float, float]
 """Head, length and tail."""
 
 
-def one_machine_bound(jobs: Iterable[Job]) -> float:
+def one_machine_bound(jobs: Iterable[Task]) -> float:
     """Compute the end of Jackson's preemptive schedule, in O(n log n)."""
     waiting: list[tuple[float, float]] = []
     now = end = 0.0

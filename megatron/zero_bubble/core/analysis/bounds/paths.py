@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from megatron.zero_bubble.core.analysis.bounds.jackson import Job, one_machine_bound
+from megatron.zero_bubble.core.analysis.bounds.jackson import Task, one_machine_bound
 from megatron.zero_bubble.core.analysis.bounds.room import time_to_make_room
 from megatron.zero_bubble.core.analysis.bounds.setting import Setting
 from megatron.zero_bubble.core.costs import PassCosts
@@ -178,7 +178,7 @@ class Paths:
                 end = max(end, time) + self.length[k]
         return end
 
-    def _jobs(self, machine: int, heads: Sequence[float], tails: Sequence[float]) -> Iterator[Job]:
+    def _jobs(self, machine: int, heads: Sequence[float], tails: Sequence[float]) -> Iterator[Task]:
         for own, rank in enumerate(self._rank_of):
             if rank == machine:
                 for n in range(own, self.size, self._step):
