@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.experts import ExpertParts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Kind, Pass, Placement, Schedule
 from megatron.zero_bubble.core.schedules import SCHEDULES, build
@@ -34,6 +35,15 @@ def test_every_known_schedule_is_timed_as_simulated(name: str, message_ms: float
     figures = replace(costs, message_ms=message_ms), memory
     for each in (schedule, schedule.forward_only()):
         assert timed(each, *figures) == simulate(each, *figures)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "interleaved-1f1b"])
+def test_schedules_that_hide_all_to_alls_are_timed_as_simulated(name: str) -> None:
+    schedule = replace(build(name, num_ranks=2, num_microbatches=6), overlap_experts=True)
+    costs, memory = uneven(schedule.num_stages)
+    parts = ExpertParts(2, *(0.1 * part for part in range(1, 11)))
+    figures = replace(costs, experts=(parts,) * schedule.num_stages), memory
+    assert timed(schedule, *figures) == simulate(schedule, *figures)
 
 
 @settings(deadline=None, max_examples=15)

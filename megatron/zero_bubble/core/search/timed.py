@@ -70,8 +70,10 @@ def _of_fused(costs: PassCosts, memory: PassMemory) -> tuple[PassCosts, PassMemo
 
 
 def _rows(schedule: Schedule) -> Rows | None:
-    """Convert to codes; None for passes that the search does not make: fused, in pairs, of slices, or out of order."""
-    if schedule.num_slices > 1 or schedule.evaluates or schedule.pairs or schedule.make_flow is not chain_of:
+    """Convert to codes; None for passes that the search does not make: fused, of slices, out of order, or with
+    all-to-alls that overlap.
+    """
+    if schedule.num_slices > 1 or schedule.evaluates or schedule.overlaps or schedule.make_flow is not chain_of:
         return None
     if len(schedule.order) != schedule.num_ranks:
         return None
