@@ -136,7 +136,7 @@ def test_a_decision_is_kept_next_to_the_checkpoints(tmp_path: Path, monkeypatch:
     [
         ({}, "must have the key setup"),
         ({"setup": "zb-v", "adds": [], "drops": []}, "setup must be an object"),
-        ({"setup": {"schedul": "zb-v"}, "adds": [], "drops": []}, "a setup decides schedule, .*; got schedul"),
+        ({"setup": {"placing": "zb-v"}, "adds": [], "drops": []}, "a setup decides schedule, .*; got placing"),
         (
             {"setup": {"schedule": "zb-v", "exact": True}, "adds": [], "drops": []},
             "only what auto .* got --zero-bubble-e",
