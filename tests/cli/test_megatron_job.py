@@ -203,6 +203,12 @@ def test_a_long_ramp_is_proved_in_part(capsys: pytest.CaptureFixture[str]) -> No
     assert ": 8 of 97 batch sizes, evenly spread; the run proves all before it trains." in out
 
 
+def test_what_the_schedule_does_itself_is_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    out = dry_run(capsys, f"{H1} --delay-wgrad-compute --overlap-p2p-communication-warmup-flush --global-batch-size 6")
+    assert "--delay-wgrad-compute is switched off: the schedule delays all weight gradients itself, to W." in out
+    assert "--overlap-p2p-communication-warmup-flush is switched off: the schedule overlaps messages with passes" in out
+
+
 @pytest.mark.parametrize("schedule", ["", H1])
 def test_sequence_parallelism_of_one_rank_is_off(capsys: pytest.CaptureFixture[str], schedule: str) -> None:
     """Megatron warns and goes on."""

@@ -23,6 +23,7 @@ from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
 from megatron.zero_bubble.planning.codecs import parse
 from megatron.zero_bubble.planning.job.effects import Job
 from megatron.zero_bubble.planning.job.flags import as_given, given_in
+from megatron.zero_bubble.planning.job.fulfilled import fulfill
 from megatron.zero_bubble.planning.job.pattern import pattern_of
 from megatron.zero_bubble.planning.job.planned import other_options, run_of
 from megatron.zero_bubble.planning.job.rules import check_costs_file, check_job
@@ -138,6 +139,7 @@ def _checked(args: argparse.Namespace, given: Mapping[str, Any], job: ParsedJob)
     if (pattern := pattern_of(args)) is not None:
         args.num_layers, args.mtp_num_layers = len(pattern.layers), len(pattern.predictions) or args.mtp_num_layers
     replaced = [*job.replaced, *_without_sequence_parallelism(args)]
+    replaced += fulfill(args) if args.run.has_schedule else []
     check_sizes(args, world_size)
     _place(args)
     _read_pattern(args)

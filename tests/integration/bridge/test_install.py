@@ -132,6 +132,15 @@ def test_options_that_replace_or_need_megatrons_schedule_are_refused(
     assert not megatron.zero_bubble.report()
 
 
+def test_what_the_schedule_does_itself_is_switched_off(pretrain: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    bridge.install(said.append)
+    delayed = {"delay_wgrad_compute": True}
+    cfg = run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}, others={"ddp": delayed}, **delayed)
+    assert not cfg.model.delay_wgrad_compute and not cfg.ddp.delay_wgrad_compute
+    assert [line for line in said if "--delay-wgrad-compute is switched off" in line] == said[-1:]
+
+
 @pytest.mark.parametrize(
     ("part", "option"), [("ddp", "use_megatron_fsdp"), ("optimizer", "overlap_param_gather_with_optimizer_step")]
 )

@@ -230,6 +230,25 @@ def test_job_says_that_the_all_to_all_is_not_hidden(ranks: RankPool) -> None:
     ranks.run(1, with_fake_megatron, says_what_is_not_hidden)
 
 
+def switches_off_what_the_schedule_does() -> None:
+    from megatron.zero_bubble.integration.megatron_lm import install as megatron_lm
+
+    said: list[str] = []
+    flags = ["--zero-bubble-schedule", "zb-h1"]
+    sys.argv = ["job.py", "--pipeline-model-parallel-size", "2", "--delay-wgrad-compute", *flags]
+    megatron_lm.install(parse_ours(flags)[0], said.append)
+    try:
+        args = sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
+    finally:
+        megatron_lm.revert()
+    assert args.delay_wgrad_compute is False
+    assert said[-1] == "--delay-wgrad-compute is switched off: the schedule delays all weight gradients itself, to W"
+
+
+def test_what_the_schedule_does_itself_is_switched_off(ranks: RankPool) -> None:
+    ranks.run(1, with_fake_megatron, switches_off_what_the_schedule_does)
+
+
 def accepts_one_weight_shard_per_rank() -> None:
     from megatron.zero_bubble.integration.megatron_lm import install as megatron_lm
 

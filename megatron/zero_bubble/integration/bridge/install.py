@@ -29,6 +29,7 @@ from megatron.zero_bubble.integration.patching.seam import Seam
 from megatron.zero_bubble.integration.patching.seams import installed_seams
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.environment import PREFIX, flags_in
+from megatron.zero_bubble.planning.job.fulfilled import fulfill
 from megatron.zero_bubble.planning.job.options import check_options
 from megatron.zero_bubble.planning.job.overlaps import OVERLAPS, check_overlaps
 from megatron.zero_bubble.planning.job.rules import check_schedule
@@ -87,21 +88,29 @@ def _configured(update: Callable[[Any], None], say: Callable[[str], None]) -> Ca
             return
         config, source = place(cfg.model, run, 60.0 * cfg.dist.distributed_timeout_minutes)
         update(cfg)
+        switched_off = dict.fromkeys(line for options in _options_of(cfg) for line in fulfill(options))
         _check_options(cfg, run, source)
         check_schedule(run, source, source.placement.num_ranks, num_microbatches(_batches(cfg), has_ramps()), cfg.model)
         if not is_megatrons_own(source.placement):
             _check_groups(cfg.dist)
         _put_in_force(config, source, say)
+        for line in switched_off:
+            say(line)
 
     return runtime_config_update
 
 
+def _options_of(cfg: Any) -> list[Any]:
+    """The options of the model, of data parallelism and of the optimizer."""
+    found = (cfg.model, getattr(cfg, "ddp", None), getattr(cfg, "optimizer", None))
+    return [options for options in found if options is not None]
+
+
 def _check_options(cfg: Any, run: RunOptions, source: ScheduleSource) -> None:
     """Check the options of the model, of data parallelism and of the optimizer, as in a job of Megatron-LM."""
-    for options in (cfg.model, getattr(cfg, "ddp", None), getattr(cfg, "optimizer", None)):
-        if options is not None:
-            of_source = run.setup.having(1, source.vocabulary, source.overlaps and options is cfg.model)
-            check_options(options, replace(run, setup=of_source), is_megatrons_own(source.placement))
+    for options in _options_of(cfg):
+        of_source = run.setup.having(1, source.vocabulary, source.overlaps and options is cfg.model)
+        check_options(options, replace(run, setup=of_source), is_megatrons_own(source.placement))
     if getattr(cfg.model, "tp_comm_overlap", False):
         check_overlaps(lambda name, default: getattr(cfg.model, OVERLAPS[name], default))
 
