@@ -193,13 +193,10 @@ def test_what_overlaps_stand_in_the_way_of_is_planned_without_them(
     job = [*TENSOR, "--vocab-size", "256000", "--tp-comm-overlap", "--disable-tp-comm-overlap-ag"]
     own = ("--gpus-per-node", "8")
     found = advice(capsys, job, *own, "--quick")
-    needed = ["--disable-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-dgrad"]
     ours = [row for row in found["advice"] if "--zero-bubble-schedule" in row["flags"]]
-    assert ours and all(row["flags"][-2:] == needed for row in ours)
-    assert any(" ".join(needed) in note and "is in no figure" in note for note in found["job"]["notes"])
+    off = "tp_comm_bulk_wgrad and tp_comm_bulk_dgrad are switched off"
+    assert ours and any(off in note and "is in no figure" in note for note in found["job"]["notes"])
     check_rows(capsys, found, job, *own)
-    assert main(["advise", *own, "--quick", "--", *job]) == 0
-    assert f"--exit-interval 10 {' '.join(needed)} added" in capsys.readouterr().out
 
 
 def test_what_could_not_be_planned_is_not_said_to_gain_nothing() -> None:

@@ -74,8 +74,6 @@ OTHERS = (
     f"{H1} --zero-bubble-trace x --zero-bubble-trace-iterations 1-x",
     f"{H1} --optimizer dist_muon --zero-bubble-post-validation",
     f"{H1} --optimizer sgd --zero-bubble-post-validation --zero-bubble-rollback inverse",
-    BULK,
-    f"{BULK} --disable-tp-comm-bulk-wgrad",
     FUSED,
     f"{PAIRED} --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
     f"{PAIRED} --expert-model-parallel-size 2 --moe-shared-expert-overlap",
@@ -201,6 +199,11 @@ def test_a_long_ramp_is_proved_in_part(capsys: pytest.CaptureFixture[str]) -> No
     out = capsys.readouterr().out
     assert "Proved free of deadlock for 8 to 200 microbatches" in out
     assert ": 8 of 97 batch sizes, evenly spread; the run proves all before it trains." in out
+
+
+def test_overlaps_that_deferred_gradients_cannot_have_are_switched_off(capsys: pytest.CaptureFixture[str]) -> None:
+    out = dry_run(capsys, f"{BULK} --global-batch-size 6 --disable-tp-comm-overlap-ag")
+    assert "tp_comm_bulk_wgrad and tp_comm_bulk_dgrad are switched off, because W must not find its operands" in out
 
 
 def test_what_the_schedule_does_itself_is_switched_off(capsys: pytest.CaptureFixture[str]) -> None:

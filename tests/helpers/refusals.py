@@ -6,6 +6,7 @@ from megatron.zero_bubble.planning import exclusions
 from megatron.zero_bubble.planning.decisions import DECISIONS as OURS
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
 from megatron.zero_bubble.planning.job.effects import EFFECTS, Effect
+from megatron.zero_bubble.planning.job.fulfilled import FULFILLED
 from megatron.zero_bubble.planning.job.options import OPTIONS, flag_of
 from megatron.zero_bubble.planning.rule import Exclusion, OptionRule
 
@@ -68,10 +69,10 @@ _CHOICES = {
 
 
 def jobs_of_options() -> list[tuple[OptionRule, str]]:
-    """One job of Megatron-LM per option that a schedule does not support."""
+    """One job of Megatron-LM per option that a schedule neither supports nor switches off."""
     found = []
     for rule in OPTIONS:
-        if rule.choice is not exclusions.BALANCE:
+        if rule.choice is not exclusions.BALANCE and rule.option not in FULFILLED:
             job, flag = _SUBJECTS.get(rule.choice.words, H1), flag_of(rule.option)
             words = f"{job} {flag} {MEGATRONS_VALUES.get(rule.option, '')}"
             found.append((rule, words if rule.value is not True else job.replace(flag, "").strip()))

@@ -158,7 +158,6 @@ def text_of(
     argv: Sequence[str],
     unread: Sequence[str] = (),
     refusal: Refuses = lambda _: None,
-    needed: Sequence[str] = (),
     others: Sequence[OtherVocabulary] = (),
 ) -> str:
     """Return what ``advise`` prints after planning: a table, the flags of each row, and one sentence of advice.
@@ -167,7 +166,6 @@ def text_of(
         own: what the job runs now.
         unread: flags that are not checked here.
         refusal: why the job cannot run a schedule for experts.
-        needed: the flags that the job needs with any schedule of this package.
         others: the same with other vocabularies, if the job's is assumed.
     """
     lines = []
@@ -175,7 +173,7 @@ def text_of(
         lines += ["", of_experts]
     if found.rows:
         lines += ["", *_table(found, own, argv)]
-    measure = [_how_to_measure(found.today.timeline.schedule, needed)] if found.is_estimated else []
+    measure = [_how_to_measure(found.today.timeline.schedule)] if found.is_estimated else []
     rests = [remark(others)] if others else []
     advice = _verdict(found, own, argv)
     return "\n".join([*lines, "", *_remarks(found, unread), advice, *rests, _NOT_COVERED, *measure]) + "\n"
@@ -239,10 +237,10 @@ def _memory_of(change: float) -> str:
     return ", the same memory" if abs(change) < 0.05 * _GIB else f", {change / _GIB:+.1f} GiB"
 
 
-def _how_to_measure(schedule: Schedule, needed: Sequence[str]) -> str:
+def _how_to_measure(schedule: Schedule) -> str:
     """How to replace estimates, with a schedule on the stages of the job."""
     name = "zb-h1" if schedule.num_stages == schedule.num_ranks else "zb-interleaved"
-    more = " ".join(("--exit-interval", str(_MEASURED), *needed))
+    more = f"--exit-interval {_MEASURED}"
     return (
         f"These are estimates. To measure, run the job with --zero-bubble-schedule {name} --zero-bubble-record-costs "
         f"costs.json {more} added, which ends it after {_MEASURED} iterations; then ask again "

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,13 +28,12 @@ from megatron.zero_bubble.core.analysis.score import ROUNDING
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs.units import format_bytes, positive_figure
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
-from megatron.zero_bubble.integration.megatron_lm.checks import overlaps_of
 from megatron.zero_bubble.planning.advice import WORTH, WORTH_ESTIMATED, Advice, Adviser, StartedWith, Tried
 from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Change, Need, Today, need_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.changes import JobChanges
 from megatron.zero_bubble.planning.job.options import check_pairs
-from megatron.zero_bubble.planning.job.overlaps import disabled, enabled_overlaps
+from megatron.zero_bubble.planning.job.overlaps import enabled_overlaps, switched_off
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.setup import Setup
@@ -91,7 +90,7 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
         effort=_EFFORT,
         environment=os.environ,
         tries=True,
-        remedies=True,
+        drops_overlaps=True,
     )
 
 
@@ -109,14 +108,12 @@ class Advised(NamedTuple):
         job: the job as it is.
         capacity: bytes of a GPU that a plan may take; None if unknown.
         most_activations: limit of activation memory alone, in the unit of the costs.
-        needed: the flags that the job needs with any schedule of this package.
     """
 
     job: JobAsIs
     advice: Advice
     capacity: float | None
     most_activations: float
-    needed: tuple[str, ...] = ()
 
 
 def advise(options: argparse.Namespace) -> str:
@@ -128,7 +125,7 @@ def advise(options: argparse.Namespace) -> str:
     argv = flags_of_job(options)
     if not argv:
         raise UserError("advice is about the flags of a job, which come last, after a separate --; got none; give them")
-    own, found, capacity, most, needed = advised(options, argv, _print if options.format == "text" else lambda *_: None)
+    own, found, capacity, most = advised(options, argv, _print if options.format == "text" else lambda *_: None)
     if options.write is not None:
         _write(options, found)
     others, now, unread = _with_other_vocabularies(options, argv, own, found), own.parsed.setup, own.read.unread
@@ -136,7 +133,7 @@ def advise(options: argparse.Namespace) -> str:
         content = content_of(found, own.batch, now, argv, unread)
         return json.dumps({**content, "other_vocabularies": [each._asdict() for each in others]}, indent=2) + "\n"
     refusal = partial(_refusal, own, _settings(own.read.args, options)[-1], capacity, most)
-    return text_of(found, now, argv, unread, refusal, needed, others)
+    return text_of(found, now, argv, unread, refusal, others)
 
 
 def _print(own: JobAsIs, capacity: float | None) -> None:
@@ -177,7 +174,11 @@ def advised(
     )
     worth = WORTH if options.costs else WORTH_ESTIMATED
 
+    overlaps = enabled_overlaps(own.read.args)
+
     def refused(change: Change, setup: Setup) -> str | None:
+        if overlaps and change.is_ours and not options.drops_overlaps:
+            return f"{switched_off(overlaps)}, and what they hide is in no figure"
         return own.parsed.refused(setup, change.adds, change.drops)
 
     variants = tuple(chosen_variants(options.may_change, own.read.args, options.costs))
@@ -187,8 +188,7 @@ def advised(
         for variant in variants:
             yield from attempt(variant.name, partial(_changes_of, variant, options, argv, limit))
 
-    needed = disabled(enabled_overlaps(overlaps_of(own.read.args))) if options.remedies else ()
-    own = own.noting(_needs(needed)) if needed else own
+    own = own.noting(_without(overlaps)) if overlaps else own
     begin(own, capacity)
     with working("planning") as tell:
         adviser = Adviser(
@@ -203,12 +203,8 @@ def advised(
             _settings(own.read.args, options),
             partial(_tried, options, own.parsed) if options.tries else None,
         )
-        found = (
-            Advice(own.today, (), own.objective, worth)
-            if _is_full(own, worth)
-            else adviser.advise(_adding(needed, changes()))
-        )
-    return Advised(own, found, capacity, most, needed)
+        found = Advice(own.today, (), own.objective, worth) if _is_full(own, worth) else adviser.advise(changes())
+    return Advised(own, found, capacity, most)
 
 
 def defaults() -> argparse.Namespace:
@@ -232,21 +228,9 @@ def _with_other_vocabularies(
     return with_others(job, found.best, own.objective)
 
 
-def _needs(flags: Sequence[str]) -> str:
+def _without(overlaps: Sequence[str]) -> str:
     """What a job has to do without under a schedule of this package."""
-    return (
-        f"Every schedule of this package needs {' '.join(flags)} in this job, because W then runs later than what "
-        "TransformerEngine overlaps; what these overlaps hide is in no figure."
-    )
-
-
-def _adding(needed: tuple[str, ...], changes: Iterable[Change | DroppedVariant]) -> Iterator[Change | DroppedVariant]:
-    """Add flags to all changes that run a schedule of this package."""
-    for each in changes:
-        if isinstance(each, Change) and each.is_ours:
-            yield replace(each, adds=(*each.adds, *needed))
-        else:
-            yield each
+    return f"Under a schedule of this package, {switched_off(overlaps)}; what they hide is in no figure."
 
 
 def _refusal(own: JobAsIs, setting: StartedWith, capacity: float | None, most: float, timeline: Timeline) -> str | None:

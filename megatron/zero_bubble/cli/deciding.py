@@ -311,8 +311,7 @@ def _advice(
         "effort": _EFFORT,
         "environment": environment,
         "tries": False,
-        # No overlap is dropped that is in no figure.
-        "remedies": False,
+        "drops_overlaps": False,
     }
 
     def ask(file: Path | None) -> Advised:

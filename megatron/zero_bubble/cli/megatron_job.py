@@ -24,6 +24,7 @@ from megatron.zero_bubble.planning.codecs import parse
 from megatron.zero_bubble.planning.job.effects import Job
 from megatron.zero_bubble.planning.job.flags import as_given, given_in
 from megatron.zero_bubble.planning.job.fulfilled import fulfill
+from megatron.zero_bubble.planning.job.overlaps import enabled_overlaps, switched_off
 from megatron.zero_bubble.planning.job.pattern import pattern_of
 from megatron.zero_bubble.planning.job.planned import other_options, run_of
 from megatron.zero_bubble.planning.job.rules import check_costs_file, check_job
@@ -139,7 +140,8 @@ def _checked(args: argparse.Namespace, given: Mapping[str, Any], job: ParsedJob)
     if (pattern := pattern_of(args)) is not None:
         args.num_layers, args.mtp_num_layers = len(pattern.layers), len(pattern.predictions) or args.mtp_num_layers
     replaced = [*job.replaced, *_without_sequence_parallelism(args)]
-    replaced += fulfill(args) if args.run.has_schedule else []
+    if args.run.has_schedule:
+        replaced += [*fulfill(args), *([switched_off(names)] if (names := enabled_overlaps(args)) else [])]
     check_sizes(args, world_size)
     _place(args)
     _read_pattern(args)

@@ -13,9 +13,9 @@ import torch
 from megatron.zero_bubble.core.ir import Kind, Pass
 from megatron.zero_bubble.engine.wgrad.fused import FusedAccumulator
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
-from megatron.zero_bubble.engine.wgrad.transformer_engine import TransformerEngineSplit
+from megatron.zero_bubble.engine.wgrad.transformer_engine import Conflicts, TransformerEngineSplit
 from megatron.zero_bubble.integration.patching import transformer_engine
-from megatron.zero_bubble.planning.job.overlaps import check_overlaps
+from megatron.zero_bubble.planning.job.overlaps import OF_PASSES, OF_QUEUE, switched_off
 from tests.helpers import engine
 
 IN, OUT, TOKENS = 6, 4, 5
@@ -91,7 +91,7 @@ class Run:
 def split(say: Callable[[str], None] = print) -> Iterator[WgradStore]:
     """Install the split as ``patching`` does."""
     store = WgradStore(FusedAccumulator())
-    own = TransformerEngineSplit(store, say=say, check_options=check_overlaps)
+    own = TransformerEngineSplit(store, say=say, conflicts=Conflicts(OF_QUEUE, OF_PASSES, switched_off))
     with ExitStack() as stack:
         stack.enter_context(engine.installed())
         patch = stack.enter_context(pytest.MonkeyPatch.context())

@@ -1,22 +1,19 @@
-"""Overlaps of tensor parallelism are refused together, with all flags that disable them."""
+"""Tests of the overlaps of tensor parallelism that are switched off."""
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.planning.job.overlaps import OVERLAPS, check_overlaps
+from megatron.zero_bubble.planning.job.overlaps import OVERLAPS, enabled_overlaps, switched_off
 
 
 def test_all_enabled_overlaps_are_named_at_once() -> None:
-    with pytest.raises(UserError) as caught:
-        check_overlaps(lambda name, default: True)
-    assert str(caught.value).endswith(
-        "got tp_comm_bulk_wgrad=True, tp_comm_bulk_dgrad=True, tp_comm_overlap_ag=True; set them to False "
-        "(--disable-tp-comm-bulk-wgrad --disable-tp-comm-bulk-dgrad --disable-tp-comm-overlap-ag)"
+    on = dict.fromkeys(OVERLAPS.values(), True)
+    enabled = enabled_overlaps(SimpleNamespace(tp_comm_overlap=True, **on))
+    assert switched_off(enabled) == (
+        "tp_comm_bulk_wgrad and tp_comm_bulk_dgrad and tp_comm_overlap_ag are switched off, because W must not find "
+        "its operands in the buffers of --tp-comm-overlap"
     )
-    with pytest.raises(
-        UserError, match=r"got tp_comm_overlap_ag=True; set it to False \(--disable-tp-comm-overlap-ag\)$"
-    ):
-        check_overlaps(lambda name, default: OVERLAPS[name] == "tp_comm_overlap_ag")
-    check_overlaps(lambda name, default: default)
+    assert enabled_overlaps(SimpleNamespace(tp_comm_overlap=True, **on | {"tp_comm_bulk_wgrad": False})) == enabled[1:]
+    assert not enabled_overlaps(SimpleNamespace(tp_comm_overlap=False, **on))
+    assert not enabled_overlaps(SimpleNamespace(tp_comm_overlap=True, transformer_impl="local", **on))

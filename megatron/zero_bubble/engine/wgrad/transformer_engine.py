@@ -26,7 +26,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,15 +39,29 @@ SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
 computes its weight gradients in B."""
 
 
+class Conflicts(NamedTuple):
+    """Options of modules that cannot be on where gradients are deferred.
+
+    Attributes:
+        of_queue: those with which a module is built without a queue.
+        of_passes: attributes that forward and backward read.
+        line: what is said about those that are switched off.
+    """
+
+    of_queue: tuple[str, ...] = ()
+    of_passes: tuple[str, ...] = ()
+    line: Callable[[Sequence[str]], str] = str
+
+
 class TransformerEngineSplit:
     """Splits all TransformerEngine modules that are built while it is installed.
 
     Args:
         store: the store of deferred gradients that W passes run.
         by_rows: see ``quantized.keep_columns``.
-        say: prints which modules do not defer their gradients.
-        check_options: rejects options of a module, before and after it is built; it gets a function that returns the
-            value of a named option, given what a missing one counts as.
+        say: prints which modules do not defer their gradients, and what is switched off.
+        conflicts: options of modules that cannot be on where gradients are deferred, and what is said about those that
+            are switched off.
     """
 
     def __init__(
@@ -55,11 +69,11 @@ class TransformerEngineSplit:
         store: WgradStore,
         by_rows: bool = False,
         say: Callable[[str], None] = lambda _: None,
-        check_options: Callable[[Callable[[str, bool], bool]], None] = lambda _: None,
+        conflicts: Conflicts = Conflicts(),  # noqa: B008 (an immutable value)
     ) -> None:
         self._store = store
         self._by_rows = by_rows
-        self._check_options = check_options
+        self._conflicts = conflicts
         self._say = functools.cache(say)  # a line once
         self._built: weakref.WeakSet[Any] = weakref.WeakSet()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -80,15 +94,23 @@ class TransformerEngineSplit:
         def init(module: Any, *args: Any, **options: Any) -> None:
             ours = "delay_wgrad_compute" not in options and options.get("parameters_split") is None
             if ours:
-                self._check_options(options.get)
-                options["delay_wgrad_compute"] = True
+                enabled = [name for name in self._conflicts.of_queue if options.get(name)]
+                options |= dict.fromkeys(enabled, False) | {"delay_wgrad_compute": True}
             original(module, *args, **options)
             self._built.add(module)
             if ours:
-                self._check_options(functools.partial(getattr, module))
+                self._switch_off(module, enabled)
                 self._delayed[module.wgrad_store] = DelayedModule(module)
 
         return init
+
+    def _switch_off(self, module: Any, before: Sequence[str]) -> None:
+        """Switch off what is in the way of delayed gradients; ``before`` has what was, before the build."""
+        enabled = [*before, *(name for name in self._conflicts.of_passes if getattr(module, name, False))]
+        for name in enabled:
+            setattr(module, name, False)
+        if enabled:
+            self._say(self._conflicts.line(enabled))
 
     def delays(self, original: Callable[..., bool]) -> Callable[..., bool]:
         """The replacement for ``WeightGradStore.delay_wgrad_compute``, which every backward asks."""

@@ -31,7 +31,6 @@ from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.environment import PREFIX, flags_in
 from megatron.zero_bubble.planning.job.fulfilled import fulfill
 from megatron.zero_bubble.planning.job.options import check_options
-from megatron.zero_bubble.planning.job.overlaps import OVERLAPS, check_overlaps
 from megatron.zero_bubble.planning.job.rules import check_schedule
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
 from megatron.zero_bubble.planning.run_options import RunOptions
@@ -111,8 +110,6 @@ def _check_options(cfg: Any, run: RunOptions, source: ScheduleSource) -> None:
     for options in _options_of(cfg):
         of_source = run.setup.having(1, source.vocabulary, source.overlaps and options is cfg.model)
         check_options(options, replace(run, setup=of_source), is_megatrons_own(source.placement))
-    if getattr(cfg.model, "tp_comm_overlap", False):
-        check_overlaps(lambda name, default: getattr(cfg.model, OVERLAPS[name], default))
 
 
 def _variables(of_run: Mapping[str, Any], of_process: Mapping[str, str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ flags as they are given. ``of_version.py`` has the rules that depend on the inst
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,6 @@ from megatron.zero_bubble.planning.job.hybrid import (
 )
 from megatron.zero_bubble.planning.job.model import stated_vocabulary, uneven_layout
 from megatron.zero_bubble.planning.job.options import check_options, check_softmax
-from megatron.zero_bubble.planning.job.overlaps import OVERLAPS, check_overlaps
 from megatron.zero_bubble.planning.job.rules import check_job, check_optimizer, check_schedule
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
 from megatron.zero_bubble.planning.job.stages import place_stages
@@ -124,19 +123,12 @@ def _num_slices(config: ZeroBubbleConfig) -> int:
 
 def _check_layers(args: Any, is_sliced: bool) -> None:
     """Reject what the layers of the job cannot do, which otherwise ends the run when it has built the model."""
-    check_overlaps(overlaps_of(args))
     if is_sliced and not _has_engine(args):
         check_softmax(args.masked_softmax_fusion and (args.bf16 or args.fp16))
 
 
 def _has_engine(args: Any) -> bool:
     return (getattr(args, "transformer_impl", None) or _ENGINE) == _ENGINE
-
-
-def overlaps_of(args: Any) -> Callable[[str, bool], bool]:
-    """Return the values of TransformerEngine's options in ``OVERLAPS`` that the flags of a job give."""
-    is_on = _has_engine(args) and bool(getattr(args, "tp_comm_overlap", False))
-    return lambda name, default: is_on and bool(getattr(args, OVERLAPS[name], default))
 
 
 def _check_weight_shards(args: Any) -> None:

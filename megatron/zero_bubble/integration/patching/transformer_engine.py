@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
-from megatron.zero_bubble.engine.wgrad.transformer_engine import TransformerEngineSplit
+from megatron.zero_bubble.engine.wgrad.transformer_engine import Conflicts, TransformerEngineSplit
 from megatron.zero_bubble.integration.patching.seam import Seam
-from megatron.zero_bubble.planning.job.overlaps import check_overlaps
+from megatron.zero_bubble.planning.job.overlaps import OF_PASSES, OF_QUEUE, switched_off
 
 OLDEST = (2, 8)
 """2.7 has the hooks, but without fused accumulation it drops the gradient of a weight that already has a gradient."""
@@ -75,7 +75,8 @@ def split(store: WgradStore, say: Callable[[str], None]) -> Split:
     if release < OLDEST:
         seams = (Seam(seam.module, seam.name, ("self",), "raises an error: too old") for seam in LINEARS[:2])
         return Split([(seam, functools.partial(_refused, version)) for seam in seams], lambda: None)
-    engine = TransformerEngineSplit(store, by_rows=release < _SCALES_BY_COLUMNS, say=say, check_options=check_overlaps)
+    conflicts = Conflicts(OF_QUEUE, OF_PASSES, switched_off)
+    engine = TransformerEngineSplit(store, by_rows=release < _SCALES_BY_COLUMNS, say=say, conflicts=conflicts)
     linears = [(seam, engine.build) for seam in LINEARS]
     return Split([*linears, (DELAYS, engine.delays), (PUT, engine.put), (DATA_PARALLEL, engine.wrap)], engine.close)
 

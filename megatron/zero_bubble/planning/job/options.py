@@ -44,7 +44,7 @@ _COPIES = "TransformerEngine keeps whole copies of the weights in this precision
 _PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches of their replica"
 _DROP_GRAPHS = "set --cuda-graph-impl none, or, with --perform-rl-step, drop --rl-training-cuda-graphs"
 _DROP_LAYERS = "drop --cpu-offloading-num-layers"
-_DROP_FLUSH = "drop --overlap-p2p-communication-warmup-flush"
+_FULFILLED = "set it to False, as jobs of Megatron-LM and Megatron-Bridge do by themselves"
 _SCAN = "a slice would need the state of the scan after the slice before it"
 _OTHER_MODEL = "it divides the vocabulary layers of GPTModel"
 _NO_VOCABULARY = "give --zero-bubble-vocabulary-parallel off"
@@ -62,9 +62,13 @@ OPTIONS = (
         "the passes of two microbatches overlap only in a schedule with pairs",
         "give --zero-bubble-overlap-experts, with a schedule such as interleaved-1f1b, or drop the option",
     ),
-    OptionRule(SCHEDULE, "delay_wgrad_compute", False, "the schedule already defers weight gradients"),
+    OptionRule(SCHEDULE, "delay_wgrad_compute", False, "the schedule already defers weight gradients", _FULFILLED),
     OptionRule(
-        SCHEDULE, "overlap_dispatch_backward_with_experts_wgrad", False, "it runs the W of experts inside their B"
+        SCHEDULE,
+        "overlap_dispatch_backward_with_experts_wgrad",
+        False,
+        "it runs the W of experts inside their B",
+        _FULFILLED,
     ),
     OptionRule(
         SCHEDULE, "use_transformer_engine_op_fuser", False, "fused operations cannot defer weight gradients to W"
@@ -73,7 +77,7 @@ OPTIONS = (
     OptionRule(SCHEDULE, "cpu_offloading", False, _OFFLOAD, _DROP_LAYERS),
     OptionRule(SCHEDULE, "cpu_offloading_num_layers", 0, _OFFLOAD),
     OptionRule(SCHEDULE, "moe_paged_stash", False, "Megatron resets the pages only in its own schedules"),
-    OptionRule(SCHEDULE, "overlap_p2p_comm_warmup_flush", False, _OVERLAP, _DROP_FLUSH),
+    OptionRule(SCHEDULE, "overlap_p2p_comm_warmup_flush", False, _OVERLAP, _FULFILLED),
     OptionRule(SCHEDULE, "use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
     *(OptionRule(SCHEDULE, f"enable_{name}", False, _WIDER) for name in ("hyper_connections", "mhc_connections")),
     OptionRule(SCHEDULE, "enable_attention_residuals", False, _WIDER),
