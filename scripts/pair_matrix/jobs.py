@@ -127,10 +127,13 @@ def refused(flags: str, num_ranks: int) -> str | None:
 
     from megatron.zero_bubble.core.errors import UserError
     from megatron.zero_bubble.planning.job.arguments.checks import check
+    from megatron.zero_bubble.planning.job.flags import as_given, taken
+    from megatron.zero_bubble.planning.job.planned import run_of
     from pretrain.model import build_config
 
     try:
         args = _parser().parse_args(flags.split())
+        args.run = run_of(taken(args), as_given)
         check(args, num_ranks)
         build_config(args, torch.device("cpu"))
     except UserError as error:

@@ -139,7 +139,7 @@ def _train(
 
 def _data(args: Any) -> Any:
     """Samples for training, and for evaluations, whose batches do not begin small."""
-    if args.zero_bubble_balance_microbatches:
+    if args.run.balance is not None:
         return _splits(args)
     from pretrain.data.batches import Splits, reads_data
 
