@@ -8,6 +8,7 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.planning.job.arguments.checks import check_layout
 from megatron.zero_bubble.planning.job.arguments.parser import parse_megatron
+from megatron.zero_bubble.planning.run_options import RunOptions
 
 SHAPES = "--num-layers 24 --hidden-size 96 --num-attention-heads 24 --seq-length 48 --micro-batch-size 1"
 TOKENS = {"tensor": "tp", "context": "cp", "data": "dp", "pipeline": "pp"}
@@ -18,6 +19,7 @@ def groups_of(t: int, c: int, p: int, nodes: int, node_size: int, experts: str =
     flags = f"--tensor-model-parallel-size {t} --context-parallel-size {c} --pipeline-model-parallel-size {p} {experts}"
     args, unread = parse_megatron(f"{SHAPES} {flags}".split())
     assert not unread
+    args.run = RunOptions()
     check_layout(args, nodes * node_size)
     return RankGroups.of(args, nodes, node_size)
 

@@ -76,14 +76,14 @@ def _stock(options: argparse.Namespace, job: Sequence[str], costs: Figures) -> T
 def _without_our_flags(options: argparse.Namespace, job: Sequence[str]) -> argparse.Namespace:
     """The checked flags of the same job under Megatron's own schedule."""
     from megatron.zero_bubble.planning.job.arguments.checks import check
-    from megatron.zero_bubble.planning.job.arguments.parser import parse
+    from megatron.zero_bubble.planning.job.arguments.parser import expanded, parse
 
     world_size = options.nodes * options.gpus_per_node
+    given, others = given_in(modernize(job)[0] if options.megatron_lm else expanded(job))
     if options.megatron_lm:
-        _, others = given_in(modernize(job)[0])
         return checked_megatron_job(others, world_size, options.gpus_per_node).args
-    args = parse(job)
-    args.run = RunOptions(observations=Observations(device=args.run.observations.device))
+    args = parse(others)
+    args.run = RunOptions(observations=Observations(device=given.get("device", Observations().device)))
     check(args, world_size, options.gpus_per_node)
     return args
 
