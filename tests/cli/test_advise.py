@@ -69,7 +69,9 @@ def job_of(name: str) -> tuple[list[str], tuple[str, ...]]:
     return shlex.split(f"{COMMON} {recipe.flags}"), ("--nodes", str(recipe.nodes), "--gpu", recipe.gpu)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if "256 B300" in name else ()) for name in RECIPES]
+)
 def test_published_recipes_with_even_passes(capsys: Capture, tmp_path: Path, name: str) -> None:
     """The bubble is the published one, and a change pays where it is large."""
     flags, own = job_of(name)

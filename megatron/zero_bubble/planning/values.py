@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
@@ -38,7 +38,7 @@ _OF_SEVERAL = ("order", "cuts", "step")
 _SECTIONS: dict[str, type[Any]] = {
     name: kind
     for name, hint in get_type_hints(Setup).items()
-    for kind in get_args(hint) or (hint,)
+    for kind in getattr(hint, "__args__", (hint,))
     if isinstance(kind, type) and dataclasses.is_dataclass(kind) and name not in _OF_SEVERAL
 }
 """The classes of the others whose decisions have a place of their own."""

@@ -92,6 +92,7 @@ def arrow(name: str, pid: int) -> tuple[str, str, int, str, str, int]:
     return name, "sends", pid + SENDS, f"{producer} arrives", "receives", _pid(int(target)) + RECEIVES
 
 
+@pytest.mark.full
 def test_import_errors_are_counted(page: Perfetto) -> None:
     """Test the test's own check with overlapping passes and arrows without an end."""
     content = json.loads(trace_of("everything"))

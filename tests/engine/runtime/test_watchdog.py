@@ -24,7 +24,7 @@ from megatron.zero_bubble.engine.runtime.collectives import Lanes, Transfer, col
 from megatron.zero_bubble.engine.runtime.handler import Awaited
 from megatron.zero_bubble.engine.runtime.shards import Sharder
 from megatron.zero_bubble.engine.runtime.watchdog import Watchdog
-from tests.engine.runtime.test_collectives import plan_of
+from tests.engine.runtime.test_collectives import plan_with_vocabulary
 from tests.engine.runtime.test_nccl import Iteration
 from tests.engine.runtime.test_shards import TwoReplicas
 from tests.helpers.nccl import COMPUTE, Event, GPUs, Marks
@@ -141,7 +141,7 @@ class ThreeRanks:
 
 def start_spread(lane: OnLane, watchdog: Watchdog) -> Awaited:
     """A collective of vocabulary parallelism that rank 1 of 3 takes part in."""
-    plan = plan_of("zb-h1", 1)
+    plan = plan_with_vocabulary("zb-h1", 1)
     lanes = Lanes(ThreeRanks(), lambda: lane, None, watchdog=watchdog)  # type: ignore[arg-type]
     op = next(op for op in plan.ops[1] if isinstance(op, Spread))
     lanes._lanes[op.lane] = lane, ThreeRanks()  # type: ignore[assignment]

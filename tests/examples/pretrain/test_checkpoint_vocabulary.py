@@ -29,7 +29,7 @@ DISTRIBUTED = "--use-distributed-optimizer"
         ((2, STOCK), (4, DIVIDED), UNTIED),
         pytest.param((4, DIVIDED), (2, STOCK), "", marks=pytest.mark.full),
         pytest.param((2, VEE), (2, STOCK), f"{UNTIED} {DISTRIBUTED}", marks=pytest.mark.full),
-        ((4, DIVIDED), (2, VEE), DISTRIBUTED),
+        pytest.param((4, DIVIDED), (2, VEE), DISTRIBUTED, marks=pytest.mark.full),
     ],
     ids=["stock to divided", "divided to stock, tied", "V to stock, distributed optimizer", "divided to V, tied"],
 )

@@ -40,7 +40,7 @@ ROWS = {
     "balanced microbatches": ("zb-h1", TWO, 8, BALANCED),
     "balanced microbatches, four ranks": ("zb-v", FOUR, 8, BALANCED),
 }
-QUICK = "sharded units", "pairs", "balanced microbatches"
+QUICK = "sharded units", "balanced microbatches"
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=() if row in QUICK else full) for row in ROWS])

@@ -82,7 +82,7 @@ class LayerCosts:
         experts: the all-to-alls and experts of every layer, which its part includes; empty if no layer has any.
         contention: the factor of ``PassCosts``.
         vocabulary: of a divided vocabulary, the times of its passes, which ``embedding`` and ``loss`` are then without.
-        logits: as in ``PassMemory``.
+        logits: in the unit of memory, as in ``PassMemory``.
     """
 
     layers: tuple[LayerFigures, ...]
