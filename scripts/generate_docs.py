@@ -28,6 +28,7 @@ from site_parts import (
     schedules,
     slices,
     stored,
+    unmeasured,
     vocabulary,
     wall_clock,
 )
@@ -46,6 +47,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **stored.PARTS,
     **architecture.PARTS,
     **gpu.PARTS,
+    **unmeasured.PARTS,
     **wall_clock.PARTS,
 }
 """What writes each part, by its name."""

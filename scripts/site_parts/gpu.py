@@ -11,7 +11,6 @@ from typing import Any
 
 from gpu_day import steps as day
 from gpu_day.steps import OK
-from gpu_day.unmeasured import UNMEASURED, Unmeasured
 from site_parts.markdown import code, table
 
 _ROOT = Path(__file__).parent.parent.parent
@@ -119,17 +118,6 @@ def status(parts: Figures | None = None) -> str:
     rest = f" Without success: {', '.join(bad)}." if bad else ""
     rest += f" Not yet run: {', '.join(missing)}." if missing else ""
     return f"On {_where(parts)}, {ok} of {ran} steps succeeded.{rest}"
-
-
-def unmeasured() -> str:
-    """The features that no GPU has measured."""
-    head = ("feature", "flags", "since", "step", "promoted by", "removed by")
-    rows = [(row.feature, row.flags, row.since, _of_steps(row), row.promotes, row.removes) for row in UNMEASURED]
-    return table(head, rows)
-
-
-def _of_steps(row: Unmeasured) -> str:
-    return ", ".join(f"*{name}*" for name in row.steps) or "none yet"
 
 
 def steps() -> str:
@@ -403,7 +391,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu-words": words,
     "gpu-status": status,
     "gpu-steps": steps,
-    "gpu-unmeasured": unmeasured,
     "gpu-results": results,
     "gpu-published": published,
 }
