@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -211,6 +212,9 @@ def test_errors_of_the_user(ranks: RankPool, name: str) -> None:
     check_all(ranks, name, [case for case in ALL if case.place is not in_loss or case.rank == loss_rank])
 
 
+LATE_S = 0.5
+
+
 def validated(rank: int, case: Case) -> list[Ending]:
     """Fail after a step that was taken ahead; the next calls, and what a loop does with the optimizer at its end."""
     way = Way({"schedule": "zb-h2", "post_validation": True})
@@ -219,6 +223,8 @@ def validated(rank: int, case: Case) -> list[Ending]:
         optimizer = pipeline.post_validated(models.optimizer_of(chunks), chunks)
         for seed in (1, 2):
             call(way, chunks, seed)
+            if rank != case.rank:
+                time.sleep(LATE_S)  # then the sums of the step are under way where the next call fails
             optimizer.step_ahead()
         with ExitStack() as context:
             step = case.place(Fault(case.error), chunks, context) if case.rank == rank else forward_step
@@ -229,9 +235,7 @@ def validated(rank: int, case: Case) -> list[Ending]:
         models.destroy_groups()
 
 
-# Open: after other tests in the same process, the sums of the step before can end with the groups that are cut, and
-# ``settle`` raises a RuntimeError; alone, the first case passes.
-@pytest.mark.parametrize("case", [pytest.param(Case(in_forward, 0), marks=pytest.mark.full), Case(in_tensor_hook, 1)])
+@pytest.mark.parametrize("case", [Case(in_forward, 0), Case(in_tensor_hook, 1)])
 def test_errors_with_post_validation(ranks: RankPool, case: Case) -> None:
     """The ranks cannot join again, because they may disagree on the last step."""
     for rank, (failed, following, settled) in enumerate(ranks.run(2, validated, case, timeout=JOB_TIMEOUT_S)):

@@ -27,13 +27,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.engine.optimizer.clip_forecast import ClipForecast
 from megatron.zero_bubble.engine.optimizer.clipping import Clipping
-from megatron.zero_bubble.engine.optimizer.global_state import (
-    DecidingRanks,
-    GlobalState,
-    RankChain,
-    joined,
-    split,
-)
+from megatron.zero_bubble.engine.optimizer.global_state import DecidingRanks, GlobalState, RankChain, joined, split
 from megatron.zero_bubble.engine.optimizer.loss_scale import LossScale
 from megatron.zero_bubble.engine.optimizer.own_state import prepare, reducing_over
 from megatron.zero_bubble.engine.optimizer.rollback import Optimizers, Rollback, SnapshotRollback
@@ -227,6 +221,11 @@ class PostValidatedOptimizer(OptimizerSurface):
         """
         step = self._pending
         return not (self._wrong if step is None else step.someone_ahead and self._learn(step).wrong)
+
+    def await_sums(self) -> None:
+        """Wait for what is under way of a pending step, before a failed call closes the connections."""
+        if self._pending is not None:
+            self._pending.arrive()
 
     def validate(self) -> bool:
         """Wait for the global state and make the last step final. Returns False if forwards ran on wrong weights."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,6 +101,12 @@ class OptimizerStep:
     how: StepMode = StepMode.AHEAD
     someone_ahead: bool = False
     verdict: Verdict | None = None
+
+    def arrive(self) -> None:
+        """Wait for the sums, which all ranks have started; not for a rank that has failed."""
+        with suppress(RuntimeError):
+            for reduction in (*self.found_inf, *self.sums):
+                reduction.wait()
 
 
 @dataclass

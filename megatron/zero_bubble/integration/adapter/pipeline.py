@@ -98,8 +98,7 @@ class Pipeline:
         self._slicing = Slicing()
         own = EqualCounts(options.timeout), ExpertOverlap(options.setup)
         self._parts: tuple[Part, ...] = (self._vocabulary, self._slicing, *own, *parts)
-        self._make_schedule = make_schedule
-        self._memory = memory
+        self._make_schedule, self._memory = make_schedule, memory
         self._observers = Observers((*(() if memory is None else (memory,)), *observers))
         self._options, self._say = options, say
         self._optimizer: PostValidatedOptimizer | None = None
@@ -259,8 +258,8 @@ class Pipeline:
             observer.planned(prepared.schedule)
         channels = partial(agreed.channels, partial(boundary.channels, links.transport))
         facts = IterationFacts(prepared, call, boundary, links, channels, observer)
-        of_pipeline = self.store, self._slicing.histories, self._parts, self._unfinished.begin_passes
-        iteration = Iteration(facts, results, *of_pipeline)
+        histories, begin = self._slicing.histories, self._unfinished.begin_passes
+        iteration = Iteration(facts, results, self.store, histories, self._parts, begin)
         with timed(config):
             if step.forward_only:
                 if self._optimizer is not None:
@@ -327,6 +326,8 @@ class Pipeline:
         self._unfinished.disconnected()
 
     def _forget(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.await_sums()
         self.store.clear()
         if self._connection is not None:
             self._connection.forget()
