@@ -54,7 +54,8 @@ def explaining(before: str = "", after: str = "") -> Iterator[None]:
     """Context in which the sentence of a ``UserError`` also says what was being read or done.
 
     Args:
-        before, after: what stands in front of the sentence, and behind it.
+        before: what stands in front of the sentence.
+        after: what stands behind it.
     """
     try:
         yield
