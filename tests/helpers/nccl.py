@@ -20,7 +20,7 @@ The rules, as in torch's ``ProcessGroupNCCL``:
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -234,6 +234,7 @@ class GPUs:
     backend: str = "nccl"
     streams: defaultdict[Stream, deque[_Task]] = field(default_factory=lambda: defaultdict(deque))
     communicators: dict[Hashable, threading.Barrier] = field(default_factory=dict)
+    _joined: Counter[Hashable] = field(default_factory=Counter)
     _queues: defaultdict[tuple[int, int], deque[_Task]] = field(default_factory=lambda: defaultdict(deque))
     _queue_of: dict[Stream, tuple[int, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -306,10 +307,10 @@ class GPUs:
     def join(self, communicator: Hashable, num_ranks: int) -> None:
         """Block the host until all ranks of a communicator have joined it."""
         with self._lock:
-            is_new = communicator not in self.communicators
             barrier = self.communicators.setdefault(communicator, threading.Barrier(num_ranks))
-            if not is_new and barrier.n_waiting == 0:
+            if self._joined[communicator] == num_ranks:
                 return
+            self._joined[communicator] += 1
         barrier.wait(JOIN_TIMEOUT_S)
 
     def _issue(self, task: _Task, in_queue: bool = True) -> None:
