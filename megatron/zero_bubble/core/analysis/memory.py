@@ -104,7 +104,10 @@ def _changes(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[tupl
     changes = _of_passes(timeline.spans[rank], memory, slices)
     if not timeline.lanes:
         return changes
-    lanes = sorted(change for span in timeline.lanes[rank] for change in _of_op(span, memory, slices))
+    ops = [span for span in timeline.lanes[rank] if not isinstance(span.op, str)]  # parts of passes are text
+    if not ops:
+        return changes
+    lanes = sorted(change for span in ops for change in _of_op(span, memory, slices))
     return merge(changes, lanes, key=lambda change: (change[0], change[1] > 0))
 
 
@@ -119,9 +122,9 @@ def _of_passes(spans: Sequence[Span], memory: PassMemory, slices: Slices) -> Ite
 
 
 def _of_op(span: LaneSpan, memory: PassMemory, slices: Slices) -> Iterator[tuple[float, float]]:
-    if not isinstance(span.op, str):
-        at_start, at_end = span.op.memory(memory, slices)
-        if at_start:
-            yield span.start_ms if span.issued_ms is None else span.issued_ms, at_start
-        if at_end:
-            yield span.end_ms, at_end
+    assert not isinstance(span.op, str), "only ops of a plan say what memory they change"
+    at_start, at_end = span.op.memory(memory, slices)
+    if at_start:
+        yield span.start_ms if span.issued_ms is None else span.issued_ms, at_start
+    if at_end:
+        yield span.end_ms, at_end

@@ -8,20 +8,19 @@ time that its messages take from the rank (``costs.messages``).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.zero_bubble.core.analysis.deadlock import deadlock
+from megatron.zero_bubble.core.analysis.lanes import Made, lanes_of
 from megatron.zero_bubble.core.analysis.memory import peaks
-from megatron.zero_bubble.core.analysis.parts import in_parts, joined
 from megatron.zero_bubble.core.analysis.steps import Blocked, Step, advance, steps, steps_of
-from megatron.zero_bubble.core.analysis.timeline import LaneSpan, Span, Timeline, divided
+from megatron.zero_bubble.core.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.messages import of_schedule
 from megatron.zero_bubble.core.errors import PlanError, UserError
-from megatron.zero_bubble.core.ir import Op, Plan, Schedule, Token
+from megatron.zero_bubble.core.ir import Plan, Schedule, Token
 from megatron.zero_bubble.core.ir.garbage import without_gc
-from megatron.zero_bubble.core.ir.ops import COMPUTE
 
 __all__ = ["Span", "Timeline", "simulate"]
 
@@ -66,15 +65,22 @@ class Run:
     """The simulation of consecutive iterations of a plan.
 
     Attributes:
-        free: the time in ms at which each rank has ended its passes. The next iteration starts then, while ops on other
-            lanes may still run.
         spans, lanes: the passes of each rank in the last iteration, and its ops on other lanes.
     """
 
     def __init__(self, rows: Sequence[Iterable[Step]], schedule: Schedule, costs: PassCosts) -> None:
-        self._rows, self._figures = rows, of_schedule(costs, schedule)
-        self.free = [0.0] * len(rows)
-        self._lane_free: list[dict[str, float]] = [{} for _ in rows]
+        self._rows, (self._costs, slices) = rows, of_schedule(costs, schedule)
+        self._ranks = [lanes_of(rank, self._costs, slices) for rank in range(len(rows))]
+
+    @property
+    def free(self) -> list[float]:
+        """The time in ms at which each rank has ended its passes; the next iteration starts then."""
+        return [rank.free for rank in self._ranks]
+
+    @free.setter
+    def free(self, times: Iterable[float]) -> None:
+        for rank, ms in zip(self._ranks, times, strict=True):
+            rank.free = ms
 
     def iteration(self, given_ms: Mapping[Token, float]) -> None:
         """Run the plan once; ``given_ms`` has the tokens of the previous iteration and the times at which they hold.
@@ -82,19 +88,19 @@ class Run:
         Raises:
             Blocked: when the ranks wait for each other.
         """
-        made: dict[Hashable, tuple[float, int | None]] = {token: (ms, None) for token, ms in given_ms.items()}
-        ends: list[list[float]] = [[] for _ in self.free]
-        self.spans: list[list[Span]] = [[] for _ in self.free]
-        self.lanes: list[list[LaneSpan]] = [[] for _ in self.free]
-        costs = self._figures[0]
+        made: Made = {token: (ms, None) for token, ms in given_ms.items()}
+        costs, ranks = self._costs, self._ranks
         comm = costs.comm
-        for rank, _, (op, after, waits, makes) in advance(in_parts(self._rows, costs), made):
-            own = ends[rank]
+        for lanes in ranks:
+            lanes.begin()
+        for rank, _, (op, after, waits, makes) in advance(self._rows, made):
+            own = ranks[rank]
             # An op waits for results of its rank and of others; the rank itself waits only for those of others.
-            ready = waited = self.free[rank]
+            ready = waited = own.free
+            ends = own.ends
             for position in after:
-                if own[position] > ready:
-                    ready = own[position]
+                if ends[position] > ready:
+                    ready = ends[position]
             for token in waits:
                 ms, source = made[token]
                 if source != rank:
@@ -104,25 +110,7 @@ class Run:
                         waited = ms
                 if ms > ready:
                     ready = ms
-            end = self._occupy(rank, op, ready, waited)
-            own.append(end)
-            for token in makes:
-                made[token] = end, rank
-        self.spans, self.lanes = joined(self.spans, self.lanes)
-
-    def _occupy(self, rank: int, op: Op, ready: float, waited: float) -> float:
-        """Run an op on its lane, once its inputs are there and the lane is free; return the time at which it ends."""
-        lane, lanes, reached = op.lane, self._lane_free[rank], self.free[rank]
-        start = ready if lane is None else max(ready, lanes.get(lane, 0.0))
-        end = start + op.duration_ms(*self._figures)
-        if lane is None:
-            self.free[rank] = waited
-            return end
-        lanes[lane] = end
-        if lane == COMPUTE:
-            self.free[rank] = end
-        if works := op.works:
-            self.spans[rank].extend(divided(works, start, end))
-        else:
-            self.lanes[rank].append(LaneSpan(lane, op, start, end, reached))
-        return end
+            own.run(op, ready, waited, makes, made)
+        for lanes in ranks:
+            lanes.end()
+        self.spans, self.lanes = [lanes.spans for lanes in ranks], [lanes.others for lanes in ranks]

@@ -1,4 +1,4 @@
-"""Ops that occupy several lanes are simulated as one step per part."""
+"""Ops that occupy several lanes are issued, and their parts queued."""
 
 from __future__ import annotations
 
