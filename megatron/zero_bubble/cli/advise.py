@@ -28,6 +28,7 @@ from megatron.zero_bubble.core.analysis.score import ROUNDING
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs.units import format_bytes, positive_figure
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
+from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.planning.advice import WORTH, WORTH_ESTIMATED, Advice, Adviser, StartedWith, Tried
 from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Change, Need, Today, need_of
 from megatron.zero_bubble.planning.figures import Figures
@@ -140,6 +141,7 @@ def _print(own: JobAsIs, capacity: float | None) -> None:
     print(text_of_job(own.today, own.batch, capacity), flush=True)
 
 
+@without_gc()
 def advised(
     options: argparse.Namespace,
     argv: Sequence[str],

@@ -76,6 +76,7 @@ def answer(question: Question, choosers: Sequence[Chooser] = CHOOSERS) -> Answer
     found, within = _found(question, _asking(choosers))
     seconds = time.perf_counter() - started
     offered = {field.name: getattr(found.offer, field.name) for field in fields(Offer)}
+    offered["simulated"] = found.offer.known_timeline
     return Answer(**offered, question=question, dropped=found.dropped, seconds=seconds, within=within)
 
 

@@ -51,6 +51,11 @@ class Offer:
         return timeline_of(self.schedule, *self.costs.on(self.schedule.placement), self.added)
 
     @property
+    def known_timeline(self) -> Timeline | None:
+        """The timeline, if it was simulated already, as that of one of several offers."""
+        return self.simulated if self.simulated is not None else vars(self).get("timeline")
+
+    @property
     def static(self) -> float:
         """The most bytes of shards, and of weights and gradients that are whole at a time; 0 if unknown."""
         return 0.0 if self.shards is None or self.shards.static is None else max(self.shards.static)

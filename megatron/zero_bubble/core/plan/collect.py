@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron.zero_bubble.core.analysis.steps import steps
 from megatron.zero_bubble.core.ir import Op, Pass, Plan
@@ -33,9 +34,15 @@ def collect(plan: Plan) -> Plan:
     """A lowering pass: add the collectives, and free what ranks have given to them. Plans without vocabulary
     parallelism, or of one rank, stay as they are.
     """
-    flow = plan.schedule.flow
-    if not isinstance(flow, Vocabulary) or plan.schedule.num_ranks == 1:
+    if not isinstance(plan.schedule.flow, Vocabulary) or plan.schedule.num_ranks == 1:
         return plan
+    return _collected(plan)
+
+
+@lru_cache(maxsize=4)  # the simulation, the memory of messages, and the proof of a schedule begin with the same
+def _collected(plan: Plan) -> Plan:
+    flow = plan.schedule.flow
+    assert isinstance(flow, Vocabulary), "only these have collectives"
     clocks: list[list[Clock]] = [[] for _ in plan.ops]
     for rank, _, _, _, clock in clocked(steps(plan)):
         clocks[rank].append(clock)
