@@ -16,7 +16,8 @@ from typing import Any
 from megatron.zero_bubble import Schedule, build
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.core.analysis.score import Goal
-from megatron.zero_bubble.core.costs.estimate import DEVICES, layer_costs
+from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.layers import LayerCosts
 from megatron.zero_bubble.core.search.timed import timed
 from megatron.zero_bubble.planning.figures import Figures

@@ -22,7 +22,7 @@ from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size, show
 from megatron.zero_bubble.cli.stock import against_stock
 from megatron.zero_bubble.core.analysis.timeline import Timeline
-from megatron.zero_bubble.core.costs.estimate import DEVICES
+from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import job_predictions
@@ -58,7 +58,11 @@ def add_dry_run(verb: argparse.ArgumentParser) -> None:
         "--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node, one process each (default: 8)"
     )
     verb.add_argument(
-        "--gpu", choices=tuple(DEVICES), default=ASSUMED, help=f"GPU to estimate for (default: {ASSUMED})"
+        "--gpu",
+        type=str.lower,
+        choices=tuple(DEVICES),
+        default=ASSUMED,
+        help=f"GPU to estimate for (default: {ASSUMED})",
     )
     verb.add_argument(
         "--gpu-memory", metavar="SIZE", help="end with exit code 2 if a rank needs more memory than this, e.g. 80GiB"

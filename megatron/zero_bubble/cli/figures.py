@@ -11,7 +11,8 @@ from megatron.zero_bubble.cli.links import add_links, links_of
 from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.core.costs import PassMemory
-from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
+from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.estimate import Model, estimate, layer_costs
 from megatron.zero_bubble.core.costs.tensor import TensorParallelModel
 from megatron.zero_bubble.core.costs.terms import BY_KEY, MEMORY, TIMES
 from megatron.zero_bubble.core.costs.units import checked_figure, refuse_huge, refuse_no_time

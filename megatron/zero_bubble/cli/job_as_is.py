@@ -15,15 +15,13 @@ from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, ParsedJob, parsed_megatron_job
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size
 from megatron.zero_bubble.core.analysis.timeline import Metric
-from megatron.zero_bubble.core.costs.estimate import DEVICES
+from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import job_layers
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.change import Today, need_of
 from megatron.zero_bubble.planning.figures import Figures
 
-_MEMORY = {"a100": "80GiB", "h100": "80GiB", "h200": "141GiB", "b200": "180GiB"}
-"""Memory of a GPU where none is given."""
 _RESERVED = 0.1
 """The share of a GPU's memory that is left for CUDA, NCCL and fragmentation."""
 
@@ -118,7 +116,8 @@ def capacity_of(options: argparse.Namespace, today: Today) -> float | None:
     """What a plan may take: the memory of a GPU but for what is reserved, or as much as the job takes today."""
     if not today.costs.in_bytes or not today.costs.knows_weights:
         return None
-    return max((1 - _RESERVED) * gpu_bytes(options.gpu_memory or _MEMORY[options.gpu]), today.need.most)
+    size = gpu_bytes(options.gpu_memory or f"{DEVICES[options.gpu].memory_gib}GiB")
+    return max((1 - _RESERVED) * size, today.need.most)
 
 
 def _sizes(options: argparse.Namespace) -> tuple[int, int]:

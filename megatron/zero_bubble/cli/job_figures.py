@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
-from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
+from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.estimate import Model, estimate, layer_costs
 from megatron.zero_bubble.core.costs.expert_layers import ExpertLinks
 from megatron.zero_bubble.core.costs.predictions import prediction_experts, prediction_parts, with_predictions
 from megatron.zero_bubble.core.costs.units import parse_bytes

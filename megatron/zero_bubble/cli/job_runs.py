@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
+from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.engine.runtime.backends import QUEUES, hardware_queues, is_nccl
 from megatron.zero_bubble.planning.feasibility import Feasibility
@@ -14,11 +15,10 @@ from megatron.zero_bubble.planning.job.proved import check_counts
 
 SEVERAL = f"{QUEUES}=32"
 """What a job is started with so that its streams do not share hardware queues."""
-_MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132, "b200": 148}
-"""Of each GPU that can be estimated for."""
 _MOST_PROVED = 8
 """Batch sizes of a ramp that are proved before a run; the run proves all before it trains."""
-_BEFORE_BLACKWELL = ("a100", "h100", "h200")
+_BLACKWELL = 10
+"""The compute capability from which on Megatron-LM takes several hardware queues."""
 
 
 def job_runs(
@@ -34,7 +34,7 @@ def job_runs(
     """
     own = args.zero_bubble.runs if args.run.has_schedule else Feasibility()
     queues = job_queues(args, gpu, under_megatron, environment) if _uses_nccl(args) else None
-    return replace(own, queues=queues, num_multiprocessors=_MULTIPROCESSORS[gpu])
+    return replace(own, queues=queues, num_multiprocessors=DEVICES[gpu].multiprocessors)
 
 
 def job_queues(
@@ -42,7 +42,7 @@ def job_queues(
 ) -> HardwareQueues:
     """The hardware queues of a job: those of its environment, unless Megatron-LM starts with a single one only."""
     divides_layers = args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
-    if under_megatron and divides_layers and gpu in _BEFORE_BLACKWELL:
+    if under_megatron and divides_layers and DEVICES[gpu].capability < _BLACKWELL:
         why = f"Megatron-LM wants {QUEUES}=1 with tensor or context parallelism on GPUs before Blackwell"
         return HardwareQueues(1, "one hardware queue per GPU", why, None)
     return hardware_queues(environment)

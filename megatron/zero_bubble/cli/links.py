@@ -8,7 +8,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.rank_groups import RankGroups
-from megatron.zero_bubble.core.costs.estimate import DEVICES
+from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.expert_layers import ExpertLinks
 from megatron.zero_bubble.core.costs.units import checked_figure, positive_figure
 from megatron.zero_bubble.planning.figures import Figures

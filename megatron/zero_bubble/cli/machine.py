@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from typing import NamedTuple
 
-from megatron.zero_bubble.core.costs.estimate import DEVICES
+from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.planning.job.facts import gpu_kind
 
 ASSUMED = "h100"

@@ -9,7 +9,7 @@ from operator import mul
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
-from megatron.zero_bubble.core.costs.estimate import Device
+from megatron.zero_bubble.core.costs.devices import Device
 from megatron.zero_bubble.core.costs.layers import LayerCosts
 from megatron.zero_bubble.core.costs.static import StageBytes
 from megatron.zero_bubble.core.costs.tensor import TensorParallelModel

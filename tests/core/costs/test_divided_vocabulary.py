@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron.zero_bubble import Placement
+from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.divided_vocabulary import divide, efficiency
-from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, layer_costs
+from megatron.zero_bubble.core.costs.estimate import Model, layer_costs
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 

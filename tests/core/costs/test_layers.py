@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
-from megatron.zero_bubble.core.costs.estimate import DEVICES, Model, estimate, layer_costs
+from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.estimate import Model, estimate, layer_costs
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures, of_stages
 from megatron.zero_bubble.core.errors import UserError
 

@@ -9,7 +9,8 @@ import pytest
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.core.costs.estimate import DEVICES, estimate
+from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.estimate import estimate
 from megatron.zero_bubble.core.formats.costs import read_costs_file
 from megatron.zero_bubble.core.formats.trace import read_trace_file
 from megatron.zero_bubble.core.ir.collectives import Collective, Spread, Sum

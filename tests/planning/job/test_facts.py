@@ -36,6 +36,7 @@ def test_the_table_has_all_of_them() -> None:
 
 def test_gpus_have_the_names_of_the_estimates() -> None:
     assert gpu_kind("NVIDIA H100 80GB HBM3") == "h100" and gpu_kind("NVIDIA L40S") == "NVIDIA L40S"
+    assert gpu_kind("NVIDIA GB200") == "gb200" and gpu_kind("AMD Instinct MI300X") == "mi300x"
     for other in ("NVIDIA GH200 480GB", "NVIDIA RTX A1000"):
         assert gpu_kind(other) == other
 

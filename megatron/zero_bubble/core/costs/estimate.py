@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.devices import Device
 from megatron.zero_bubble.core.costs.expert_layers import CONTENTION, Experts
 from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, ExpertParts
 from megatron.zero_bubble.core.costs.layer_work import LayerWork
@@ -31,44 +32,6 @@ Recompute = Literal["none", "selective", "full"]
 _FORWARD_SWEEPS, _BACKWARD_SWEEPS = 5.0, 4.3
 """How often element-wise kernels move the bytes that a layer stores. Fitted, together with the A100's matrix
 efficiency, to the 12 profiles of the Zero Bubble paper (table 9); F, B and W deviate from them by at most 5 %."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """The assumed performance of an accelerator.
-
-    ``tflops`` is the dense bf16 peak, of which matrix products reach the share ``efficiency``; ``memory_tbs`` is the
-    memory bandwidth in TB/s. A transfer between neighbours takes ``latency_ms`` plus its bytes at ``link_gbs`` GB/s.
-    In an all-to-all, a rank sends at ``node_gbs`` GB/s within a node, and at ``network_gbs`` GB/s between nodes.
-    """
-
-    name: str
-    tflops: float
-    memory_tbs: float
-    efficiency: float
-    link_gbs: float
-    latency_ms: float = 0.3
-    node_gbs: float = 300.0
-    network_gbs: float = 25.0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.tflops:g} TFLOPS at {self.efficiency:.0%} in matrix products, memory "
-            f"{self.memory_tbs:g} TB/s, transfers {self.latency_ms:g} ms + bytes at {self.link_gbs:g} GB/s"
-        )
-
-
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("a100", 312.0, 2.0, 0.80, 100.0),
-        Device("h100", 989.0, 3.35, 0.65, 200.0, 0.1, 450.0, 50.0),
-        Device("h200", 989.0, 4.8, 0.65, 200.0, 0.1, 450.0, 50.0),
-        Device("b200", 2250.0, 8.0, 0.65, 400.0, 0.1, 900.0, 50.0),
-    )
-}
-"""Peaks are from the vendor; efficiency and link of the A100 are fitted to the paper's 4 nodes, the others assumed. In
-all-to-alls, they are those of NVLink, and of one network adapter per GPU (200 or 400 Gbit/s)."""
 
 
 ESTIMATED_KINDS = "M*-E"

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
-from megatron.zero_bubble.core.costs.estimate import Device, Model, layer_costs
+from megatron.zero_bubble.core.costs.devices import Device
+from megatron.zero_bubble.core.costs.estimate import Model, layer_costs
 from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, ExpertParts
 from megatron.zero_bubble.core.costs.layers import LayerFigures
 from megatron.zero_bubble.core.costs.terms import TIMES

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.zero_bubble.core.costs.estimate import DEVICES, estimate
+from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.estimate import estimate
 from megatron.zero_bubble.core.costs.lengths import LengthCost
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.job.model import model_of

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.estimate import Model
 from megatron.zero_bubble.core.formats.costs import read_costs_file
 from megatron.zero_bubble.core.formats.facts import Facts, differences, listed
@@ -13,13 +14,10 @@ from megatron.zero_bubble.core.formats.layout import job_layers, stages_text
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.model import has_experts, model_of
 
-_GPUS = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
-"""Words of the names that drivers give GPUs, and the names of the estimates."""
-
 
 def gpu_kind(name: str) -> str:
     """Return the name that the estimates have for a GPU, else the name that its driver gives it."""
-    return next((known for word, known in _GPUS.items() if re.search(rf"\b{word}\b", name)), name)
+    return next((known for known in DEVICES if re.search(rf"\b{known}\b", name, re.IGNORECASE)), name)
 
 
 def facts_of(args: Any, gpu: str | None = None, vocabulary: int | None = None) -> Facts:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.core.analysis.memory import host_peaks
-from megatron.zero_bubble.core.costs.estimate import DEVICES, estimate
+from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.estimate import estimate
 from megatron.zero_bubble.core.costs.units import format_bytes, parse_bytes
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Plan, Schedule

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.zero_bubble.core.costs.estimate import DEVICES, ESTIMATED_KINDS, Model, Recompute, layer_costs
+from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.estimate import ESTIMATED_KINDS, Model, Recompute, layer_costs
 from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.mamba import Mamba
 from megatron.zero_bubble.core.costs.predictions import prediction_parts

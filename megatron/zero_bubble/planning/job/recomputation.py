@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron.zero_bubble.core.analysis.memory import peaks_in_order
 from megatron.zero_bubble.core.analysis.score import within
-from megatron.zero_bubble.core.costs.estimate import DEVICES, layer_costs
+from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.units import format_bytes
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.passes import W
