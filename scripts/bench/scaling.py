@@ -34,7 +34,8 @@ from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedul
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import Model, estimate
+from megatron.zero_bubble.core.costs.estimate import estimate
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.formats.costs import read_costs_file
 from megatron.zero_bubble.core.formats.files import json_object, read_file
 from megatron.zero_bubble.core.schedules import recipe

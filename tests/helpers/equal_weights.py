@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.zero_bubble.core.costs.static import StageBytes
+from megatron.zero_bubble.core.costs.static import ParameterBytes, StageBytes
 from megatron.zero_bubble.core.ir import Placement
 
 
@@ -26,7 +26,8 @@ class EqualStages:
 
     def of_stages(self, placement: Placement, layout: tuple[int, ...] | None = None) -> StageBytes:
         """Bytes per stage."""
-        return StageBytes.of((self.parameters(placement),) * placement.num_stages, 2, 4, 12)
+        own = (self.parameters(placement),) * placement.num_stages
+        return StageBytes.of(own, (0.0,) * placement.num_stages, ParameterBytes(2, 4, 12))
 
     def of_layers(self) -> EqualStages:
         """They have no vocabulary."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
-from megatron.zero_bubble.core.costs.estimate import Model
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
+from megatron.zero_bubble.core.costs.model import Model
+from megatron.zero_bubble.core.costs.static import ParameterBytes
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.setup import Divided
@@ -24,7 +27,7 @@ def figures() -> Figures:
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
         return layers.on(division.on(placement))
 
-    weights = ModelWeights(MODEL, division, (2.0, 4.0, 12.0))
+    weights = ModelWeights(MODEL, division, ParameterBytes(2.0, 4.0, 12.0))
     return Figures(4, 8, on, layers=layers, division=division, weights=weights).evenly()
 
 
@@ -47,3 +50,15 @@ def test_all_ranks_have_equal_parts_of_a_divided_vocabulary() -> None:
     times, memory = laid_out.on(ON)
     assert times.vocabulary is not None and times.forward_ms == (4.0, 3.0, 3.0, 2.0), "neither embedding nor loss"
     assert len(memory.logits) == 4
+
+
+def test_weights_of_layers_may_have_a_size_of_their_own() -> None:
+    """Those in FP8, next to which the embedding and the output layer stay in 16 bits."""
+    costs = figures()
+    assert isinstance(costs.weights, ModelWeights)
+    own = replace(costs, weights=replace(costs.weights, parts=ParameterBytes(2.0, 4.0, 12.0, 4.0)))
+    layer, ends = 20.0 * MODEL.layer_weights, 18.0 * MODEL.vocabulary * MODEL.hidden
+    assert own.weights_on(ON) == pytest.approx((3 * layer + ends, 3 * layer, 3 * layer, 3 * layer + ends))
+    sizes, plain = own.sizes_on(ON), costs.sizes_on(ON)
+    assert sizes is not None and plain is not None and sizes.gradients == plain.gradients
+    assert sum(sizes.weights) == pytest.approx(sum(plain.weights) + 2.0 * 12 * MODEL.layer_weights)

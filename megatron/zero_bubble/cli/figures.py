@@ -12,7 +12,9 @@ from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.core.costs import PassMemory
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import Model, estimate, layer_costs
+from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
+from megatron.zero_bubble.core.costs.model import Model
+from megatron.zero_bubble.core.costs.static import ParameterBytes
 from megatron.zero_bubble.core.costs.tensor import TensorParallelModel
 from megatron.zero_bubble.core.costs.terms import BY_KEY, MEMORY, TIMES
 from megatron.zero_bubble.core.costs.units import checked_figure, refuse_huge, refuse_no_time
@@ -66,7 +68,7 @@ _FIGURES = {
 """The flags of terms, by key."""
 _OVERRIDES = ("message_ms", *MEMORY)
 """Those whose flags go before a costs file."""
-_BYTES = (2, 4, 12)
+_BYTES = ParameterBytes(2, 4, 12)
 """Bytes per parameter of weights, gradients and optimizer: bf16 with fp32 gradients and Adam."""
 
 
@@ -213,7 +215,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
 
 
 def _static_note(shards: bool) -> str:
-    each = f"({sum(_BYTES)} bytes per parameter)"
+    each = f"({_BYTES.whole} bytes per parameter)"
     if shards:
         return (
             f"A memory limit in bytes includes weights, gradients and optimizer {each}, one in microbatches does not."
@@ -229,7 +231,7 @@ def replicas(options: argparse.Namespace) -> int:
 def _tensor_note(model: Model, num_microbatches: int, ranks: int) -> str:
     """Compare with tensor parallelism over the same GPUs, one after the other for the microbatches of all replicas."""
     sent = TensorParallelModel(model, ranks).sent(num_microbatches * ranks)
-    static = max(model.weights(Placement.linear(len(model.layers)))) * sum(_BYTES) / ranks
+    static = max(model.weights(Placement.linear(len(model.layers)))) * _BYTES.whole / ranks
     return (
         f"Tensor parallelism over {ranks} GPUs, instead of replicas, would send {sent / 2**30:.4g} GiB per rank for as "
         f"many samples, and hold {static / 2**30:.4g} GiB of weights, gradients and optimizer."

@@ -9,8 +9,9 @@ from functools import cached_property
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import Model, estimate, layer_costs
+from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
 from megatron.zero_bubble.core.costs.expert_layers import ExpertLinks
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.predictions import prediction_experts, prediction_parts, with_predictions
 from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import UserError
@@ -22,6 +23,7 @@ from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 from megatron.zero_bubble.planning.job.facts import facts_of
 from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, unestimated_kinds
+from megatron.zero_bubble.planning.job.parameters import optimizer_replicas, parameter_bytes
 from megatron.zero_bubble.planning.job.vocabulary import tokenizers_vocabulary
 from megatron.zero_bubble.planning.vocabulary import are_divided, divided_costs
 from megatron.zero_bubble.planning.weights import ModelWeights, on_stages
@@ -149,7 +151,7 @@ def _with_weights(
     figures: Figures, args: argparse.Namespace, model: Model, predictions: tuple[int, ...], division: Division
 ) -> Figures:
     """Return figures with the bytes of weights, gradients and optimizer."""
-    weights = ModelWeights(model, division, _parts(args), _optimizer_replicas(args), predictions)
+    weights = ModelWeights(model, division, parameter_bytes(args), optimizer_replicas(args), predictions)
     each, of_experts = weights.per_parameter
     taken = f"take {each:.3g} bytes per parameter"
     if model.experts is not None and of_experts != each:
@@ -239,21 +241,3 @@ def _equal(sizes: tuple[int, int], what: str, predicts: bool) -> Figures:
 
 def _noting(figures: Figures, note: str) -> Figures:
     return replace(figures, notes=(*figures.notes, note))
-
-
-def _optimizer_replicas(args: argparse.Namespace) -> tuple[int, int]:
-    """The replicas among which ``--use-distributed-optimizer`` divides the optimizer state of a parameter, and of a
-    parameter of experts, which has fewer replicas.
-    """
-    if not args.use_distributed_optimizer:
-        return 1, 1
-    replicas = args.data_parallel_size * args.context_parallel_size
-    experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-    return replicas, max(1, replicas * args.tensor_model_parallel_size // experts)
-
-
-def _parts(args: argparse.Namespace) -> tuple[int, int, int]:
-    """Bytes per parameter of weight, gradient and optimizer state."""
-    low = args.bf16 or args.fp16
-    weight, gradient = (2 if low else 4), (2 if args.grad_reduce_in_bf16 else 4)
-    return weight, gradient, (4 if args.optimizer == "sgd" else 8) + (4 if low else 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.zero_bubble.core.costs.estimate import Model
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.formats.facts import Facts
 from megatron.zero_bubble.core.ir import Placement

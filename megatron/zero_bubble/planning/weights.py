@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from megatron.zero_bubble.core.costs.estimate import Model
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.predictions import prediction_expert_weights, prediction_weights
-from megatron.zero_bubble.core.costs.static import StageBytes
+from megatron.zero_bubble.core.costs.static import ParameterBytes, StageBytes
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.division import Division
 
@@ -34,45 +34,55 @@ class ModelWeights:
 
     Attributes:
         model: the model, whose layers are divided by ``division``.
-        parts: bytes per parameter of weight, gradient and optimizer state.
+        parts: bytes per parameter.
         replicas: those that divide the optimizer state of a parameter, and of a parameter of experts.
         predictions: layers of multi-token prediction per stage of the job; empty for a model without.
     """
 
     model: Model
     division: Division
-    parts: tuple[float, float, float]
+    parts: ParameterBytes
     replicas: tuple[int, int] = (1, 1)
     predictions: tuple[int, ...] = ()
 
     @property
     def per_parameter(self) -> tuple[float, float]:
-        """Bytes that a rank holds of a parameter, and of a parameter of experts."""
-        weight, gradient, optimizer = self.parts
-        of_all, of_experts = (weight + gradient + optimizer / count for count in self.replicas)
+        """Bytes that a rank holds of a parameter of layers, and of a parameter of experts."""
+        of_all, of_experts = (self._held(self.parts.of_layers, count) for count in self.replicas)
         return of_all, of_experts
 
     def of_ranks(self, placement: Placement, layout: Layout | None = None) -> tuple[float, ...]:
         """See ``Weights``; experts have replicas of their own."""
         of_all, of_experts = self.per_parameter
+        of_others = self._held(self.parts.weight, self.replicas[0])
         more = prediction_expert_weights(self.model, on_stages(self.predictions, placement))
         experts = map(sum, zip(self._laid_out(placement, layout).expert_weights(placement), more, strict=True))
-        pairs = zip(self._parameters(placement, layout), experts, strict=True)
-        stages = [of_all * (own - expert) + of_experts * expert for own, expert in pairs]
+        stages = [
+            of_all * (own - expert) + of_experts * expert + of_others * other
+            for own, other, expert in zip(*self._parameters(placement, layout), experts, strict=True)
+        ]
         return tuple(sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
 
     def of_stages(self, placement: Placement, layout: Layout | None = None) -> StageBytes:
         """See ``Weights``."""
-        return StageBytes.of(self._parameters(placement, layout), *self.parts)
+        return StageBytes.of(*self._parameters(placement, layout), self.parts)
 
     def of_layers(self) -> ModelWeights:
         """See ``Weights``."""
         return replace(self, model=replace(self.model, vocabulary=0))
 
-    def _parameters(self, placement: Placement, layout: Layout | None) -> tuple[float, ...]:
+    def _held(self, weight: float, replicas: int) -> float:
+        return weight + self.parts.gradient + self.parts.optimizer / replicas
+
+    def _parameters(self, placement: Placement, layout: Layout | None) -> tuple[list[float], list[float]]:
+        """The parameters of layers, and of the embedding and the output layer, per stage."""
+        whole, layers = (own._of_stages(placement, layout) for own in (self, self.of_layers()))
+        return layers, [own - part for own, part in zip(whole, layers, strict=True)]
+
+    def _of_stages(self, placement: Placement, layout: Layout | None) -> list[float]:
         more = prediction_weights(self.model, on_stages(self.predictions, placement))
         own = self._laid_out(placement, layout).stage_weights(placement)
-        return tuple(map(sum, zip(own, more, strict=True)))
+        return list(map(sum, zip(own, more, strict=True)))
 
     def _laid_out(self, placement: Placement, layout: Layout | None) -> Model:
         return replace(self.model, layers=layout or self.division.on(placement))

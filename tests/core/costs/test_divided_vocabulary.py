@@ -7,8 +7,9 @@ import pytest
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.divided_vocabulary import divide, efficiency
-from megatron.zero_bubble.core.costs.estimate import Model, layer_costs
+from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 
 MODEL = Model((4,) * 8, 3072, 12288, 24, 24, 128, 2048, 1, 256_000)

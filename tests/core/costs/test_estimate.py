@@ -10,7 +10,8 @@ import pytest
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import Model, estimate
+from megatron.zero_bubble.core.costs.estimate import estimate
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.errors import UserError
 
 PUBLISHED = Path(__file__).parents[3] / "configs/published/zero_bubble_table5.csv"

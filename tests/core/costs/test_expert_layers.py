@@ -8,8 +8,9 @@ import pytest
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import Model, estimate, layer_costs
+from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
 from megatron.zero_bubble.core.costs.expert_layers import ExpertLinks, Experts
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.predictions import (
     prediction_expert_weights,
     prediction_experts,

@@ -6,8 +6,9 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import Model, estimate, layer_costs
+from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures, of_stages
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.errors import UserError
 
 LAYER, WIDE = LayerFigures(2.0, 3.0, 1.0, 10.0, 6.0, 2.0, 0.5, 0.25), LayerFigures(4.0, 5.0, 2.0, 20.0, 7.0)

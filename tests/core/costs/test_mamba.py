@@ -8,8 +8,9 @@ import pytest
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import Model, estimate, layer_costs
+from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
 from megatron.zero_bubble.core.costs.mamba import Mamba
+from megatron.zero_bubble.core.costs.model import Model
 
 A100 = DEVICES["a100"]
 DENSE = Model((2, 2), 4096, 16384, 32, 8, 128, 8192, 1, 64_000, gated=True)
@@ -38,23 +39,23 @@ def test_weights_and_costs_follow_the_kinds_of_a_stages_layers() -> None:
 
 def test_scan_stays_in_b_and_the_matrices_are_split() -> None:
     """8 groups of 128 states: the first matrix makes 2 * 8192 + 2 * 1024 + 128 features, the second one takes 8192."""
-    work = Mamba().work(1000, 4096, 1, 1, recomputed=False)
+    work = Mamba().work(1000, 4096, 1, 1)
     matrices = 2.0 * 1000 * 4096 * (2 * 8192 + 2 * 1024 + 128 + 8192)
     assert work.wgrad == matrices
     scan = work.forward - matrices
     assert 0 < scan < matrices / 4 and work.backward == pytest.approx(matrices + 3 * scan)
     assert work.history == work.forward_scores == 0
     assert work.kept_for_wgrad < work.activation
-    doubled = Mamba().work(2000, 4096, 1, 1, recomputed=False)
+    doubled = Mamba().work(2000, 4096, 1, 1)
     assert doubled.forward == 2 * work.forward  # unlike attention, which is quadratic in the length of a sequence
 
 
 def test_sizes_and_parallelism_of_mamba_layers() -> None:
     assert Mamba(heads=64).weights(4096) < Mamba().weights(4096) == Mamba(heads=128).weights(4096)
-    divided = Mamba().work(1000, 4096, 2, 2, recomputed=False)
-    whole = Mamba().work(1000, 4096, 1, 1, recomputed=False)
+    divided = Mamba().work(1000, 4096, 2, 2)
+    whole = Mamba().work(1000, 4096, 1, 1)
     assert (2 * divided.activation, 2 * divided.kept_for_wgrad) == (whole.activation, whole.kept_for_wgrad)
-    assert Mamba().work(1000, 4096, 1, 1, recomputed=True).activation == 2 * 1000 * 4096
     full = layer_costs(replace(HYBRID, recompute="full"), A100).layers[0]
+    assert full.activation == 2 * HYBRID.tokens * 4096
     plain = layer_costs(HYBRID, A100).layers[0]
     assert full.backward_ms > plain.backward_ms + 0.7 * plain.forward_ms

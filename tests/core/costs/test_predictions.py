@@ -8,7 +8,8 @@ import pytest
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import Model, estimate, layer_costs
+from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.predictions import prediction_parts, prediction_weights, with_predictions
 
 MODEL = Model((2, 2), 1024, 4096, 16, 16, 64, 2048, 1, 50_304)

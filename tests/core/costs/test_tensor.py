@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import Model, Recompute, estimate
+from megatron.zero_bubble.core.costs.estimate import estimate
+from megatron.zero_bubble.core.costs.model import Model, Recompute
 from megatron.zero_bubble.core.costs.tensor import TensorParallelModel
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement

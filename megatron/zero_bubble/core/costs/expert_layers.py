@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.zero_bubble.core.costs.kept import IN_16_BITS, MOE, MOE_ACTIVATION, Kept, Tensor, operand
 from megatron.zero_bubble.core.costs.layer_work import LayerWork
 
 CONTENTION = 132 / 112
@@ -100,22 +101,33 @@ class Experts:
     def _rates(self, node_gbs: float, network_gbs: float) -> tuple[float, float]:
         return self.links.node_gbs or node_gbs, self.links.network_gbs or network_gbs
 
-    def routed(self, tokens: int, hidden: int, split: int, whole: int, gated: bool) -> LayerWork:
+    def routed(
+        self, tokens: int, hidden: int, split: int, whole: int, gated: bool, kept: Kept = IN_16_BITS
+    ) -> LayerWork:
         """What the experts of a layer take, without the shared ones.
 
         Args:
             tokens: tokens of a microbatch.
             split, whole: the number of ranks that divide a layer of the model, and the hidden states.
+            kept: what decides which tensors are kept.
         """
         matrices = 2.0 * tokens * self.top_k * (3 if gated else 2) * hidden * self.ffn
+        again = matrices if kept.repeats(MOE) else 0.0
         rows = tokens / whole * self.top_k * self.tensor_parallel  # of a rank, for its part of an expert
-        inner, wide = (6 if gated else 4) * self.ffn, self.ffn * (2 if gated else 1)
-        # Bytes in bf16: the rows and what is inside an expert; W takes the rows and the gradients of its outputs.
-        kept = rows * (2 * hidden + inner / self.tensor_parallel)
-        for_wgrad = rows * (4 * hidden + 2 * (wide + self.ffn) / self.tensor_parallel)
-        return LayerWork(matrices, matrices, matrices, kept, kept, for_wgrad)
+        ffn, wide = self.ffn / self.tensor_parallel, self.ffn * (2 if gated else 1) / self.tensor_parallel
+        tensors = [  # in bf16
+            operand(2 * rows * hidden, MOE),
+            Tensor(2 * rows * wide, (MOE,)),
+            operand(2 * rows * ffn, MOE, MOE_ACTIVATION),
+        ]
+        # W takes the rows and the gradients of its outputs.
+        for_wgrad = rows * (4 * hidden + 2 * (wide + ffn)) * kept.operand_share
+        moved, stored, dropped = kept.of(tensors)
+        return LayerWork(matrices, matrices + again, matrices, moved, stored, for_wgrad, moved_again=dropped)
 
-    def scores(self, tokens: int, hidden: int, whole: int) -> LayerWork:
+    def scores(self, tokens: int, hidden: int, whole: int, kept: Kept = IN_16_BITS) -> LayerWork:
         """What the router of a layer takes: a product, and its scores in 32 bits, before and after the softmax."""
-        operations, stored = 2.0 * tokens * hidden * self.count, 8.0 * tokens / whole * self.count
-        return LayerWork(operations, 2 * operations, 0.0, stored, stored, 0.0)
+        operations = 2.0 * tokens * hidden * self.count
+        again = operations if kept.repeats(MOE) else 0.0
+        moved, stored, dropped = kept.of([Tensor(8.0 * tokens / whole * self.count, (MOE,))])
+        return LayerWork(operations, 2 * operations + again, 0.0, moved, stored, 0.0, moved_again=dropped)

@@ -15,6 +15,7 @@ class LayerWork:
         activation, kept_for_wgrad: bytes that F stores, and that B leaves to W.
         forward_scores, backward_scores: of the operations of F and B, those for attention scores.
         history: bytes of keys and values.
+        moved_again: bytes that B moves in one sweep, to compute again what selective recomputation drops.
         is_recomputed: whether full recomputation repeats F in B.
     """
 
@@ -27,6 +28,7 @@ class LayerWork:
     forward_scores: float = 0.0
     backward_scores: float = 0.0
     history: float = 0.0
+    moved_again: float = 0.0
     is_recomputed: bool = True
 
     def __add__(self, other: LayerWork) -> LayerWork:

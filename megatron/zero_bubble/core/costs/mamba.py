@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.zero_bubble.core.costs.kept import IN_16_BITS, Kept, Tensor, operand
 from megatron.zero_bubble.core.costs.layer_work import LayerWork
 
 _CONVOLUTION = 4
@@ -38,7 +39,7 @@ class Mamba:
         """Number of weights in the two matrices."""
         return hidden * (self._projected(hidden) + self.inner(hidden))
 
-    def work(self, tokens: int, hidden: int, split: int, whole: int, recomputed: bool) -> LayerWork:
+    def work(self, tokens: int, hidden: int, split: int, whole: int, kept: Kept = IN_16_BITS) -> LayerWork:
         """Operations and bytes of one layer.
 
         In a block of Q tokens, scores take 2 Q operations per token and feature of the state, and their products with
@@ -48,24 +49,29 @@ class Mamba:
 
         Args:
             split, whole: the number of ranks that divide what is inside the layer, and the hidden states.
-            recomputed: whether F keeps only the input of the layer.
+            kept: what decides which tensors are kept.
         """
         inner, projected = self.inner(hidden), self._projected(hidden)
         matrices = 2.0 * tokens * self.weights(hidden)
         of_groups = self.groups * self.state
         scan = 2.0 * _BLOCK * (of_groups + inner) + 4.0 * self.state * inner
         scan += 2.0 * _CONVOLUTION * (inner + 2 * of_groups)
-        # Bytes in bf16: the input of the scan, its output before and after the gate, and what the norm makes of it;
-        # outside, a norm, the input of the first matrix and a dropout mask.
-        stored = tokens * ((2 * projected + 6 * inner) / split + 5 * hidden / whole)
+        tensors = [  # in bf16
+            Tensor(2.0 * tokens * hidden / whole),  # the norm's input
+            operand(2.0 * tokens * hidden / whole),  # its output
+            Tensor(2.0 * tokens * projected / split),  # the input of the scan
+            Tensor(4.0 * tokens * inner / split),  # its output, before and after the gate
+            operand(2.0 * tokens * inner / split),  # what the norm makes of it
+        ]
+        found = kept.of(tensors, mask=tokens * hidden / whole)
         for_wgrad = tokens * ((2 * projected + 2 * inner) / split + 4 * hidden / whole)
         return LayerWork(
             matrices + tokens * scan,
             matrices + 3 * tokens * scan,
             matrices,
-            stored,
-            2.0 * tokens * hidden / whole if recomputed else stored,
-            for_wgrad,
+            found.moved,
+            found.kept,
+            for_wgrad * kept.operand_share,
         )
 
     def _projected(self, hidden: int) -> int:

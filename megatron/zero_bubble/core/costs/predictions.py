@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.devices import Device
-from megatron.zero_bubble.core.costs.estimate import Model, layer_costs
+from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, ExpertParts
 from megatron.zero_bubble.core.costs.layers import LayerFigures
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.terms import TIMES
 
 

@@ -4,6 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ParameterBytes(NamedTuple):
+    """Bytes of a parameter on one replica if it has all of it.
+
+    Attributes:
+        weight, gradient, optimizer: of the weight, its gradient, and the state of the optimizer.
+        layer_weight: of a weight in the matrices of layers; None for that of all others.
+    """
+
+    weight: float
+    gradient: float
+    optimizer: float
+    layer_weight: float | None = None
+
+    @property
+    def whole(self) -> float:
+        """Bytes of a parameter outside of layers, with its gradient and states."""
+        return self.weight + self.gradient + self.optimizer
+
+    @property
+    def of_layers(self) -> float:
+        """Bytes of a weight in the matrices of layers."""
+        return self.weight if self.layer_weight is None else self.layer_weight
 
 
 @dataclass(frozen=True)
@@ -19,9 +44,16 @@ class StageBytes:
     optimizer: tuple[float, ...]
 
     @classmethod
-    def of(cls, parameters: Sequence[float], weight: float, gradient: float, optimizer: float) -> StageBytes:
-        """The bytes of stages with these numbers of parameters, given the bytes per parameter."""
-        return cls(*(tuple(each * count for count in parameters) for each in (weight, gradient, optimizer)))
+    def of(cls, layers: Sequence[float], others: Sequence[float], each: ParameterBytes) -> StageBytes:
+        """The bytes of stages.
+
+        Args:
+            layers, others: numbers of parameters in layers, and in the embedding and the output layer, per stage.
+            each: bytes per parameter.
+        """
+        weights = tuple(each.of_layers * own + each.weight * more for own, more in zip(layers, others, strict=True))
+        counts = [own + more for own, more in zip(layers, others, strict=True)]
+        return cls(weights, *(tuple(size * count for count in counts) for size in (each.gradient, each.optimizer)))
 
     def sharded(self, stages: Sequence[int], replicas: int) -> float:
         """Bytes of the shards of ``stages``: everything is divided by the replicas."""

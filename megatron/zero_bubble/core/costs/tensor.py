@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.core.costs.devices import Device
-from megatron.zero_bubble.core.costs.estimate import Model, estimate
+from megatron.zero_bubble.core.costs.estimate import estimate
 from megatron.zero_bubble.core.costs.memory import PassMemory
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.passes import PassCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement

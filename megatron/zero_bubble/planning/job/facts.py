@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import Model
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.formats.costs import read_costs_file
 from megatron.zero_bubble.core.formats.facts import Facts, differences, listed
 from megatron.zero_bubble.core.formats.layout import job_layers, stages_text

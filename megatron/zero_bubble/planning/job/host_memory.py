@@ -15,7 +15,7 @@ from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.plan.offload import MoveSelection, offload
 from megatron.zero_bubble.planning.job.model import model_of, unestimated_kinds
 
-_NOT_ESTIMATED = ("fp8", "fp4")
+_UNSURE = ("fp8", "fp4")
 
 
 def check_host_memory(
@@ -23,9 +23,9 @@ def check_host_memory(
 ) -> None:
     """Check the limit of host memory against what a plan moves, estimated from the shapes of the model.
 
-    The estimate is for 16 bits, flash attention, dropout and balanced experts, and leaves out logits. Jobs that it does
-    not fit, with FP8, FP4 or a choice of ``--recompute-modules``, are not checked here: the run itself checks every
-    byte that it takes.
+    The estimate is for flash attention and balanced experts, and leaves out logits. Jobs in FP8 or FP4, whose copies
+    depend on the version of TransformerEngine, and layers that are not estimated are not checked here: the run itself
+    checks every byte that it takes.
 
     Args:
         args: the checked flags of the job, in our loop or in Megatron-LM.
@@ -37,8 +37,7 @@ def check_host_memory(
     Raises:
         UserError: a rank needs more; the message has what the fullest rank and its node need.
     """
-    chosen = set(getattr(args, "recompute_modules", None) or ()) - {"core_attn"}
-    if chosen or any(getattr(args, name, None) for name in _NOT_ESTIMATED) or unestimated_kinds(args):
+    if any(getattr(args, name, None) for name in _UNSURE) or unestimated_kinds(args):
         return
     sequence = args.seq_length // args.context_parallel_size
     model = replace(model_of(args, layers), sequence=sequence, vocabulary=0)

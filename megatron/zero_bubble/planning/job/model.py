@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import ESTIMATED_KINDS, Model, Recompute, layer_costs
+from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.expert_layers import Experts
+from megatron.zero_bubble.core.costs.kept import MLP, MOE
 from megatron.zero_bubble.core.costs.mamba import Mamba
+from megatron.zero_bubble.core.costs.model import ESTIMATED_KINDS, Model, Recompute
 from megatron.zero_bubble.core.costs.predictions import prediction_parts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import layout_text
@@ -17,6 +19,7 @@ from megatron.zero_bubble.core.formats.layout_string import HYBRID_KINDS, layout
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.search.cut import cut
 from megatron.zero_bubble.planning.division import Division
+from megatron.zero_bubble.planning.job.kept import kept_of, latent_of
 from megatron.zero_bubble.planning.job.pattern import pattern_of
 
 GPT2_VOCABULARY_SIZE = 50_304
@@ -57,6 +60,8 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
         sequence_parallel=args.sequence_parallel,
         pattern="" if pattern is None or unestimated_kinds(args) else pattern.layers,
         mamba=mamba_of(args),
+        latent=latent_of(args),
+        kept=kept_of(args),
     )
 
 
@@ -207,7 +212,9 @@ def _active(dense: Model, args: Any) -> Model:
     if not _num_experts(args):
         return dense
     shared = args.moe_shared_expert_intermediate_size or 0
-    return replace(dense, ffn=args.moe_router_topk * (args.moe_ffn_hidden_size or dense.ffn) + shared)
+    modules = tuple(MLP if module == MOE else module for module in dense.kept.modules if module != MLP)
+    ffn = args.moe_router_topk * (args.moe_ffn_hidden_size or dense.ffn) + shared
+    return replace(dense, ffn=ffn, kept=replace(dense.kept, modules=modules))
 
 
 def _num_experts(args: Any) -> int | None:
@@ -217,7 +224,11 @@ def _num_experts(args: Any) -> int | None:
 
 
 def stated_vocabulary(args: Any) -> int | None:
-    """Return the padded size of the vocabulary in ``--vocab-size``; None without it, since it is the tokenizer's."""
+    """Return the padded size of the vocabulary in ``--padded-vocab-size`` or ``--vocab-size``; None without them, since
+    it is the tokenizer's.
+    """
+    if padded := getattr(args, "padded_vocab_size", None):
+        return int(padded)
     if not (size := getattr(args, "vocab_size", None)):
         return None
     return padded_vocabulary(args, size + (args.tokenizer_type == "NullTokenizer"))

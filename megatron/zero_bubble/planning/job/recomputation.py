@@ -21,14 +21,12 @@ from megatron.zero_bubble.core.search.cut import even
 from megatron.zero_bubble.planning.job.model import model_of, unestimated_kinds
 from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 
-_NOT_ESTIMATED = ("fp8", "fp4")
-
 
 def remark(args: Any, source: ScheduleSource | None, num_microbatches: int) -> str | None:
     """Return the sentence; None if the job does not recompute whole layers, or needs no more memory than 1F1B.
 
-    The amounts are estimated for layers in 16 bits, equally many per stage, and leave out embedding and logits. They
-    are omitted for FP8, FP4, and where only some layers of a stage are recomputed.
+    The amounts are estimated for equally many layers per stage, and leave out embedding and logits. They are omitted
+    for layers that are not estimated, and where only some layers of a stage are recomputed.
 
     Args:
         args: the checked flags of the job, in our loop or in Megatron-LM.
@@ -54,7 +52,7 @@ def remark(args: Any, source: ScheduleSource | None, num_microbatches: int) -> s
 
 
 def _is_estimated(args: Any, schedule: Schedule) -> bool:
-    if any(getattr(args, name, None) for name in _NOT_ESTIMATED) or unestimated_kinds(args):
+    if unestimated_kinds(args):
         return False
     most = max(even(schedule.placement, args.num_layers))
     return args.recompute_method == "uniform" or int(args.recompute_num_layers or 0) >= most

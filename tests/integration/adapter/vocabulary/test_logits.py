@@ -6,8 +6,9 @@ import pytest
 
 from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.divided_vocabulary import divide
-from megatron.zero_bubble.core.costs.estimate import Model, layer_costs
+from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.layers import LayerCosts
+from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Algorithm
 from tests.helpers.parity import Layout
 from tests.helpers.ranks import RankPool

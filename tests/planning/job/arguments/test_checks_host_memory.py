@@ -59,8 +59,19 @@ def test_a_node_has_the_sum_of_its_ranks(world_size: int, node_size: int, ranks:
     assert float(found[1]) == pytest.approx(sum(of_rank[rank] for rank in ranks), rel=0.01)
 
 
-def test_jobs_without_estimate_or_moves_are_not_refused() -> None:
-    checked(1, "--global-batch-size 32 --recompute-granularity selective --recompute-modules mlp --disable-bias-linear")
+def test_what_is_recomputed_is_not_moved() -> None:
+    """Of 34 sbh, the MLP and its norm have 18."""
+    text = refusal(
+        1, "--global-batch-size 32 --recompute-granularity selective --recompute-modules mlp --disable-bias-linear"
+    )
+    assert f"estimated {14.875 * 16 / 34:.3g} GiB on pipeline rank 0" in text
+
+
+def test_jobs_in_low_precision_are_not_refused() -> None:
+    """The run knows better which copies there are."""
+    args = parse([*JOB.split(), "--zero-bubble-host-memory", "1KiB", "--global-batch-size", "32"])
+    args.fp8 = "hybrid"
+    check(args, 4, 4)
 
 
 def test_rows_of_experts_must_fit() -> None:

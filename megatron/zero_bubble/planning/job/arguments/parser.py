@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from megatron.zero_bubble.core.errors import UserError, explaining
 from megatron.zero_bubble.planning.job.arguments.config_file import config_tokens
+from megatron.zero_bubble.planning.job.arguments.estimated import add_estimated
 from megatron.zero_bubble.planning.job.arguments.group import Group
 from megatron.zero_bubble.planning.job.arguments.layer_frequency import layer_frequency
 from megatron.zero_bubble.planning.job.arguments.model import (
@@ -157,7 +158,7 @@ def _megatrons_parser() -> _Parser:
     add("--moe-layer-freq", type=layer_frequency, default=1)
     for kind in ("", "expert-"):  # without the flag, Megatron sets the only number that works
         add(f"--{kind}tensor-parallel-num-weight-shards", type=int, default=argparse.SUPPRESS)
-    add("--tokenizer-model")  # whose folder may say the size of the vocabulary
+    add_estimated(parser)
     add_options(parser)
     return parser
 

@@ -1,0 +1,180 @@
+"""The shapes of a model, and how its layers and weights are divided among stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Literal
+
+from megatron.zero_bubble.core.costs.attention import Attention, Latent
+from megatron.zero_bubble.core.costs.expert_layers import Experts
+from megatron.zero_bubble.core.costs.kept import IN_16_BITS, Kept
+from megatron.zero_bubble.core.costs.mamba import Mamba
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Placement
+
+Recompute = Literal["none", "selective", "full"]
+
+ESTIMATED_KINDS = "M*-E"
+"""The kinds of layers of hybrid models that are estimated."""
+DENSE, WITH_EXPERTS = "dense", "experts"
+"""The kinds of transformer layers."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shapes of a GPT. ``layers`` is the number of layers of every stage in model order.
+
+    ``heads * head_size`` need not equal ``hidden``; ``groups`` is the number of key-value heads; a ``gated`` MLP has
+    three matrices. ``tensor_parallel`` divides all of it; the activations between matrix products are divided only with
+    ``sequence_parallel``. ``pattern`` has the kind of every layer of a hybrid model, in model order: ``M`` for Mamba,
+    whose shapes are ``mamba``, ``*`` for attention, ``-`` for an MLP, and ``E`` for experts. Other models with
+    ``experts`` have these instead of the MLP in some layers or all. ``latent`` has the shapes of latent attention,
+    which has neither groups nor one size of heads. ``kept`` says what low precision and recomputation change in memory;
+    its modules count only with selective recomputation.
+    """
+
+    layers: tuple[int, ...]
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head_size: int
+    sequence: int
+    microbatch: int
+    vocabulary: int
+    gated: bool = False
+    flash: bool = True
+    recompute: Recompute = "none"
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+    pattern: str = ""
+    mamba: Mamba = field(default_factory=Mamba)
+    experts: Experts | None = None
+    latent: Latent | None = None
+    kept: Kept = IN_16_BITS
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per microbatch."""
+        return self.sequence * self.microbatch
+
+    @property
+    def layer_weights(self) -> int:
+        """Number of weights in a layer's matrices: 12 h^2 if the MLP is 4h wide and every head has separate keys."""
+        return self.attention_weights + self.mlp_weights
+
+    @property
+    def attention_weights(self) -> int:
+        """Number of weights in the matrices of attention."""
+        return self.attention.weights
+
+    @property
+    def attention(self) -> Attention:
+        """The shapes of attention."""
+        if self.latent is not None:
+            return self.latent.of(self.hidden, self.heads)
+        return Attention.of_heads(self.hidden, self.heads, self.groups, self.head_size)
+
+    @property
+    def keeping(self) -> Kept:
+        """What decides which tensors are kept; without selective recomputation, no module is computed again."""
+        return self.kept if self.recompute == "selective" else replace(self.kept, modules=())
+
+    @property
+    def divisions(self) -> tuple[int, int]:
+        """The numbers of ranks that divide what is inside a layer, and the hidden states."""
+        return self.tensor_parallel, self.tensor_parallel if self.sequence_parallel else 1
+
+    @property
+    def mlp_weights(self) -> int:
+        """Number of weights in the matrices of an MLP."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of every layer, in model order."""
+        if self.pattern:
+            return tuple(self.pattern)
+        number = sum(self.layers)
+        if self.experts is None:
+            return (DENSE,) * number
+        having = self.experts.layers or (True,) * number
+        return tuple(WITH_EXPERTS if has else DENSE for has in having)
+
+    def weights_of(self, kind: str) -> float:
+        """Number of weights of a layer (the part of one tensor-parallel rank)."""
+        split = self.tensor_parallel
+        if kind == "M":
+            return self.mamba.weights(self.hidden) / split
+        attention = self.attention.rank_weights(split) if kind in (DENSE, WITH_EXPERTS, "*") else 0.0
+        if (experts := self.experts_of(kind)) is not None:
+            others = experts.other_weights(self.hidden, self.gated, split)
+            return attention + others + experts.rank_weights(self.hidden, self.gated)
+        return attention + (self.mlp_weights / split if kind in (DENSE, "-") else 0.0)
+
+    def experts_of(self, kind: str) -> Experts | None:
+        """The experts of a layer of this kind; None if it has none."""
+        return self.experts if kind in (WITH_EXPERTS, "E") else None
+
+    def weights(self, placement: Placement) -> tuple[float, ...]:
+        """Number of weights per rank (the part of one tensor-parallel rank); see ``stage_weights``.
+
+        Raises:
+            UserError: as ``layers_on``.
+        """
+        of_stages = self.stage_weights(placement)
+        return tuple(
+            sum(of_stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)
+        )
+
+    def stage_weights(self, placement: Placement) -> tuple[float, ...]:
+        """Number of weights per stage (the part of one tensor-parallel rank): its layers, the embedding on the first
+        stage, and the output layer on the last one.
+
+        Raises:
+            UserError: as ``layers_on``.
+        """
+        per_stage = self._sums(placement, self.weights_of)
+        ends = self.vocabulary * self.hidden / self.tensor_parallel
+        last = placement.num_stages - 1
+        return tuple(own + ends * ((stage == 0) + (stage == last)) for stage, own in enumerate(per_stage))
+
+    def expert_weights(self, placement: Placement) -> tuple[float, ...]:
+        """Number of the weights in ``stage_weights`` that are of experts, without shared ones: the replicas of these
+        are other ranks than those of all others.
+
+        Raises:
+            UserError: as ``layers_on``.
+        """
+        return self._sums(placement, self.expert_weights_of)
+
+    def expert_weights_of(self, kind: str) -> float:
+        """Number of the weights in ``weights_of`` that are of experts, without shared ones."""
+        experts = self.experts_of(kind)
+        return 0.0 if experts is None else experts.rank_weights(self.hidden, self.gated)
+
+    def _sums(self, placement: Placement, of_kind: Callable[[str], float]) -> tuple[float, ...]:
+        """Add up a figure of the layers of every stage."""
+        ends, each = accumulate(self.layers_on(placement), initial=0), [of_kind(kind) for kind in self.kinds]
+        return tuple(float(sum(each[start:end])) for start, end in pairwise(ends))
+
+    def layers_on(self, placement: Placement) -> tuple[int, ...]:
+        """The layers of every stage of ``placement``, which may merge neighbouring stages of ``layers``.
+
+        Raises:
+            UserError: for another number of stages, because layers cannot be divided.
+        """
+        parts, rest = divmod(len(self.layers), placement.num_stages)
+        if rest or not parts:
+            raise UserError(
+                f"the layers of {len(self.layers)} stages cannot be divided among {placement.num_stages} stages, as "
+                "a layer is whole; give the number of layers of every stage"
+            )
+        return tuple(sum(self.layers[s * parts : (s + 1) * parts]) for s in range(placement.num_stages))
+
+    @property
+    def message_bytes(self) -> float:
+        """Bytes per message between two stages: a rank's part of a microbatch's hidden states in bf16."""
+        return 2.0 * self.tokens * self.hidden / self.divisions[1]

@@ -1,0 +1,24 @@
+"""Flags of Megatron-LM's script that no rule reads, but estimates of memory do, with Megatron's defaults."""
+
+from __future__ import annotations
+
+import argparse
+
+_DTYPES = ("main-grads", "main-params", "exp-avg", "exp-avg-sq")
+
+
+def add_estimated(parser: argparse.ArgumentParser) -> None:
+    """Add them."""
+    add = parser.add_argument
+    for name in _DTYPES:  # of the precision-aware optimizer
+        add(f"--{name}-dtype", default="fp32", choices=("fp32", "fp16", "bf16", "fp8"))
+    add("--optimizer-offload-fraction", type=float, default=1.0)
+    add("--offload-optimizer-states", action="store_true")
+    for precision in ("fp8", "fp4"):
+        add(f"--{precision}-param-gather", action="store_true")
+    add("--q-lora-rank", type=int)
+    for name, size in (("kv-lora-rank", 32), ("qk-head-dim", 128), ("qk-pos-emb-head-dim", 64), ("v-head-dim", 128)):
+        add(f"--{name}", type=int, default=size)
+    add("--tokenizer-model")  # which may say the size of the vocabulary
+    add("--vocab-file")  # as well
+    add("--padded-vocab-size", type=int)
