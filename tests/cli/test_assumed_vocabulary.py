@@ -24,7 +24,8 @@ def test_advice_says_what_it_rests_on(capsys: Capture) -> None:
     assert main(["advise", *OWN, "--", *UNKNOWN]) == 0
     lines = capsys.readouterr().out.splitlines()
     (at,) = (number for number, line in enumerate(lines) if line.startswith("This rests on an assumed vocabulary of"))
-    assert lines[at - 1].startswith(("Add ", "Stay "))
+    assert lines[at - 1].startswith("Add ")
+    assert "take 20% more or less, or the vocabulary is another)" in lines[at - 1]
     assert all(f"with {size:,}, its ranks idle " in lines[at] for size in OTHER_SIZES)
     assert lines[at].endswith("give --vocab-size.")
     assert main(["advise", *OWN, "--", *stated(50_304)]) == 0

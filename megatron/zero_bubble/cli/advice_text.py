@@ -175,7 +175,7 @@ def text_of(
         lines += ["", *_table(found, own, argv)]
     measure = [_how_to_measure(found.today.timeline.schedule)] if found.is_estimated else []
     rests = [remark(others)] if others else []
-    advice = _verdict(found, own, argv)
+    advice = _verdict(found, own, argv, [each.gain for each in others if each.gain is not None])
     return "\n".join([*lines, "", *_remarks(found, unread), advice, *rests, _NOT_COVERED, *measure]) + "\n"
 
 
@@ -248,7 +248,12 @@ def _how_to_measure(schedule: Schedule) -> str:
     )
 
 
-def _verdict(found: Advice, own: Setup, argv: Sequence[str]) -> str:
+def _verdict(found: Advice, own: Setup, argv: Sequence[str], of_others: Sequence[float]) -> str:
+    """One sentence of advice.
+
+    Args:
+        of_others: what the advised change gains with other vocabularies, if the job's is assumed.
+    """
     best, today = found.best, found.today
     name = today.timeline.schedule.name
     if best is None:
@@ -269,9 +274,10 @@ def _verdict(found: Advice, own: Setup, argv: Sequence[str]) -> str:
     more = _memory_of(best.need.most - today.need.most) if today.costs.in_bytes else ""
     varied = ""
     if found.gain_range is not None:
-        least, most = found.gain_range
+        least, most = min([*found.gain_range, *of_others]), max([*found.gain_range, *of_others])
         between = f"{-least:+.1%}" if f"{least:.1%}" == f"{most:.1%}" else f"{-least:+.1%} to {-most:+.1%}"
-        varied = f" ({between} if all F, B, W or transfers take {SHARE:.0%} more or less)"
+        other = ", or the vocabulary is another" if of_others else ""
+        varied = f" ({between} if all F, B, W or transfers take {SHARE:.0%} more or less{other})"
     start = f" and start it with {' '.join(best.environment)}" if best.environment else ""
     fastest = min((row for row in found.rows if row.fits), key=lambda row: row.ms)
     if best is not fastest:
