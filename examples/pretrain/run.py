@@ -48,7 +48,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
         check_installed("torch", "megatron.core")
-        check(args, launch.world_size, launch.local_world_size)
+        switched_off = check(args, launch.world_size, launch.local_world_size)
+        if launch.rank == 0 and switched_off:
+            print("\n".join(f"{line}." for line in switched_off), flush=True)
         check_packages(args)
         return _run(args, launch)
     except UserError as error:

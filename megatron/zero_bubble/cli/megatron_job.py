@@ -28,6 +28,7 @@ from megatron.zero_bubble.planning.job.overlaps import enabled_overlaps, switche
 from megatron.zero_bubble.planning.job.pattern import pattern_of
 from megatron.zero_bubble.planning.job.planned import other_options, run_of
 from megatron.zero_bubble.planning.job.rules import check_costs_file, check_job
+from megatron.zero_bubble.planning.job.sequence_parallel import without_sequence_parallelism
 from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.values import values_of
 
@@ -139,7 +140,7 @@ def _checked(args: argparse.Namespace, given: Mapping[str, Any], job: ParsedJob)
     check_job(Job(args.run, under_launcher=True, train_iters=last_iteration(args)))
     if (pattern := pattern_of(args)) is not None:
         args.num_layers, args.mtp_num_layers = len(pattern.layers), len(pattern.predictions) or args.mtp_num_layers
-    replaced = [*job.replaced, *_without_sequence_parallelism(args)]
+    replaced = [*job.replaced, *without_sequence_parallelism(args)]
     if args.run.has_schedule:
         replaced += [*fulfill(args), *([switched_off(names)] if (names := enabled_overlaps(args)) else [])]
     check_sizes(args, world_size)
@@ -151,14 +152,6 @@ def _checked(args: argparse.Namespace, given: Mapping[str, Any], job: ParsedJob)
         checks.check(args, args.run, args.source, num_microbatches(args))
         checks.check_offload(args, args.zero_bubble, args.source, max(in_training(args)), node_size)
     return MegatronJob(args, job.unread, tuple(replaced))
-
-
-def _without_sequence_parallelism(args: argparse.Namespace) -> list[str]:
-    """Switch sequence parallelism off where Megatron does, and say so."""
-    if not args.sequence_parallel or args.tensor_model_parallel_size > 1:
-        return []
-    args.sequence_parallel = False
-    return ["--sequence-parallel has no effect with --tensor-model-parallel-size 1, as in Megatron-LM"]
 
 
 def _read_pattern(args: argparse.Namespace) -> None:

@@ -45,6 +45,17 @@ def test_derived_values_are_filled_in() -> None:
     assert (args.lr_decay_iters, args.lr_warmup_iters) == (10, 2)
 
 
+def test_sequence_parallelism_is_off_with_one_tensor_parallel_rank() -> None:
+    """As in Megatron-LM, with a line that a run and its dry run print."""
+    args = parse([*BASE.split(), "--sequence-parallel"])
+    assert check(args, 1) == [
+        "--sequence-parallel has no effect with --tensor-model-parallel-size 1, as in Megatron-LM"
+    ]
+    assert not args.sequence_parallel
+    args = parse([*BASE.split(), "--sequence-parallel", "--tensor-model-parallel-size", "2"])
+    assert check(args, 2) == [] and args.sequence_parallel
+
+
 def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
     assert not checked("--fp16").check_for_nan_in_loss_and_grad
     assert checked("--fp16 --loss-scale 128").check_for_nan_in_loss_and_grad
@@ -57,7 +68,6 @@ def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
         ("--num-layers 0", 1, "--num-layers must be positive, got 0"),
         ("--clip-grad -1", 1, "--clip-grad must not be negative, got -1.0"),
         ("--pipeline-model-parallel-size 3", 4, "divisible by tensor * pipeline parallel size, got 4 and 1 * 3"),
-        ("--sequence-parallel", 1, "--sequence-parallel needs --tensor-model-parallel-size 2 or more"),
         ("--sequence-parallel --tensor-model-parallel-size 4 --seq-length 30", 4, "got 30 and 4"),
         ("--pipeline-model-parallel-size 3", 3, "got 8 layers for 3 stages; use 9 layers"),
         ("--pipeline-model-parallel-size 4 --num-layers 2", 4, "got 2 layers for 4 stages; use 4 layers"),

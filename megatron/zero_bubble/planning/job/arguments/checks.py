@@ -22,20 +22,25 @@ from megatron.zero_bubble.planning.job.effects import Job
 from megatron.zero_bubble.planning.job.host_memory import check_host_memory
 from megatron.zero_bubble.planning.job.model import uneven_layout
 from megatron.zero_bubble.planning.job.rules import check_costs_file, check_job, check_schedule
+from megatron.zero_bubble.planning.job.sequence_parallel import without_sequence_parallelism
 from megatron.zero_bubble.planning.job.stages import place_stages
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 
 
-def check(args: Any, world_size: int, node_size: int | None = None) -> None:
+def check(args: Any, world_size: int, node_size: int | None = None) -> list[str]:
     """Check every rule and set the values that follow from other flags (data-parallel size, batch size, lengths).
 
     Args:
         node_size: processes per node; by default, all are on one.
 
+    Returns:
+        one line per flag that is switched off.
+
     Raises:
         UserError: the first rule that is violated.
     """
+    switched_off = without_sequence_parallelism(args)
     check_layout(args, world_size, _REQUIRED)
     check_config(args)
     _check_precision(args)
@@ -45,6 +50,7 @@ def check(args: Any, world_size: int, node_size: int | None = None) -> None:
     _check_device(args)
     _check_checkpoint(args)
     _check_host_memory(args, node_size or world_size)
+    return switched_off
 
 
 def check_layout(args: Any, world_size: int, required: tuple[str, ...] = _REQUIRED[:5]) -> None:
@@ -116,10 +122,6 @@ def _check_parallel_sizes(args: Any, world_size: int) -> None:
             f"start a multiple of {model} processes, nodes times processes per node, or change the sizes"
         )
     args.data_parallel_size = world_size // model
-    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        raise UserError(
-            "--sequence-parallel needs --tensor-model-parallel-size 2 or more, got 1; drop the flag or raise the size"
-        )
     if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:
         raise UserError(
             "with --sequence-parallel, --seq-length must be divisible by --tensor-model-parallel-size, got "
