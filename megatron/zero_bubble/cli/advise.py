@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.cli.advice_text import content_of, text_of, text_of_job
 from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabulary, with_others
+from megatron.zero_bubble.cli.gpu_memory import beyond
 from megatron.zero_bubble.cli.job_as_is import JobAsIs, add_job_flags, capacity_of, read_job
 from megatron.zero_bubble.cli.job_figures import assumes_vocabulary
 from megatron.zero_bubble.cli.job_runs import SEVERAL, job_runs, with_more_queues
@@ -30,7 +31,7 @@ from megatron.zero_bubble.core.costs.units import format_bytes, positive_figure
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.planning.advice import WORTH, WORTH_ESTIMATED, Advice, Adviser, StartedWith, Tried
-from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Change, Need, Today, need_of
+from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Change, Today, need_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.changes import JobChanges
 from megatron.zero_bubble.planning.job.options import check_pairs
@@ -191,6 +192,8 @@ def advised(
             yield from attempt(variant.name, partial(_changes_of, variant, options, argv, limit))
 
     own = own.noting(_without(overlaps)) if overlaps else own
+    if capacity is not None and (too_large := beyond(options, own.today.need)) is not None:
+        own = own.noting(too_large)
     begin(own, capacity)
     with working("planning") as tell:
         adviser = Adviser(
@@ -259,8 +262,7 @@ def _tried(options: argparse.Namespace, parsed: ParsedJob, row: AdviceRow) -> Tr
     job = parsed.changed(row.setup, row.change.adds, row.change.drops)
     given = dict(each.split("=", 1) for each in row.environment)
     planned = planned_job(options, job.args, True, {**options.environment, **given})
-    kept, messages, weights = map(tuple, zip(*planned.memory, strict=True))
-    return Tried(planned.timeline, Need(kept, messages, weights), planned.answer)
+    return Tried(planned.timeline, planned.need, planned.answer)
 
 
 def flags_of_job(options: argparse.Namespace) -> list[str]:

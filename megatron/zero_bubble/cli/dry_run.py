@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from megatron.zero_bubble.cli.advice_text import not_read
 from megatron.zero_bubble.cli.deciding import decided
+from megatron.zero_bubble.cli.gpu_memory import beyond
 from megatron.zero_bubble.cli.job_figures import CostsInput, gpu_bytes
 from megatron.zero_bubble.cli.job_words import job_words
 from megatron.zero_bubble.cli.links import add_link_flags
@@ -116,7 +117,9 @@ def dry_run(options: argparse.Namespace) -> str:
     remarks = filter(None, (*_compared(options, args, timeline, costs), uneven, copied, recomputed, hidden, *of_files))
     missing = (packages_of_megatrons if options.megatron_lm else packages_of_ours)(args)
     needed = (f"The job also needs {package}, which is not installed here." for package in missing)
-    notes = (*(f"{line}." for line in replaced), *costs.notes, *remarks, *needed)
+    too_large = beyond(options, job.need) if costs.in_bytes and costs.knows_weights else None
+    given = (*costs.notes, *([] if too_large is None else [too_large]))
+    notes = (*(f"{line}." for line in replaced), *given, *remarks, *needed)
     sections = [
         job.groups.text() + job.groups.warning(),
         _ranks_text(
@@ -157,13 +160,13 @@ def _checked_job(options: argparse.Namespace) -> MegatronJob:
         read = checked_megatron_job(job, world_size, options.gpus_per_node)
         return read._replace(replaced=(*read.replaced, *decisions))
     args = parse(job)
-    check(args, world_size, options.gpus_per_node)
+    switched_off = check(args, world_size, options.gpus_per_node)
     if args.run.balance is not None:
         raise UserError(
             "a dry run needs the number of microbatches of an iteration, which depends on the documents with "
             "--zero-bubble-balance-microbatches; drop the flag, to check the job with microbatches of full length"
         )
-    return MegatronJob(args, (), tuple(decisions))
+    return MegatronJob(args, (), (*switched_off, *decisions))
 
 
 def _check_memory(text: str, memory: RankMemory, costs: Figures) -> None:
@@ -186,7 +189,8 @@ def _check_memory(text: str, memory: RankMemory, costs: Figures) -> None:
             f"every rank must fit --gpu-memory {text}; got {needs[fullest] / _GIB:.3g} GiB on pipeline rank {fullest} "
             f"({kept / _GIB:.3g} of activations, {messages / _GIB:.3g} of messages, {weights / _GIB:.3g} of weights "
             "and optimizer, not counting the framework's memory); use a schedule with less memory (see zero-bubble "
-            "compare), more tensor or pipeline ranks, --use-distributed-optimizer or recomputation"
+            "compare), more tensor or pipeline ranks, --use-distributed-optimizer or recomputation, or --costs with a "
+            "file that the job has recorded, if it runs all the same"
         )
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.advice_text import Batch
-from megatron.zero_bubble.cli.job_figures import CostsInput, gpu_bytes, job_figures, with_vocabulary
+from megatron.zero_bubble.cli.gpu_memory import RESERVED, memory_of
+from megatron.zero_bubble.cli.job_figures import CostsInput, job_figures, with_vocabulary
 from megatron.zero_bubble.cli.job_schedule import planned_schedule
 from megatron.zero_bubble.cli.links import add_link_flags, given_links, links_of, with_transfers
 from megatron.zero_bubble.cli.machine import ASSUMED
@@ -21,9 +22,6 @@ from megatron.zero_bubble.core.formats.layout import job_layers
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.change import Today, need_of
 from megatron.zero_bubble.planning.figures import Figures
-
-_RESERVED = 0.1
-"""The share of a GPU's memory that is left for CUDA, NCCL and fragmentation."""
 
 
 def add_job_flags(verb: argparse.ArgumentParser) -> None:
@@ -116,8 +114,7 @@ def capacity_of(options: argparse.Namespace, today: Today) -> float | None:
     """What a plan may take: the memory of a GPU but for what is reserved, or as much as the job takes today."""
     if not today.costs.in_bytes or not today.costs.knows_weights:
         return None
-    size = gpu_bytes(options.gpu_memory or f"{DEVICES[options.gpu].memory_gib}GiB")
-    return max((1 - _RESERVED) * size, today.need.most)
+    return max((1 - RESERVED) * memory_of(options), today.need.most)
 
 
 def _sizes(options: argparse.Namespace) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from megatron.zero_bubble.core.plan import Additions, PostReceives, plan_without
 from megatron.zero_bubble.core.plan.offload import MoveSelection
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.answer import Answer
+from megatron.zero_bubble.planning.change import Need
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import message_memory, rank_memory
@@ -52,6 +53,11 @@ class PlannedJob(NamedTuple):
     memory: RankMemory
     host: tuple[float, ...] | None
     proved: str
+
+    @property
+    def need(self) -> Need:
+        """Its memory, by kind."""
+        return Need(*map(tuple, zip(*self.memory, strict=True)))
 
 
 def planned_job(
