@@ -308,7 +308,7 @@ class GPUs:
         """Block the host until all ranks of a communicator have joined it."""
         with self._lock:
             barrier = self.communicators.setdefault(communicator, threading.Barrier(num_ranks))
-            if self._joined[communicator] == num_ranks:
+            if self._joined[communicator] == barrier.parties:
                 return
             self._joined[communicator] += 1
         barrier.wait(JOIN_TIMEOUT_S)
