@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
@@ -16,6 +16,7 @@ from tests.helpers.strategies import costs_for, cuts, num_ranks
 SEQUENTIAL = "gpipe"
 
 
+@settings(max_examples=25)
 @given(
     st.data(),
     st.sampled_from(["seq-1f1b", "seq-zb-h1", "seq-interleaved-1f1b", SEQUENTIAL]),

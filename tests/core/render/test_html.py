@@ -17,6 +17,7 @@ from megatron.zero_bubble.core.ir import Pass
 from megatron.zero_bubble.core.render.html import render_html
 from tests.helpers.browser import browser, console_errors
 from tests.helpers.delayed import run
+from tests.helpers.rows import some
 
 SCHEDULE = build("zb-v", num_ranks=2, num_microbatches=4)
 COSTS = PassCosts.uniform(SCHEDULE.placement, 20, 20, 20, 1)
@@ -88,7 +89,7 @@ def test_tables_explain_the_difference() -> None:
     assert "rank idle, planned idle, measured" in words
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", some([False, True], True))
 def test_page_works_in_a_browser(tmp_path: Path, dark: bool) -> None:
     file = tmp_path / "timeline.html"
     file.write_text(page(), encoding="utf-8")
