@@ -19,7 +19,7 @@ from zipfile import ZipFile
 import torch
 
 from megatron.zero_bubble.engine.wgrad.transformer_engine import SPLIT
-from megatron.zero_bubble.integration.patching.transformer_engine import LINEARS, PUT
+from megatron.zero_bubble.integration.patching.transformer_engine import FUSES, LINEARS, OPERATION, PUT
 
 _OPERANDS = {"Linear": 2, "LayerNormLinear": 2, "GroupedLinear": 3}
 """Number of operands in the queue; with a third one, B returns gradients that W fills later."""
@@ -52,6 +52,8 @@ class _Sources:
 def problems(wheel: Path) -> Iterator[str]:
     """What the split of weight gradients misses in a wheel."""
     sources = _Sources(wheel)
+    if _release(wheel) >= FUSES:
+        yield from _problems_of_operation(sources)
     base = sources.find("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule")
     yield from _problems_of_queue(_made(sources.find(PUT.module, "WeightGradStore")))
     for seam in (PUT, *LINEARS):
@@ -74,6 +76,49 @@ def problems(wheel: Path) -> Iterator[str]:
             yield f"{class_name} puts {lengths} operands into its queue instead of {_OPERANDS[class_name]}"
         for is_fused in (False, True):
             yield from _problems_of_w(class_name, _made(base), _made(node), is_fused)
+
+
+def _release(wheel: Path) -> tuple[int, ...]:
+    return tuple(map(int, wheel.name.split("-")[1].split(".")[:2]))
+
+
+def _problems_of_operation(sources: _Sources) -> Iterator[str]:
+    """``backward_dw`` of the fused grouped linear must run the oldest entry, and leave the bias alone."""
+    node = sources.find(OPERATION.module, OPERATION.name.partition(".")[0])
+    missing = set(OPERATION.parameters) - _parameters(node, "__init__")
+    if missing:
+        yield f"the fused {OPERATION.name} takes no {', '.join(sorted(missing))}"
+    puts = [call.args[0] for call in sources.calls(OPERATION.module, "wgrad_store.put")]
+    if not puts or any(not isinstance(operands, ast.List) or len(operands.elts) != 3 for operands in puts):
+        yield "the fused grouped linear does not put 3 operands into its queue"
+    for accumulates in (False, True):
+        operation: Any = _made(node)()
+        store = SimpleNamespace(delay_wgrad_compute=lambda: True, context=queue.Queue())
+        grads = [torch.full((2, 3), number) for number in (1.0, 2.0)]
+        for grad in grads:
+            store.context.put([[[], [], [grad]], lambda *_: None])
+
+        def pop(entries: Any = store.context) -> tuple[None, Any]:
+            operands, run = entries.get()
+            return run(*operands), operands
+
+        store.pop = pop
+        weight, bias = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(2))
+        vars(operation).update(
+            wgrad_store=store,
+            weight0=weight,
+            bias0=bias,
+            num_groups=1,
+            single_grouped_weight=False,
+            _accumulate_into_main_grad=accumulates,
+            wgrad_accumulation_and_reduce_hooks=[],
+        )
+        operation.backward_dw()
+        is_right = (
+            weight.grad is None if accumulates else weight.grad is not None and torch.equal(weight.grad, grads[0])
+        )
+        if not is_right or bias.grad is not None or store.context.qsize() != 1:
+            yield "backward_dw of the fused grouped linear does not run the oldest W alone"
 
 
 def _parameters(node: ast.ClassDef, method: str) -> set[str]:
@@ -107,6 +152,7 @@ def _made(node: ast.ClassDef) -> type:
         "torch": SimpleNamespace(cuda=cuda, distributed=torch.distributed),
         "queue": queue,
         "noop_cat": lambda tensors: tensors[0],
+        "clear_tensor_data": lambda *_: None,
         "get_nvtx_range_context": contextlib.nullcontext,
     }
     exec(compile(ast.fix_missing_locations(ast.Module([made], [])), node.name, "exec"), names)

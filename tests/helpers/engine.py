@@ -313,28 +313,36 @@ class DataParallel(torch.nn.Module):
         self.is_last = before
 
 
+_PACKAGES = ("module", "ops", "ops.basic")
 _PLACES: dict[str, list[type]] = {
-    "_common": [WeightGradStore],
-    "base": [TransformerEngineBaseModule],
-    "linear": [Linear],
-    "layernorm_linear": [LayerNormLinear],
-    "grouped_linear": [GroupedLinear],
+    "module._common": [WeightGradStore],
+    "module.base": [TransformerEngineBaseModule],
+    "module.linear": [Linear],
+    "module.layernorm_linear": [LayerNormLinear],
+    "module.grouped_linear": [GroupedLinear],
 }
 
 
 @contextmanager
 def installed(version: str = VERSION) -> Iterator[None]:
     """Make ``transformer_engine`` importable within this context."""
-    modules = "transformer_engine.pytorch.module"
-    names = ["transformer_engine", "transformer_engine.pytorch", modules, *(f"{modules}.{place}" for place in _PLACES)]
+    from tests.helpers.fused_operations import FusedGroupedLinear  # which has the queue of this module
+
+    places = _PLACES | {"ops.basic.grouped_linear": [FusedGroupedLinear]}
+    packages = (
+        "transformer_engine",
+        "transformer_engine.pytorch",
+        *(f"transformer_engine.pytorch.{p}" for p in _PACKAGES),
+    )
+    names = [*packages, *(f"transformer_engine.pytorch.{place}" for place in places)]
     before = {name: sys.modules.get(name) for name in names}
     for name in names:
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
         sys.modules[name] = module
-        for own in _PLACES.get(name.removeprefix(f"{modules}."), ()):
+        for own in places.get(name.removeprefix("transformer_engine.pytorch."), ()):
             own.__module__ = name
-            setattr(module, own.__name__, own)
+            setattr(module, own.__name__.removeprefix("Fused"), own)
     sys.modules["transformer_engine"].__version__ = version  # type: ignore[attr-defined]
     try:
         yield

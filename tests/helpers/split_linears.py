@@ -9,6 +9,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from tests.helpers import engine
+from tests.helpers.fused_operations import FusedExperts
 
 IN, OUT, TOKENS = 6, 4, 5
 STOCK = layers.linear_with_grad_accumulation_and_async_allreduce
@@ -63,3 +64,18 @@ class EngineExperts(torch.nn.Module):
 
     def output(self, h: torch.Tensor, microbatch: int) -> torch.Tensor:
         return self.second(h, [TOKENS - 1, 1], microbatch == 0)
+
+
+class EngineFusedExperts(torch.nn.Module):
+    """The same, with fused operations that multiply in the place of the grouped linears."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first = FusedExperts(2, IN, IN, **options)
+        self.second = FusedExperts(2, IN, OUT, **options)
+
+    def hidden(self, x: torch.Tensor, microbatch: int) -> torch.Tensor:
+        return self.first(x, [2, TOKENS - 2]).tanh()
+
+    def output(self, h: torch.Tensor, microbatch: int) -> torch.Tensor:
+        return self.second(h, [TOKENS - 1, 1])

@@ -108,6 +108,18 @@ def test_tensor_parallelism_divides_work_and_memory() -> None:
     assert kept_all.activation[3] == pytest.approx(kept.activation[3] / 4)
 
 
+def test_a_fused_mlp_computes_its_weight_gradients_in_b() -> None:
+    """Two thirds of the weights of such a layer; what W reads of the MLP, 20 of 32 sbh, is then kept no longer."""
+    model = published("6.2B", 8)
+    (split, kept), (fused, kept_fused) = (
+        estimate(replace(model, fused_mlp=fuses), DEVICES["h100"], Placement.linear(8)) for fuses in (False, True)
+    )
+    assert fused.wgrad_ms[3] == pytest.approx(split.wgrad_ms[3] / 3)
+    assert fused.backward_ms[3] == pytest.approx(split.backward_ms[3] + split.wgrad_ms[3] * 2 / 3)
+    assert fused.forward_ms == split.forward_ms
+    assert kept_fused.wgrad[3] == pytest.approx(kept.wgrad[3] * (1 - 20 / 32))
+
+
 def test_weights_of_gated_and_grouped_layers() -> None:
     """As in Llama: three MLP matrices, and keys and values for a quarter of the heads."""
     model = replace(published("6.2B", 8), gated=True, groups=8, ffn=11_008)

@@ -29,7 +29,17 @@ from megatron.zero_bubble.engine.wgrad.linear import split_linear
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
 from megatron.zero_bubble.engine.wgrad.transformer_engine import TransformerEngineSplit
 from tests.helpers import engine
-from tests.helpers.split_linears import IN, OUT, STOCK, TOKENS, CoreLinears, EngineExperts, EngineLinears
+from tests.helpers.fused_operations import FusedGroupedLinear
+from tests.helpers.split_linears import (
+    IN,
+    OUT,
+    STOCK,
+    TOKENS,
+    CoreLinears,
+    EngineExperts,
+    EngineFusedExperts,
+    EngineLinears,
+)
 
 ORDER = "F0 F1 B0 F2 B1 W0 B2 W1 W2"
 
@@ -43,6 +53,10 @@ ENGINE: dict[str, Callable[[], torch.nn.Module]] = {
     "engine, main_grad": lambda: EngineLinears(fuse_wgrad_accumulation=True),
     "experts of the engine": EngineExperts,
     "experts of the engine, main_grad": lambda: EngineExperts(fuse_wgrad_accumulation=True),
+    "operations of the engine": EngineFusedExperts,
+    "operations of the engine, main_grad, in one piece": lambda: EngineFusedExperts(
+        fuse_wgrad_accumulation=True, is_grouped=True
+    ),
 }
 KINDS = [*CORE, *ENGINE]
 
@@ -106,6 +120,7 @@ def split(kind: str) -> Iterator[WgradStore]:
             stack.enter_context(engine.installed())
             for linear in (engine.Linear, engine.LayerNormLinear, engine.GroupedLinear):
                 patch.setattr(linear, "__init__", own.build(linear.__init__))
+            patch.setattr(FusedGroupedLinear, "__init__", own.build_operation(FusedGroupedLinear.__init__))
             for name, replaced in {"put": own.put, "delay_wgrad_compute": own.delays}.items():
                 patch.setattr(engine.WeightGradStore, name, replaced(getattr(engine.WeightGradStore, name)))
             patch.setattr(engine.DataParallel, "__init__", own.wrap(engine.DataParallel.__init__))

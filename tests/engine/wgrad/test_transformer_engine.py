@@ -17,6 +17,7 @@ from megatron.zero_bubble.engine.wgrad.transformer_engine import Conflicts, Tran
 from megatron.zero_bubble.integration.patching import transformer_engine
 from megatron.zero_bubble.planning.job.overlaps import OF_PASSES, OF_QUEUE, switched_off
 from tests.helpers import engine
+from tests.helpers.fused_operations import FusedGroupedLinear
 
 IN, OUT, TOKENS = 6, 4, 5
 LAST = 3
@@ -97,6 +98,8 @@ def split(say: Callable[[str], None] = print) -> Iterator[WgradStore]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         for linear in (engine.Linear, engine.LayerNormLinear, engine.GroupedLinear):
             patch.setattr(linear, "__init__", own.build(linear.__init__))
+        operation = FusedGroupedLinear
+        patch.setattr(operation, "__init__", own.build_operation(operation.__init__))
         delays = own.delays(engine.WeightGradStore.delay_wgrad_compute)
         patch.setattr(engine.WeightGradStore, "delay_wgrad_compute", delays)
         patch.setattr(engine.WeightGradStore, "put", own.put(engine.WeightGradStore.put))

@@ -10,7 +10,7 @@ from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import stage_layers
 from megatron.zero_bubble.planning.job.arguments.parser import parse
-from megatron.zero_bubble.planning.job.model import stated_vocabulary, uneven_layout
+from megatron.zero_bubble.planning.job.model import model_of, stated_vocabulary, uneven_layout
 
 SHAPES = "--hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 --num-layers 18"
 LINEAR = Placement.linear(4)
@@ -65,6 +65,13 @@ def test_layers_with_experts_take_longer_than_dense_ones() -> None:
     vars(experts).update(num_experts=experts.num_moe_experts, moe_layer_freq=[0] * 12 + [1] * 6)
     del experts.num_moe_experts
     assert layers(experts, 1024) == found, "Megatron-LM's name for the number of experts"
+
+
+def test_mlps_are_fused_where_the_option_is_on_and_the_operation_has_no_queue() -> None:
+    options = {"vocab_size": 1024, "use_transformer_engine_op_fuser": True}
+    assert not model_of(job(vocab_size=1024), (18,)).fused_mlp
+    assert model_of(job(**options), (18,)).fused_mlp
+    assert not model_of(job(**options, use_grouped_gemm_for_dense_mlp=True), (18,)).fused_mlp
 
 
 def test_a_list_of_layers_with_experts_has_one_entry_per_layer() -> None:

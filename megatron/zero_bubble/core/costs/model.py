@@ -32,7 +32,8 @@ class Model:
     whose shapes are ``mamba``, ``*`` for attention, ``-`` for an MLP, and ``E`` for experts. Other models with
     ``experts`` have these instead of the MLP in some layers or all. ``latent`` has the shapes of latent attention,
     which has neither groups nor one size of heads. ``kept`` says what low precision and recomputation change in memory;
-    its modules count only with selective recomputation.
+    its modules count only with selective recomputation. With ``fused_mlp``, the MLP of a layer without experts is one
+    operation, which computes its weight gradients in B.
     """
 
     layers: tuple[int, ...]
@@ -54,6 +55,7 @@ class Model:
     experts: Experts | None = None
     latent: Latent | None = None
     kept: Kept = IN_16_BITS
+    fused_mlp: bool = False
 
     @property
     def tokens(self) -> int:

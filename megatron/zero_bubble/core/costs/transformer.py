@@ -30,7 +30,7 @@ def _computed(kind: str, model: Model) -> LayerWork:
     if kind == "M":
         return model.mamba.work(model.tokens, model.hidden, *model.divisions, model.keeping)
     if (experts := model.experts_of(kind)) is None:
-        halves = [*([_attention(model)] if kind != "-" else []), *([_mlp(model)] if kind != "*" else [])]
+        halves = [*([_attention(model)] if kind != "-" else []), *([_dense_mlp(model)] if kind != "*" else [])]
         return halves[0] if len(halves) == 1 else halves[0] + halves[1]
     shared = _mlp(replace(model, ffn=experts.shared), (SHARED_EXPERTS, MOE), of_experts=True)
     scores = experts.scores(model.tokens, model.hidden, model.divisions[1], model.keeping)
@@ -80,6 +80,12 @@ def _attention(m: Model) -> LayerWork:
         backward_scores=2 * scores + again + (scores if m.recompute == "full" else 0.0),
         history=2.0 * m.tokens * (own.keys + own.values) / split,
     )
+
+
+def _dense_mlp(m: Model) -> LayerWork:
+    """The MLP of a layer without experts; as one fused operation, it computes its weight gradients in B."""
+    work = _mlp(m)
+    return replace(work, backward=work.backward + work.wgrad, wgrad=0.0, kept_for_wgrad=0.0) if m.fused_mlp else work
 
 
 def _mlp(m: Model, modules: tuple[str, ...] = (MLP,), of_experts: bool = False) -> LayerWork:

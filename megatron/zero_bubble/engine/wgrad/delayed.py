@@ -56,11 +56,13 @@ class DelayedGradient:
                 operand[:] = [copied(part, written) if _is_plain(part) else part for part in operand]
             elif _is_plain(operand):
                 self._operands[index] = copied(operand, written)
+            elif (rows := _plain_rows(operand)) is not None:
+                operand.rowwise_data = copied(rows, written)
 
     def operands(self) -> Iterator[torch.Tensor]:
         """Input and output gradient, unless they are quantized: TransformerEngine then completes their data at W."""
         for operand in self._operands[:2]:
-            parts = operand if isinstance(operand, (list, tuple)) else (operand,)
+            parts = operand if isinstance(operand, (list, tuple)) else (operand, _plain_rows(operand))
             yield from filter(_is_plain, parts)
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -86,6 +88,7 @@ class DelayedModule:
 
     def __init__(self, module: Any) -> None:
         self._module = weakref.ref(module)
+        self._operation: weakref.ref[Any] | None = None
         self._backward_dw: Callable[[Any], None] = own_class(module).backward_dw  # bypasses Megatron's overrides
         self._unsettled: list[DelayedGradient] = []
         self._latest = -1
@@ -129,6 +132,10 @@ class DelayedModule:
         assert module is not None, "the module was deleted while its gradients are deferred"
         return module
 
+    def multiplied_by(self, operation: Any) -> None:
+        """From now on, a fused operation with the weights of this module multiplies, and has the queue."""
+        self._operation = weakref.ref(operation)
+
     def adopt(self) -> None:
         """Collect weights and biases; called before data parallelism registers its hooks on the parameters.
 
@@ -169,7 +176,7 @@ class DelayedModule:
                 f"DistributedDataParallel, but {self.name} has none; wrap the model in it after "
                 "megatron.zero_bubble.apply()"
             )
-        if self.is_fused and microbatch == 0 and self._latest > 0:
+        if self._operation is None and self.is_fused and microbatch == 0 and self._latest > 0:
             raise UserError(
                 "TransformerEngine overwrites main_grad with the gradients of microbatch 0, so the backward of "
                 f"microbatch 0 must come first; the schedule runs microbatch {self._latest} before it; sort the "
@@ -189,12 +196,14 @@ class DelayedModule:
 
     def _keep(self, operands: list[Any], shared: SharedGradients) -> None:
         """Replace the output gradients by what W can keep."""
-        grads = operands[1]
+        grads = operands[1] = list(operands[1]) if isinstance(operands[1], tuple) else operands[1]
         if isinstance(grads, list):
             pairs = zip(self.weights, grads, strict=False)
             grads[:] = [shared.kept(weight, grad) if _is_plain(grad) else grad for weight, grad in pairs]
         elif _is_plain(grads):
             operands[1] = shared.kept(self.weights[0], grads)
+        elif (rows := _plain_rows(grads)) is not None:
+            grads.rowwise_data = shared.kept(self.weights[0], rows)
 
     def settle(self) -> bool:
         """Move the gradients that autograd accumulated in this backward to the entries of this backward.
@@ -245,13 +254,19 @@ class DelayedModule:
     def run(self, operands: list[Any], at_backward: dict[torch.nn.Parameter, torch.Tensor]) -> None:
         """Compute the oldest entry of the queue, which has these ``operands``, as if its B had just run."""
         module = self._alive
-        assert module.wgrad_store.context.queue[0][0] is operands, "W passes of a module must run in the order of B"
+        operation: Any = module if self._operation is None else self._operation()
+        assert operation.wgrad_store.context.queue[0][0] is operands, "W passes of a module must run in the order of B"
         for weight in self.weights:
             if getattr(weight, "grad_added_to_main_grad", False):
                 weight.grad = stand_in_grad(weight)
         for bias in self._biases:
             bias.grad = at_backward.get(bias) if bias.requires_grad else stand_in_grad(bias)
-        self._backward_dw(module)
+        if operation is module:
+            self._backward_dw(module)
+        else:
+            operation.backward_dw()
+            for hook in module.wgrad_accumulation_and_reduce_hooks:
+                hook()
         self._num_waiting -= 1
         for bias in self._biases:
             bias.grad = None
@@ -265,7 +280,17 @@ class DelayedModule:
 
 def _is_plain(operand: Any) -> bool:
     """Whether an operand is a tensor in high precision."""
-    return isinstance(operand, torch.Tensor) and not hasattr(operand, "update_usage")
+    return isinstance(operand, torch.Tensor) and not hasattr(operand, "update_usage") and not _is_grouped(operand)
+
+
+def _is_grouped(operand: Any) -> bool:
+    """Whether an operand has the tokens of all experts in one piece, as fused operations keep it."""
+    return hasattr(operand, "rowwise_data")
+
+
+def _plain_rows(operand: Any) -> torch.Tensor | None:
+    """The tensor in high precision that a grouped operand has; None for others."""
+    return operand.rowwise_data if _is_grouped(operand) and operand.quantizer is None else None
 
 
 def own_class(module: Any) -> Any:

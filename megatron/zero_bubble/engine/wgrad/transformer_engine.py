@@ -13,6 +13,9 @@ without the delay, and this module only decides when.
 * megatron-core's DDP lets ``backward_dw`` call its hooks, as with its own ``delay_wgrad_compute``.
 * During an unsplit backward, the delay is off, and the hooks are called at the points where DDP calls them without it.
   It is off in a forward, too, where ``torch.autograd.grad`` may ask for gradients.
+* A fused operation (TransformerEngine 2.14 and newer, ``pytorch/ops``) multiplies in the place of a module, whose
+  weights megatron-core gives to it in the first forward. Its queue then is that of the module, which is all that DDP
+  knows. Fused operations without a queue compute their weight gradients in B.
 * A module runs its whole backward in B, as without the delay, if autograd must find its gradients there: if others have
   hooks on its parameters, or if its class inherits from TransformerEngine's but multiplies by itself. Such a module
   never uses its queue, which turns out in its first B.
@@ -37,6 +40,8 @@ from megatron.zero_bubble.engine.wgrad.store import WgradStore
 SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
 """The classes of ``transformer_engine.pytorch.module`` that are split. ``LayerNormMLP``, which Megatron does not use,
 computes its weight gradients in B."""
+FUSED = "GroupedLinear"
+"""The operation of ``transformer_engine.pytorch.ops`` that has a queue."""
 
 
 class Conflicts(NamedTuple):
@@ -79,6 +84,7 @@ class TransformerEngineSplit:
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         # The keys are the modules' queues.
         self._delayed: weakref.WeakKeyDictionary[Any, DelayedModule] = weakref.WeakKeyDictionary()
+        self._operations: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._waits = True
         self._in_forward = False
         store.attach(self)
@@ -86,13 +92,14 @@ class TransformerEngineSplit:
     def build(self, original: Callable[..., None]) -> Callable[..., None]:
         """The replacement for the constructor of the classes in ``SPLIT``.
 
-        It does not change modules whose caller passes ``delay_wgrad_compute``, nor weights in several parts, whose
+        A caller who passes ``delay_wgrad_compute=True``, as megatron-core does with its own option, asks for what the
+        schedule does. It does not change modules whose caller passes False, nor weights in several parts, whose
         gradient ``backward_dw`` would write to a copy.
         """
 
         @functools.wraps(original)
         def init(module: Any, *args: Any, **options: Any) -> None:
-            ours = "delay_wgrad_compute" not in options and options.get("parameters_split") is None
+            ours = options.get("delay_wgrad_compute", True) and options.get("parameters_split") is None
             if ours:
                 enabled = [name for name in self._conflicts.of_queue if options.get(name)]
                 options |= dict.fromkeys(enabled, False) | {"delay_wgrad_compute": True}
@@ -103,6 +110,30 @@ class TransformerEngineSplit:
                 self._delayed[module.wgrad_store] = DelayedModule(module)
 
         return init
+
+    def build_operation(self, original: Callable[..., None]) -> Callable[..., None]:
+        """The replacement for the constructor of ``FUSED``, which gets the weights of a module afterwards."""
+
+        @functools.wraps(original)
+        def init(operation: Any, *args: Any, **options: Any) -> None:
+            original(operation, *args, **options | {"delay_wgrad_compute": True})
+            for parameter in operation.parameters(recurse=False):
+                parameter.skip_backward_post_hook = False  # of an operation on its own, whose backward is not split
+            self._operations[operation.wgrad_store] = weakref.ref(operation)
+
+        return init
+
+    def _module_of(self, queue: Any) -> DelayedModule | None:
+        """The module whose gradients a queue delays; of a fused operation, the one whose weights it has."""
+        module, reference = self._delayed.get(queue), self._operations.get(queue)
+        if module is None and reference is not None and torch._C._current_graph_task_id() != _NO_BACKWARD:
+            operation: Any = reference()
+            own = set(map(id, operation.parameters(recurse=False)))
+            known = (each for each in self._delayed.values() if each.weights and id(each.weights[0]) in own)
+            if (module := next(known, None)) is not None:
+                module.multiplied_by(operation)
+                self._delayed[queue] = module
+        return module
 
     def _switch_off(self, module: Any, before: Sequence[str]) -> None:
         """Switch off what is in the way of delayed gradients; ``before`` has what was, before the build."""
@@ -117,9 +148,9 @@ class TransformerEngineSplit:
 
         @functools.wraps(original)
         def delay_wgrad_compute(queue: Any) -> bool:
-            module = self._delayed.get(queue)
+            module = self._module_of(queue)
             if module is None or not original(queue):
-                return original(queue)
+                return queue not in self._operations and original(queue)
             if self._in_forward and module.weights:
                 self._store.wants(None, module.weights[0], module.weights[0])  # raises for a backward()
             return self._waits and self._delays_now(module)
@@ -140,7 +171,7 @@ class TransformerEngineSplit:
 
         @functools.wraps(original)
         def put(queue: Any, tensor_list: list[Any], func: Callable[..., Any]) -> None:
-            module = self._delayed.get(queue)
+            module = self._module_of(queue)
             if module is not None:
                 work = self._store.current
                 if work is None:
@@ -247,6 +278,9 @@ class TransformerEngineSplit:
     def _delayed_of(self, module: Any) -> DelayedModule | None:
         queue = getattr(module, "wgrad_store", None)
         return None if queue is None else self._delayed.get(queue)
+
+
+_NO_BACKWARD = -1
 
 
 class _Closed:

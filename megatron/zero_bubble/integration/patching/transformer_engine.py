@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
-from megatron.zero_bubble.engine.wgrad.transformer_engine import Conflicts, TransformerEngineSplit
+from megatron.zero_bubble.engine.wgrad.transformer_engine import FUSED, Conflicts, TransformerEngineSplit
 from megatron.zero_bubble.integration.patching.seam import Seam
 from megatron.zero_bubble.planning.job.overlaps import OF_PASSES, OF_QUEUE, switched_off
 
@@ -28,6 +28,16 @@ _PLACES = ("linear.Linear", "layernorm_linear.LayerNormLinear", "grouped_linear.
 LINEARS = tuple(
     Seam(f"{_MODULES}.{module}", f"{name}.__init__", ("self", "in_features", "delay_wgrad_compute"), _WHY_BUILT)
     for module, _, name in (place.partition(".") for place in _PLACES)
+)
+
+FUSES = (2, 14)
+"""The first release whose fused grouped linear has a queue."""
+
+OPERATION = Seam(
+    "transformer_engine.pytorch.ops.basic.grouped_linear",
+    f"{FUSED}.__init__",
+    ("self", "num_groups", "delay_wgrad_compute"),
+    f"{_WHY_BUILT}, in the place of a linear of experts",
 )
 
 DELAYS = Seam(
@@ -78,6 +88,8 @@ def split(store: WgradStore, say: Callable[[str], None]) -> Split:
     conflicts = Conflicts(OF_QUEUE, OF_PASSES, switched_off)
     engine = TransformerEngineSplit(store, by_rows=release < _SCALES_BY_COLUMNS, say=say, conflicts=conflicts)
     linears = [(seam, engine.build) for seam in LINEARS]
+    if release >= FUSES:
+        linears.append((OPERATION, engine.build_operation))
     return Split([*linears, (DELAYS, engine.delays), (PUT, engine.put), (DATA_PARALLEL, engine.wrap)], engine.close)
 
 

@@ -62,7 +62,14 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
         mamba=mamba_of(args),
         latent=latent_of(args),
         kept=kept_of(args),
+        fused_mlp=_fuses_mlp(args),
     )
+
+
+def _fuses_mlp(args: Any) -> bool:
+    """Whether dense MLPs are fused operations without a queue for weight gradients."""
+    has_queue = getattr(args, "use_grouped_gemm_for_dense_mlp", False)
+    return bool(getattr(args, "use_transformer_engine_op_fuser", False)) and not has_queue
 
 
 def _ffn(args: Any) -> int:
