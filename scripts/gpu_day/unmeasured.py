@@ -40,6 +40,22 @@ UNMEASURED = (
         "gradients that differ and cannot be fixed: then TransformerEngine's linears compute W in B",
     ),
     Unmeasured(
+        "W of the grouped linears of TransformerEngine's fused operations",
+        "`--use-transformer-engine-op-fuser`, with experts",
+        "2026-11-29",
+        ("parity",),
+        "gradients equal to those that B computes, in bf16 and MXFP8",
+        "gradients that differ and cannot be fixed: then fused operations compute W in B",
+    ),
+    Unmeasured(
+        "the paged stash of experts under another order than Megatron's",
+        "`--moe-paged-stash`",
+        "2026-11-29",
+        (),
+        "losses equal to those without it, and less memory, with experts over two or more GPUs",
+        "an order that its manager does not accept",
+    ),
+    Unmeasured(
         "vocabulary parallelism on one hardware queue",
         "`--zero-bubble-vocabulary-parallel` with `CUDA_DEVICE_MAX_CONNECTIONS=1`",
         "2026-11-28",

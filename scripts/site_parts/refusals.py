@@ -15,6 +15,7 @@ from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
 from megatron.zero_bubble.planning.job import options
 from megatron.zero_bubble.planning.job.effects import EFFECTS, Effect, Job
 from megatron.zero_bubble.planning.job.flags import as_given
+from megatron.zero_bubble.planning.job.overlaps import OVERLAPS
 from megatron.zero_bubble.planning.observations import Observations
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Named, Setup, Validated
@@ -51,6 +52,21 @@ _JOBS = (
 """Example jobs; the rules are tried on each of them, with and without Megatron-LM."""
 _TRAIN_ITERS = 2
 """Iterations of the example jobs."""
+HONOURED = {
+    "overlap_param_gather_with_optimizer_step": "nothing reads the order of chunks: the first one's weights are "
+    "gathered in the step, those of others when they are first used",
+    "overlap_moe_expert_parallel_comm": "the pairs of a schedule do it (`--zero-bubble-overlap-experts`)",
+    "use_transformer_engine_op_fuser": "grouped linears of experts keep their weight gradients for W "
+    "(TransformerEngine 2.14 and newer); a fused dense MLP computes them in B, and plans count them there",
+    "moe_paged_stash": "its manager is informed when an iteration begins, and records its order again when a schedule "
+    "changes; W holds what B has fetched",
+    "moe_expert_rank_capacity_factor": "Megatron repeats an iteration whose experts overflow",
+    "fine_grained_activation_offloading": "its manager is informed when an iteration ends; with several stages per "
+    "rank it is refused, because it brings back what they saved in the order of Megatron's interleaved schedule",
+    "tp_comm_overlap": "but for the parts below",
+}
+"""Options of recipes that no schedule refuses, and how they are honoured."""
+_SHARED = "W must not find its operands in buffers that the next layer overwrites"
 GROUPS = {
     "job": ("planning/job", "integration/bridge"),
     "megatron-lm": ("integration/megatron_lm",),
@@ -98,8 +114,22 @@ def of_options() -> str:
     """The Megatron options that a choice cannot honour."""
     rows = []
     for rule in options.OPTIONS:
-        rows.append((rule.choice.subject, code(rule.option), code(repr(rule.value)), rule.why, rule.remedy))
+        if not rule.is_set:
+            rows.append((rule.choice.subject, code(rule.option), code(repr(rule.value)), rule.why, rule.remedy))
     return table(("what needs it", "option", "the one value that works", "because", "remedy"), rows)
+
+
+def of_tuning() -> str:
+    """What becomes of the options with which published recipes are tuned, under any schedule."""
+    own = {rule.option: rule for rule in options.OPTIONS if rule.choice in (options.SCHEDULE, options.GRAPHS)}
+    off = [rule for rule in own.values() if rule.is_set]
+    rows = [(code(name), "honoured", how) for name, how in HONOURED.items()]
+    rows += [(code(rule.option), "switched off, with a line", rule.why) for rule in off]
+    rows += [
+        (code(name), "switched off, with a line, in linears that wait for W", _SHARED) for name in OVERLAPS.values()
+    ]
+    rows += [(code(rule.option), "refused", rule.why) for rule in own.values() if not rule.is_set]
+    return table(("option", "under a schedule of this package", "because"), rows)
 
 
 def of_exclusions() -> str:
@@ -212,6 +242,7 @@ def _divided(message: str) -> tuple[str, str]:
 PARTS: dict[str, Callable[[], str]] = {
     "refusals-flags": of_flags,
     "refusals-options": of_options,
+    "refusals-tuning": of_tuning,
     "refusals-exclusions": of_exclusions,
     "refusals-schedules": of_schedules,
     **{f"refusals-{name}": partial(of_group, name) for name in GROUPS},

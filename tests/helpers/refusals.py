@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.zero_bubble.planning import exclusions
 from megatron.zero_bubble.planning.decisions import DECISIONS as OURS
 from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
 from megatron.zero_bubble.planning.job.effects import EFFECTS, Effect
-from megatron.zero_bubble.planning.job.fulfilled import FULFILLED
 from megatron.zero_bubble.planning.job.options import OPTIONS, flag_of
 from megatron.zero_bubble.planning.rule import Exclusion, OptionRule
 
@@ -28,11 +29,17 @@ MEGATRONS_VALUES = {
     "num_moe_experts": "4",
     "num_experts": "4",
     "optimizer": "sgd",
+    "moe_expert_rank_capacity_factor": "1.5",
     "fp8": "hybrid",
     "fp4": "e2m1",
     "tp_comm_overlap": "--tensor-model-parallel-size 2 --sequence-parallel",
 }
 """Unsupported values of the options that are not switches, and flags without which Megatron refuses a switch."""
+_OTHER_VALUES = {
+    "num_distributed_optimizer_instances": 2, "save_wgrads_interval": 5, "num_moe_experts": 4, "num_experts": 4,
+    "fp8": "e4m3", "fp4": "e2m1", "cpu_offloading_num_layers": 1, "mtp_num_layers": 1, "context_parallel_size": 2,
+}  # fmt: skip
+"""Unsupported values of options that are not switches, in a configuration."""
 VALUES = {
     "post-receives": "late", "nccl-ctas": "1", "offload": "all", "host-memory": "1GiB", "shard-transport": "on-demand",
     "unit-microbatches": "2", "whole-stages": "1", "num-slices": "2", "slice-ends": "16,32", "attention-share": "0.1",
@@ -68,11 +75,18 @@ _CHOICES = {
 """The flags that make a choice, in a job and in ``plan``; "" where it cannot be made."""
 
 
+def unsupported(rule: OptionRule) -> Any:
+    """A value that a row refuses or switches off, as configurations have it."""
+    if isinstance(rule.value, bool):
+        return not rule.value
+    return _OTHER_VALUES.get(rule.option, MEGATRONS_VALUES.get(rule.option, "x"))
+
+
 def jobs_of_options() -> list[tuple[OptionRule, str]]:
     """One job of Megatron-LM per option that a schedule neither supports nor switches off."""
     found = []
     for rule in OPTIONS:
-        if rule.choice is not exclusions.BALANCE and rule.option not in FULFILLED:
+        if rule.choice is not exclusions.BALANCE and not rule.is_set:
             job, flag = _SUBJECTS.get(rule.choice.words, H1), flag_of(rule.option)
             words = f"{job} {flag} {MEGATRONS_VALUES.get(rule.option, '')}"
             found.append((rule, words if rule.value is not True else job.replace(flag, "").strip()))

@@ -23,7 +23,6 @@ from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
 from megatron.zero_bubble.planning.codecs import parse
 from megatron.zero_bubble.planning.job.effects import Job
 from megatron.zero_bubble.planning.job.flags import as_given, given_in
-from megatron.zero_bubble.planning.job.fulfilled import fulfill
 from megatron.zero_bubble.planning.job.overlaps import enabled_overlaps, switched_off
 from megatron.zero_bubble.planning.job.pattern import pattern_of
 from megatron.zero_bubble.planning.job.planned import other_options, run_of
@@ -141,10 +140,10 @@ def _checked(args: argparse.Namespace, given: Mapping[str, Any], job: ParsedJob)
     if (pattern := pattern_of(args)) is not None:
         args.num_layers, args.mtp_num_layers = len(pattern.layers), len(pattern.predictions) or args.mtp_num_layers
     replaced = [*job.replaced, *without_sequence_parallelism(args)]
-    if args.run.has_schedule:
-        replaced += [*fulfill(args), *([switched_off(names)] if (names := enabled_overlaps(args)) else [])]
     check_sizes(args, world_size)
-    _place(args)
+    replaced += _place(args)
+    if args.run.has_schedule and (names := enabled_overlaps(args)):
+        replaced.append(switched_off(names))
     _read_pattern(args)
     args.batch_sizes = job_batches(args)
     check_model(args, world_size)
@@ -162,11 +161,12 @@ def _read_pattern(args: argparse.Namespace) -> None:
         args.pipeline_model_parallel_layout = layout[:-1] + "m" * len(pattern.predictions) + "L"
 
 
-def _place(args: argparse.Namespace) -> None:
-    """Set the placement of the stages, as the launcher or else Megatron does."""
+def _place(args: argparse.Namespace) -> list[str]:
+    """Set the placement of the stages, as the launcher or else Megatron does; return what is switched off for it."""
+    no_longer: list[str] = []
     if args.run.has_schedule:
         check_costs_file(args.run)
-        args.zero_bubble, args.source = checks.configure(args, args.run)
+        args.zero_bubble, args.source, no_longer = checks.configure(args, args.run)
         args.placement = args.source.placement
     else:
         ranks, chunks = args.pipeline_model_parallel_size, checks.chunks_of_job(args) or 1
@@ -178,3 +178,4 @@ def _place(args: argparse.Namespace) -> None:
         args.source, args.placement = None, Placement.interleaved(ranks, max(1, chunks))
     chunks = args.placement.num_stages // args.placement.num_ranks
     args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    return no_longer

@@ -80,6 +80,8 @@ class OptionRule(NamedTuple):
     Attributes:
         why: the reason why no other does.
         instead: what the user can do; "" to drop the option.
+        is_set: whether the option gets that value at the start, with a line, where it has another: it asks for what the
+            choice does by itself.
     """
 
     choice: Choice
@@ -87,6 +89,7 @@ class OptionRule(NamedTuple):
     value: Any
     why: str
     instead: str = ""
+    is_set: bool = False
 
     def sentence(self, options: Any) -> str:
         """The refusal of options, given as attributes; "" if the value works. Missing ones, and None, always do."""

@@ -223,7 +223,6 @@ def test_error_of_one_rank_is_raised_on_all_ranks(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("options", "tags", "refusal"),
     [
-        ({"overlap_param_gather_with_optimizer_step": True}, {}, "gathers weights that post-validation may undo"),
         ({"grad_norm_skip_threshold": 5.0}, {}, "got grad_norm_skip_threshold=5.0; drop one"),
         ({}, {"grad_norm_group": "mtp"}, "clips all gradients by one norm, but --mtp-detach-heads"),
     ],

@@ -9,7 +9,8 @@ same placement.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.planning.source import even_costs
 from tests.helpers.non_loss_data import collect
-from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, assert_same_model, run_once, train
+from tests.helpers.parity import BASE_FLAGS, Layout, Outcome, assert_same_bits, assert_same_model, run_once, train
 from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
 from tests.integration.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
@@ -97,6 +98,39 @@ def test_interleaved_schedules_equal_megatrons(
 ) -> None:
     results = ranks.run(layout.num_ranks, train, layout.flags(num_microbatches, options), INTERLEAVED, timeout=180)
     assert_same_bits(results, INTERLEAVED)
+
+
+def train_gathering_in_the_step(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
+    """Train with the weights of the first chunk gathered as soon as their part of the optimizer has stepped."""
+    from pretrain import model
+
+    build_optimizer = model.build_optimizer
+
+    def build_in_parts(args: Any, chunks: Any) -> Any:
+        args.overlap_param_gather_with_optimizer_step = len(chunks) > 1
+        optimizer = build_optimizer(args, chunks)
+        if len(chunks) > 1:
+            assert [chunk.overlap_param_gather_with_optimizer_step for chunk in chunks] == [True, False]
+            assert len(optimizer.chained_optimizers) == 2
+        return optimizer
+
+    model.build_optimizer = build_in_parts
+    try:
+        return train(rank, flags, schedules)
+    finally:
+        model.build_optimizer = build_optimizer
+
+
+@pytest.mark.parametrize("aligned", ["", "--no-align-param-gather"])
+def test_weights_gathered_in_the_optimizer_step_equal_megatrons(ranks: RankPool, aligned: str) -> None:
+    """In the order of Megatron's chunks, and on a V, whose second chunk is the first of the ranks in the next step."""
+    layout = Layout(2, data=2, num_layers=4)
+    gather = f"--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {aligned}"
+    interleaved, on_a_v = layout.flags(2, f"{TWO} {gather}"), layout.flags(2, gather)
+    results = ranks.run(4, train_gathering_in_the_step, interleaved, INTERLEAVED, timeout=180)
+    assert_same_bits(results, INTERLEAVED)
+    results = ranks.run(4, train_gathering_in_the_step, on_a_v, FEW[:2], timeout=180)
+    assert_same_model(results, FEW[:2], layout)
 
 
 def test_interleaved_dropout_equals_megatrons(ranks: RankPool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType, ModuleType, SimpleNamespace
@@ -14,9 +15,20 @@ import megatron.zero_bubble
 from megatron.zero_bubble.auto import switch_on
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.integration.bridge import install as bridge
+from megatron.zero_bubble.planning.exclusions import BALANCE, POST_VALIDATION, SHARDS, SLICES, VOCABULARY
+from megatron.zero_bubble.planning.job.options import ON_A_V, OPTIONS
+from megatron.zero_bubble.planning.rule import OptionRule
+from tests.helpers.refusals import unsupported
 from tests.integration.bridge.test_stages import configured
 
 MODULES = ("training", "models", "training.pretrain", "models.model_provider")
+CHOSEN = {
+    ON_A_V.words: {"ZERO_BUBBLE_SCHEDULE": "zb-v"},
+    SLICES.words: {"ZERO_BUBBLE_SCHEDULE": "seq-zb-h1"},
+    VOCABULARY.words: {"ZERO_BUBBLE_VOCABULARY_PARALLEL": "1"},
+}
+ROWS = [rule for rule in OPTIONS if rule.choice not in (BALANCE, SHARDS, POST_VALIDATION)]
+"""Without those of what a training loop must provide."""
 
 
 @pytest.fixture
@@ -116,22 +128,6 @@ def test_groups_without_ends_of_a_v_are_refused(pretrain: Any) -> None:
     assert not megatron.zero_bubble.report()
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("cuda_graph_impl", "full_iteration", "need cuda_graph_impl='none', .*; got 'full_iteration'"),
-        ("moe_paged_stash", True, "need moe_paged_stash=False, .*; got True"),
-    ],
-)
-def test_options_that_replace_or_need_megatrons_schedule_are_refused(
-    pretrain: Any, option: str, value: Any, message: str
-) -> None:
-    bridge.install()
-    with pytest.raises(UserError, match=message):
-        run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}, **{option: value})
-    assert not megatron.zero_bubble.report()
-
-
 def test_what_the_schedule_does_itself_is_switched_off(pretrain: Any, capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     bridge.install(said.append)
@@ -141,16 +137,22 @@ def test_what_the_schedule_does_itself_is_switched_off(pretrain: Any, capsys: py
     assert [line for line in said if "--delay-wgrad-compute is switched off" in line] == said[-1:]
 
 
-@pytest.mark.parametrize(
-    ("part", "option"), [("ddp", "use_megatron_fsdp"), ("optimizer", "overlap_param_gather_with_optimizer_step")]
-)
-def test_options_of_data_parallelism_and_the_optimizer_are_checked(pretrain: Any, part: str, option: str) -> None:
-    bridge.install()
-    with pytest.raises(UserError, match=f"need {option}=False, .*; got True"):
-        run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}, others={part: {option: True}})
-    assert not megatron.zero_bubble.report()
-    run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}, others={part: {option: False}})
-    assert megatron.zero_bubble.report()
+@pytest.mark.parametrize("rule", ROWS, ids=lambda rule: f"{rule.choice.words}: {rule.option}")
+def test_every_row_holds_in_every_part_of_the_configuration(pretrain: Any, rule: OptionRule) -> None:
+    said: list[str] = []
+    bridge.install(said.append)
+    chosen = {"ZERO_BUBBLE_SCHEDULE": "zb-h1"} | CHOSEN.get(rule.choice.words, {})
+    for part in ("model", "ddp", "optimizer"):
+        parts: dict[str, dict[str, Any]] = {"model": {}, "ddp": {}, "optimizer": {}}
+        parts[part][rule.option] = unsupported(rule)
+        of_model = parts.pop("model")
+        if rule.is_set:
+            cfg = run(pretrain, chosen, others=parts, **of_model)
+            assert getattr(getattr(cfg, part), rule.option) == rule.value and rule.why in said.pop()
+        else:
+            with pytest.raises(UserError, match=re.escape(f"need {rule.option}={rule.value!r}, because {rule.why}")):
+                run(pretrain, chosen, others=parts, **of_model)
+            assert not megatron.zero_bubble.report()
 
 
 def test_overlaps_of_tensor_parallelism_are_accepted(pretrain: Any) -> None:

@@ -38,7 +38,13 @@ from megatron.zero_bubble.planning.rule import Choice, Exclusion, OptionRule
 from megatron.zero_bubble.planning.run_options import Balance, RunOptions
 from megatron.zero_bubble.planning.setup import Cuts, Divided, Named, Offload, Setup, Validated
 from megatron.zero_bubble.planning.values import ALGORITHMS
-from tests.helpers.refusals import MEGATRONS_VALUES, jobs_of_effects, jobs_of_exclusions, plans_of_exclusions
+from tests.helpers.refusals import (
+    MEGATRONS_VALUES,
+    jobs_of_effects,
+    jobs_of_exclusions,
+    plans_of_exclusions,
+    unsupported,
+)
 
 TIMES = "--num-ranks 3 --num-microbatches 3 --forward-ms 1 --backward-ms 1 --wgrad-ms 1"
 UNDER = {
@@ -49,10 +55,6 @@ UNDER = {
 }
 """What chooses the subject of a rule."""
 ON_A_V = "stages on a V or in a wave"
-OTHER_VALUES = {
-    "num_distributed_optimizer_instances": 2, "save_wgrads_interval": 5, "num_moe_experts": 4, "num_experts": 4,
-    "fp8": "e4m3", "fp4": "e2m1", "cpu_offloading_num_layers": 1, "mtp_num_layers": 1, "context_parallel_size": 2,
-}  # fmt: skip
 
 
 def named(rows: list[tuple[Exclusion, str]]) -> list[Any]:
@@ -73,8 +75,7 @@ def test_options_of_megatron(rule: OptionRule) -> None:
     under = UNDER.get(words, RunOptions()), words == ON_A_V
     ask(rule.value, *under)
     ask(None, *under)
-    other = not rule.value if isinstance(rule.value, bool) else OTHER_VALUES.get(rule.option, "x")
-    other = MEGATRONS_VALUES.get(rule.option, other) if isinstance(other, str) else other
+    other = unsupported(rule)
     with pytest.raises(UserError) as caught:
         ask(other, *under)
     assert str(caught.value).startswith(f"{rule.choice.subject} need {rule.option}={rule.value!r}, because ")

@@ -163,11 +163,6 @@ def check_optimizers(parts: Sequence[MegatronOptimizer]) -> None:
                 "and gather weights over all ranks; use --optimizer adam, or drop --zero-bubble-post-validation"
             )
         config = part.config
-        if getattr(config, "overlap_param_gather_with_optimizer_step", False):
-            raise UserError(
-                "--overlap-param-gather-with-optimizer-step gathers weights that post-validation may undo; "
-                "drop one of the two flags"
-            )
         threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
         if math.isfinite(threshold):
             raise UserError(

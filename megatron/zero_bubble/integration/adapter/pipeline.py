@@ -29,6 +29,7 @@ from megatron.zero_bubble.engine.runtime.observer import IterationObserver, Iter
 from megatron.zero_bubble.engine.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.engine.wgrad.grad_sync import GradSync, reduced_in_order, reduces_early
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
+from megatron.zero_bubble.integration.adapter.activation_managers import ActivationManagers
 from megatron.zero_bubble.integration.adapter.boundary import BoundaryMaker
 from megatron.zero_bubble.integration.adapter.connection import Connection
 from megatron.zero_bubble.integration.adapter.equal_counts import EqualCounts
@@ -75,7 +76,8 @@ class Pipeline:
         memory: the observer among them that measures the memory of microbatches, if any; it becomes the first.
         options: the options of the configuration.
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
-        say: prints that collectives take fewer CTAs than configured; None on all ranks but one.
+        say: prints which options are switched off, and that collectives take fewer CTAs than configured; None on all
+            ranks but one.
 
     Attributes:
         microbatch: tokens of a sequence, and sequences of a microbatch, in the last training iteration.
@@ -96,7 +98,7 @@ class Pipeline:
         self.microbatch = 0, 0
         self._vocabulary = VocabularyParallel(self.accumulate, options.setup.vocabulary)
         self._slicing = Slicing()
-        own = EqualCounts(options.timeout), ExpertOverlap(options.setup)
+        own = EqualCounts(options.timeout), ExpertOverlap(options.setup), ActivationManagers(say)
         self._parts: tuple[Part, ...] = (self._vocabulary, self._slicing, *own, *parts)
         self._make_schedule, self._memory = make_schedule, memory
         self._observers = Observers((*(() if memory is None else (memory,)), *observers))
@@ -154,7 +156,7 @@ class Pipeline:
                 "ZeroBubbleConfig(..., post_validation=True)"
             )
         config = get_model_config(chunks[0])
-        check_stepping(config, self._options.setup)
+        check_stepping(config, optimizer.config, self._options.setup, self._say)
         group = parallel_state.get_pipeline_model_parallel_group()
         # Tokens travel between the replicas of a stage with experts, so these must repeat their forwards together.
         replicas = parallel_state.get_expert_model_parallel_group() if config.num_moe_experts else None
@@ -233,7 +235,6 @@ class Pipeline:
             return self._run(call, self._observers or None)
 
     def _run(self, call: Call, observer: IterationObserver | None) -> list[Any]:
-        step, config, chunks = call.step, call.step.config, call.chunks
         self._unfinished.check(can_join_again=self._optimizer is None)
         if self._connection is not None and not self._connection.follow(call.groups.pp):
             self.disconnect()  # the job has rebuilt its process groups, but not those of this pipeline
@@ -241,8 +242,8 @@ class Pipeline:
             each.begin(call)
         noted = self._unfinished.noted(self._forget, call.groups.pp)
         with noted, compared(call.lengths, self._hosts) as comparison:
-            prepared = self._prepare(call.groups.pp, config, comparison, step.forward_only)
-            self._models.check_chunks(call.groups.pp, prepared, chunks)
+            prepared = self._prepare(call, comparison)
+            self._models.check_chunks(call.groups.pp, prepared, call.chunks)
             return self._run_prepared(call, prepared, comparison.agreed(), observer)
 
     def _run_prepared(
@@ -340,13 +341,12 @@ class Pipeline:
     def _hosts(self) -> Hosts | None:
         return None if self._connection is None else self._connection.hosts
 
-    def _prepare(
-        self, group: dist.ProcessGroup, config: Any, comparison: LengthComparison, forward_only: bool
-    ) -> PreparedPlan:
+    def _prepare(self, call: Call, comparison: LengthComparison) -> PreparedPlan:
         """The plan for this number of microbatches; made, checked and compared between ranks when it is new.
 
         The options of every model are checked: several may run in turn, for example a policy and its reference.
         """
+        group, config, forward_only = call.groups.pp, call.step.config, call.step.forward_only
         lengths, num_microbatches = comparison.lengths, comparison.lengths.num_microbatches
         key = (num_microbatches, forward_only, lengths.differ, lengths.need_headers)
         schedule = self._make_schedule(group.size(), num_microbatches)
@@ -362,7 +362,7 @@ class Pipeline:
         if is_new:
             self._models.forget_checks(key)
         if self._models.is_unchecked(config, key):
-            check_model(config, self._options.setup, schedule)
+            check_model(call.chunks, self._options.setup, schedule, self._say)
             for each in self._parts:
                 each.check(config, schedule)
             self._models.mark_checked(config, key)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.core.analysis.period import break_even
 from megatron.zero_bubble.core.analysis.simulate import simulate
@@ -29,7 +31,7 @@ from megatron.zero_bubble.engine.runtime.groups import backend_of, torchs
 from megatron.zero_bubble.integration.adapter.stage import StageFacts
 from megatron.zero_bubble.integration.adapter.staging import steps_of
 from megatron.zero_bubble.integration.adapter.vocabulary.facts import VocabularyFacts
-from megatron.zero_bubble.planning.job.options import check_options
+from megatron.zero_bubble.planning.job.settled import settle_options
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.source import even_costs
@@ -108,23 +110,36 @@ def as_scheduled(setup: Setup, schedule: Schedule) -> Setup:
     return setup.having(schedule.num_slices, algorithm_of(schedule), schedule.overlaps)
 
 
-def check_model(config: Any, setup: Setup, schedule: Schedule) -> None:
-    """Reject a model's configuration that a schedule does not support.
+def check_model(
+    chunks: Sequence[torch.nn.Module], setup: Setup, schedule: Schedule, say: Callable[[str], None] | None
+) -> None:
+    """Settle the options of a model, and of its data parallelism if it has any, for a schedule.
+
+    Args:
+        say: prints one line per option that was on and is off.
 
     Raises:
-        UserError: the rule, the value and the remedy.
+        UserError: an unsupported option; the rule, the value and the remedy.
     """
-    check_options(config, RunOptions(as_scheduled(setup, schedule)))
+    wrapped = {id(chunk.ddp_config): chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")}
+    parts = [get_model_config(chunks[0]), *wrapped.values()]
+    _settle(parts, as_scheduled(setup, schedule), say)
 
 
-def check_stepping(config: Any, setup: Setup) -> None:
-    """Reject a model's configuration that a setup does not support, before its schedule is known.
+def check_stepping(config: Any, optimizer: Any, setup: Setup, say: Callable[[str], None] | None) -> None:
+    """Settle the options of a model and of its optimizer for a setup, before its schedule is known.
 
     Raises:
-        UserError: the rule, the value and the remedy.
+        UserError: as ``check_model``.
     """
     overlaps = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
-    check_options(config, RunOptions(replace(setup, pairs=overlaps)))
+    _settle([config, optimizer], replace(setup, pairs=overlaps), say)
+
+
+def _settle(parts: Sequence[Any], setup: Setup, say: Callable[[str], None] | None) -> None:
+    for line in settle_options(parts, RunOptions(setup)):
+        if say is not None:
+            say(line)
 
 
 def loss_rank(schedule: Schedule) -> int:

@@ -7,6 +7,7 @@ meaning of an argument. :mod:`megatron.zero_bubble.integration.patching.seams` l
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from copy import copy
@@ -173,6 +174,20 @@ def layer_plans() -> Any:
         ) from error
     set_streams()
     return combined_1f1b
+
+
+def paged_stash() -> Any:
+    """The module of the paged stash of experts; only versions that have it have the option ``moe_paged_stash``."""
+    return importlib.import_module("megatron.core.transformer.moe.paged_stash")
+
+
+def end_activation_offloading(groups: Any, trains: bool) -> None:
+    """End an iteration of the fine-grained offloading of activations, as upstream's schedules do it."""
+    end = getattr(schedules, "_reset_activation_offload", None)  # since 0.19; also after an evaluation
+    if end is not None:
+        end(groups)
+    elif trains:
+        getattr(schedules, "off_interface").reset()  # noqa: B009 (it came with the option, in 0.16)
 
 
 def nodes_with_weights(plan: Any) -> Iterator[Any]:

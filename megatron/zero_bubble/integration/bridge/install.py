@@ -29,11 +29,9 @@ from megatron.zero_bubble.integration.patching.seam import Seam
 from megatron.zero_bubble.integration.patching.seams import installed_seams
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.environment import PREFIX, flags_in
-from megatron.zero_bubble.planning.job.fulfilled import fulfill
-from megatron.zero_bubble.planning.job.options import check_options
 from megatron.zero_bubble.planning.job.rules import check_schedule
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
-from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.job.settled import settle_options
 from megatron.zero_bubble.planning.source import ScheduleSource
 
 PRETRAIN = "megatron.bridge.training.pretrain"
@@ -87,8 +85,9 @@ def _configured(update: Callable[[Any], None], say: Callable[[str], None]) -> Ca
             return
         config, source = place(cfg.model, run, 60.0 * cfg.dist.distributed_timeout_minutes)
         update(cfg)
-        switched_off = dict.fromkeys(line for options in _options_of(cfg) for line in fulfill(options))
-        _check_options(cfg, run, source)
+        of_source = run.setup.having(len(source.slices), source.vocabulary, source.overlaps)
+        run_of_source = replace(run, setup=of_source)
+        switched_off = settle_options(_options_of(cfg), run_of_source, is_megatrons_own(source.placement))
         check_schedule(run, source, source.placement.num_ranks, num_microbatches(_batches(cfg), has_ramps()), cfg.model)
         if not is_megatrons_own(source.placement):
             _check_groups(cfg.dist)
@@ -103,13 +102,6 @@ def _options_of(cfg: Any) -> list[Any]:
     """The options of the model, of data parallelism and of the optimizer."""
     found = (cfg.model, getattr(cfg, "ddp", None), getattr(cfg, "optimizer", None))
     return [options for options in found if options is not None]
-
-
-def _check_options(cfg: Any, run: RunOptions, source: ScheduleSource) -> None:
-    """Check the options of the model, of data parallelism and of the optimizer, as in a job of Megatron-LM."""
-    for options in _options_of(cfg):
-        of_source = run.setup.having(1, source.vocabulary, source.overlaps and options is cfg.model)
-        check_options(options, replace(run, setup=of_source), is_megatrons_own(source.placement))
 
 
 def _variables(of_run: Mapping[str, Any], of_process: Mapping[str, str]) -> dict[str, str]:

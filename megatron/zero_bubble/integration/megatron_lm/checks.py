@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.formats.layout import check_ends
@@ -29,9 +29,10 @@ from megatron.zero_bubble.planning.job.hybrid import (
     pattern_of,
 )
 from megatron.zero_bubble.planning.job.model import stated_vocabulary, uneven_layout
-from megatron.zero_bubble.planning.job.options import check_options, check_softmax
+from megatron.zero_bubble.planning.job.options import check_softmax
 from megatron.zero_bubble.planning.job.rules import check_job, check_optimizer, check_schedule
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
+from megatron.zero_bubble.planning.job.settled import settle_options
 from megatron.zero_bubble.planning.job.stages import place_stages
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.source import ScheduleSource
@@ -39,7 +40,19 @@ from megatron.zero_bubble.planning.source import ScheduleSource
 _ENGINE = "transformer_engine"
 
 
-def configure(args: Any, run: RunOptions) -> tuple[ZeroBubbleConfig, ScheduleSource]:
+class Configured(NamedTuple):
+    """A job with our configuration.
+
+    Attributes:
+        switched_off: one line per option of Megatron that was on and is off.
+    """
+
+    config: ZeroBubbleConfig
+    source: ScheduleSource
+    switched_off: list[str]
+
+
+def configure(args: Any, run: RunOptions) -> Configured:
     """Build our configuration before Megatron validates the job's flags, and set the job's number of stages per rank.
 
     Raises:
@@ -61,7 +74,7 @@ def configure(args: Any, run: RunOptions) -> tuple[ZeroBubbleConfig, ScheduleSou
         args.overlap_moe_expert_parallel_comm = True
     # Before Megatron changes the options or rejects their combination.
     of_source = run.setup.having(_num_slices(config), source.vocabulary, source.overlaps)
-    check_options(args, replace(run, setup=of_source), is_megatrons_own(placement))
+    switched_off = settle_options([args], replace(run, setup=of_source), is_megatrons_own(placement))
     check_optimizer(run.setup.step, args)
     chunks = placement.num_stages // ranks
     check_ends(args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers, chunks)
@@ -72,7 +85,7 @@ def configure(args: Any, run: RunOptions) -> tuple[ZeroBubbleConfig, ScheduleSou
         divide_pattern(args, placement, stated_vocabulary(args))
     elif asked is None and layout is None:
         _ask_for(chunks, placement, args)
-    return config, source
+    return Configured(config, source, switched_off)
 
 
 def check(args: Any, run: RunOptions, source: ScheduleSource, num_microbatches: Sequence[int]) -> None:

@@ -39,7 +39,6 @@ from megatron.zero_bubble.planning.job import experts, recomputation
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.facts import facts_of, gpu_kind, remarks
 from megatron.zero_bubble.planning.job.flags import add_flags
-from megatron.zero_bubble.planning.job.fulfilled import fulfill
 from megatron.zero_bubble.planning.job.installed import check_packages
 from megatron.zero_bubble.planning.job.pattern import pattern_of
 from megatron.zero_bubble.planning.job.post_validation import forecast
@@ -133,8 +132,7 @@ def _validated(
 ) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def validate(args: Any, *defaults: Any, **more_defaults: Any) -> Any:
-        switched_off = fulfill(args)
-        config, source = job_checks.configure(args, run)
+        config, source, switched_off = job_checks.configure(args, run)
         validated = validate_args(args, *defaults, **more_defaults)
         job_checks.check(args, run, source, num_microbatches(args, has_ramps()))
         _check_plans(args, config, source, run.observations.device)

@@ -37,20 +37,25 @@ _GRAPHS = "Megatron captures CUDA graphs in the order of its own 1F1B"
 _FSDP = "FSDP does not reduce gradients through DistributedDataParallel"
 _MAXIMUM = "forwards that run again would count twice in the maximum of the attention logits"
 _OFFLOAD = "offloading assumes Megatron's order of backward passes"
-_OVERLAP = "the schedule decides which passes overlap with messages"
 _WIDER = "its stages send more than one hidden state per token, and not all of them equally many"
 _SHARED_MEMORY = "weights are gathered into the memory of the gradients, which the validation may need"
 _COPIES = "TransformerEngine keeps whole copies of the weights in this precision"
 _PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches of their replica"
 _DROP_GRAPHS = "set --cuda-graph-impl none, or, with --perform-rl-step, drop --rl-training-cuda-graphs"
 _DROP_LAYERS = "drop --cpu-offloading-num-layers"
-_FULFILLED = "set it to False, as jobs of Megatron-LM and Megatron-Bridge do by themselves"
 _SCAN = "a slice would need the state of the scan after the slice before it"
 _OTHER_MODEL = "it divides the vocabulary layers of GPTModel"
 _NO_VOCABULARY = "give --zero-bubble-vocabulary-parallel off"
 _HYBRID = (("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("is_hybrid_model", False))
 """What a hybrid model has: a pattern of layers, by the older flag until core_r0.16, or none, where all have a scan."""
 _EXPERTS = "experts are sharded over other groups, which this version does not support"
+
+
+def _done_by_itself(option: str, why: str) -> OptionRule:
+    """A row for an option that is switched off, because the schedule does in its place what it asks for."""
+    return OptionRule(SCHEDULE, option, False, why, is_set=True)
+
+
 OPTIONS = (
     OptionRule(GRAPHS, "enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
     OptionRule(GRAPHS, "external_cuda_graph", False, _GRAPHS),
@@ -62,22 +67,14 @@ OPTIONS = (
         "the passes of two microbatches overlap only in a schedule with pairs",
         "give --zero-bubble-overlap-experts, with a schedule such as interleaved-1f1b, or drop the option",
     ),
-    OptionRule(SCHEDULE, "delay_wgrad_compute", False, "the schedule already defers weight gradients", _FULFILLED),
-    OptionRule(
-        SCHEDULE,
-        "overlap_dispatch_backward_with_experts_wgrad",
-        False,
-        "it runs the W of experts inside their B",
-        _FULFILLED,
+    _done_by_itself("delay_wgrad_compute", "the schedule delays all weight gradients itself, to W"),
+    _done_by_itself(
+        "overlap_dispatch_backward_with_experts_wgrad", "the schedule decides where the weight gradients of experts run"
     ),
-    OptionRule(
-        SCHEDULE, "use_transformer_engine_op_fuser", False, "fused operations cannot defer weight gradients to W"
-    ),
-    OptionRule(SCHEDULE, "fine_grained_activation_offloading", False, "offloading assumes Megatron's order of chunks"),
+    _done_by_itself("overlap_p2p_comm_warmup_flush", "the schedule overlaps messages with passes in all of its phases"),
     OptionRule(SCHEDULE, "cpu_offloading", False, _OFFLOAD, _DROP_LAYERS),
     OptionRule(SCHEDULE, "cpu_offloading_num_layers", 0, _OFFLOAD),
-    OptionRule(SCHEDULE, "moe_paged_stash", False, "Megatron resets the pages only in its own schedules"),
-    OptionRule(SCHEDULE, "overlap_p2p_comm_warmup_flush", False, _OVERLAP, _FULFILLED),
+    OptionRule(SCHEDULE, "moe_ncclep_zero_copy", False, "all layers of experts share the buffers that W would read"),
     OptionRule(SCHEDULE, "use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
     *(OptionRule(SCHEDULE, f"enable_{name}", False, _WIDER) for name in ("hyper_connections", "mhc_connections")),
     OptionRule(SCHEDULE, "enable_attention_residuals", False, _WIDER),
@@ -85,21 +82,31 @@ OPTIONS = (
     OptionRule(SCHEDULE, "use_custom_fsdp", False, _FSDP),
     OptionRule(SCHEDULE, "use_megatron_fsdp", False, _FSDP),
     OptionRule(SCHEDULE, "use_torch_fsdp2", False, _FSDP),
-    OptionRule(
-        SCHEDULE, "overlap_param_gather_with_optimizer_step", False, "this overlap assumes Megatron's order of chunks"
-    ),
     OptionRule(ON_A_V, "init_model_with_meta_device", False, "a tied embedding is copied when the model is built"),
     OptionRule(ON_A_V, "logits_save_dir", None, "Megatron looks for the output layer on the last rank"),
     OptionRule(ON_A_V, "logits_load_dir", None, "Megatron looks for the output layer on the last rank"),
     OptionRule(POST_VALIDATION, "qk_clip", False, _MAXIMUM),
     OptionRule(POST_VALIDATION, "log_max_attention_logit", False, _MAXIMUM),
     OptionRule(POST_VALIDATION, "reuse_grad_buf_for_mxfp8_param_ag", False, _SHARED_MEMORY),
+    OptionRule(
+        POST_VALIDATION, "overlap_param_gather_with_optimizer_step", False, "it gathers weights that may be undone"
+    ),
     OptionRule(POST_VALIDATION, "optimizer_cpu_offload", False, "a rollback does not restore its copies on the host"),
     OptionRule(POST_VALIDATION, "optimizer_cuda_graph", False, "a captured step cannot be repeated or delayed"),
     OptionRule(POST_VALIDATION, "perform_rl_step", False, "rollouts would use weights that may be undone"),
     OptionRule(POST_VALIDATION, "vision_pretraining", False, "the teacher follows weights that may be undone"),
     OptionRule(POST_VALIDATION, "mtp_detach_heads", False, "gradients are clipped by one norm, and these by another"),
+    OptionRule(
+        POST_VALIDATION, "fine_grained_activation_offloading", False, "forwards that run again would be offloaded twice"
+    ),
+    OptionRule(POST_VALIDATION, "moe_paged_stash", False, "forwards that run again are not in the order of its pages"),
+    OptionRule(
+        POST_VALIDATION, "moe_expert_rank_capacity_factor", None, "Megatron repeats an iteration whose experts overflow"
+    ),
     OptionRule(POST_VALIDATION, "moe_routing_trace_path", None, "forwards that run again would be traced twice"),
+    OptionRule(
+        SLICES, "fine_grained_activation_offloading", False, "the backwards of slices run from the last to the first"
+    ),
     OptionRule(SLICES, "context_parallel_size", 1, "it distributes every sequence over its ranks"),
     OptionRule(SLICES, "mtp_num_layers", None, "multi-token prediction reads tokens of the next slice"),
     OptionRule(SLICES, "multi_latent_attention", False, "its rotary embeddings begin at the first token"),
@@ -170,12 +177,14 @@ _BESIDE_THE_TABLE: tuple[tuple[str, dict[str, Any]], ...] = (
         for no in ("no", "disable")
     ),
     ("--rl-training-cuda-graphs", {"action": "store_true"}),
+    ("--use-transformer-engine-op-fuser", {"action": "store_true"}),
+    ("--use-grouped-gemm-for-dense-mlp", {"action": "store_true"}),
     (
         "--microbatch-group-size-per-virtual-pipeline-stage",
         {"dest": "microbatch_group_size_per_vp_stage", "type": int},
     ),
 )
-"""Flags of the rules that are not in the table, as arguments of ``add_argument``."""
+"""Flags of Megatron that are read but not in the table, as arguments of ``add_argument``."""
 _COUNTS = ("mtp_num_layers", "save_wgrads_interval", "num_experts")
 """Options whose only supported value, None, does not show that they are numbers."""
 
@@ -321,6 +330,13 @@ def check_options(values: Any, run: RunOptions, megatrons_own: bool = True) -> N
             "zero-bubble schedules support only a microbatch group size equal to the number of pipeline ranks, got "
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} and {values.pipeline_model_parallel_size} "
             "ranks; drop the flag"
+        )
+    if grouped and getattr(values, "fine_grained_activation_offloading", False):
+        raise UserError(
+            "fine-grained offloading of activations needs one stage per rank, because Megatron brings back what "
+            "several stages saved in the order of its own interleaved schedule; got "
+            f"--fine-grained-activation-offloading and {values.virtual_pipeline_model_parallel_size} stages per rank; "
+            "drop it, or choose a schedule with one stage per rank"
         )
 
 
