@@ -18,6 +18,7 @@ _ROOT = Path(__file__).parent.parent.parent
 _PROFILES = _ROOT / "configs/published/zero_bubble_table5.csv"
 _RANKS, _MICROBATCHES = 4, 12
 _DRAWN = "1f1b", "zb-h1", "zb-v"
+_FIRST = "zb-h1", "zb-h2", "zb-v", "v-half"
 _PUBLISHED = "6.2B", "8", "24"
 _WHEN = {
     "1f1b": "baseline: the order of stock Megatron",
@@ -58,6 +59,26 @@ def at_equal_passes() -> str:
         "microbatch. V: two stages per rank, the second half of the model in reverse order of ranks."
     )
     return f"{words}\n\n{table(('schedule', 'bubble', 'memory', 'messages', 'take it for'), rows)}"
+
+
+def in_short() -> str:
+    """The schedules to begin with: bubble and memory, computed, and when to take each."""
+    timelines = _timelines()
+    rows = [
+        (
+            code(name),
+            f"{timelines[name].bubble_rate('makespan'):.0%}",
+            f"{max(timelines[name].peak_activation) / _RANKS:.2f}",
+            _WHEN[name],
+        )
+        for name in _FIRST
+    ]
+    rows.append((code(ZB_AUTO), "searched", "the limit", _WHEN[ZB_AUTO]))
+    words = (
+        f"Computed for {_RANKS} ranks and {_MICROBATCHES} microbatches; memory is that of activations, over 1F1B's, "
+        f"which idles {timelines['1f1b'].bubble_rate('makespan'):.0%}."
+    )
+    return f"{table(('schedule', 'bubble', 'memory', 'take it for'), rows)}\n\n{words}"
 
 
 def formulas() -> str:
@@ -120,4 +141,9 @@ def _messages(timeline: Timeline) -> int:
 
 
 PICTURES = {"schedules.svg": picture}
-PARTS = {"schedules": at_equal_passes, "schedule-formulas": formulas, "schedules-published": at_published_times}
+PARTS = {
+    "schedules": at_equal_passes,
+    "schedules-short": in_short,
+    "schedule-formulas": formulas,
+    "schedules-published": at_published_times,
+}
