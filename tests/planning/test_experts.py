@@ -103,6 +103,7 @@ def test_only_what_the_job_can_run_is_the_shortest(rule: Any) -> None:
         "recompute_granularity": "full",
         "moe_shared_expert_overlap": True,
         "mtp_num_layers": 2,
+        "recompute_modules": ["mlp", "moe"],
     }
     job: Any = SimpleNamespace(costs=costs, read=SimpleNamespace(args=SimpleNamespace()))
     free = verdict(costs, "span", partial(_refusal, job, ANY, None, math.inf))

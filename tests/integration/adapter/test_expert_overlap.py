@@ -123,6 +123,7 @@ def test_what_pairs_exclude_is_refused(other: dict[str, Any]) -> None:
         ({"recompute_granularity": "full"}, "recompute_granularity to be selective, or left out"),
         ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap to be False"),
         ({"mtp_num_layers": 2}, "mtp_num_layers to be 1 or less"),
+        ({"recompute_modules": ["mlp", "moe"]}, "recompute_modules to be without moe"),
         ({"bf16": False, "fp16": False}, "16-bit parameters"),
     ],
 )

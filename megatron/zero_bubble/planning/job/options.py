@@ -240,6 +240,13 @@ _NEEDED_BY_PAIRS = (
         "megatron-core's plans of layers have one prediction at most",
         "lower --mtp-num-layers",
     ),
+    _NeededByPairs(
+        "recompute_modules",
+        lambda modules: "moe" not in modules,
+        "without moe",
+        "megatron-core's plans of layers run the parts of an expert layer one by one",
+        "leave moe out of --recompute-modules",
+    ),
 )
 
 
