@@ -27,6 +27,7 @@ _NUMBERS = {
     "data-parallel-size": 1,
     "num-experts": None,
     "expert-model-parallel-size": 1,
+    "recompute-num-layers": None,
 }
 _SWITCHES = (
     "sequence-parallel",
@@ -44,7 +45,14 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in (*_SWITCHES, "account-for-loss-in-pipeline-split"):
         parser.add_argument(f"--{name}", action="store_true")
-    for name in ("pipeline-model-parallel-layout", "hybrid-layer-pattern", "save", "load", "recompute-granularity"):
+    for name in (
+        "pipeline-model-parallel-layout",
+        "hybrid-layer-pattern",
+        "save",
+        "load",
+        "recompute-granularity",
+        "recompute-method",
+    ):
         parser.add_argument(f"--{name}")
     parser.add_argument("--moe-token-dispatcher-type", default="allgather")
     parser.add_argument("--transformer-impl", default="transformer_engine")
