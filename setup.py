@@ -182,6 +182,18 @@ setup(
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    author="The Zero Bubble for Megatron contributors",
+    keywords=["megatron", "pipeline parallelism", "zero bubble", "distributed training", "large language models"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        "Programming Language :: C++",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.zero_bubble", "megatron.zero_bubble.*"]),
     package_data={

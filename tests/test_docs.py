@@ -23,7 +23,7 @@ from site_parts import refusals
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *PAGES]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^(```|    ).*?(^```$|\n)", re.MULTILINE | re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""Render the picture of the playground for its page: ``python -m tests.helpers.screenshots [FOLDER]`` (default: docs)."""
+"""Render the picture of the playground: ``python -m tests.helpers.screenshots [FOLDER]`` (default: docs)."""
 
 from __future__ import annotations
 
