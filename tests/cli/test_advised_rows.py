@@ -17,7 +17,7 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.advice_text import text_of
 from megatron.zero_bubble.cli.advise import changed
 from megatron.zero_bubble.cli.job_runs import SEVERAL
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import Refusal, UserError
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.planning.advice import Advice, Adviser, StartedWith, Tried
@@ -201,7 +201,7 @@ def test_what_overlaps_stand_in_the_way_of_is_planned_without_them(
 
 def test_what_could_not_be_planned_is_not_said_to_gain_nothing() -> None:
     pipeline, today = random_pipeline(1)
-    adviser = Adviser(today, "makespan", None, lambda *_: "the job refuses it", 0.01)
+    adviser = Adviser(today, "makespan", None, lambda *_: Refusal("the job refuses it"), 0.01)
     text = text_of(adviser.advise(pipeline.named_changes()), Setup(), ())
     assert "no change could be planned, so that nothing is known of what one gains" in text
     assert "gains anything" not in text

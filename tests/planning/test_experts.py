@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
 from bench.experts import COSTS, SCALES, costs_file
 from megatron.zero_bubble import simulate
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.cli.advise import _refusal
-from megatron.zero_bubble.core.costs import PassMemory
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.formats.plan import plan_from_json
 from megatron.zero_bubble.core.ir import Kind
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import build
-from megatron.zero_bubble.planning.advice import StartedWith
+from megatron.zero_bubble.planning.advice import Advice, Adviser, StartedWith
 from megatron.zero_bubble.planning.answer import answer
-from megatron.zero_bubble.planning.change import need_of
+from megatron.zero_bubble.planning.change import AdviceRow, Change, Today, need_of
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import contenders, verdict
 from megatron.zero_bubble.planning.feasibility import Feasibility
-from megatron.zero_bubble.planning.figures import Figures, measured
-from megatron.zero_bubble.planning.job.options import _NEEDED_BY_PAIRS
+from megatron.zero_bubble.planning.figures import measured
+from megatron.zero_bubble.planning.job.changes import JobChanges
+from megatron.zero_bubble.planning.job.options import _NEEDED_BY_PAIRS, check_pairs, flag_of
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Divided, Named, Setup, Validated
@@ -40,9 +39,6 @@ from tests.helpers.rows import some
 SMALL = (4, 16, 4)
 SIZES = ((8, 32, 8), (16, 32, 4), (16, 64, 4), SMALL)
 FLAGS = f"--costs {COSTS} --num-ranks 4 --num-microbatches 8"
-
-ANY = StartedWith(Feasibility())
-"""Of a job whose GPUs run every schedule."""
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches", "layers"), some(SIZES, SMALL))
@@ -93,10 +89,40 @@ def test_the_sentence_says_the_share_and_which_kind_is_shortest() -> None:
     )
 
 
+def pairs_of(limit: float = math.inf) -> tuple[list[Change], Today]:
+    """The changes to pairs of a job with long all-to-alls."""
+    costs = measured(costs_file(None, 4), 4, 8)
+    schedule = costs.build("1f1b")
+    timeline = timeline_of(schedule, *costs.on(schedule.placement))
+    pipeline = JobChanges(schedule.placement, costs, limit, 1e6)
+    changes = [change for change in pipeline.named_changes() if change.question.setup.pairs]
+    return changes, Today(timeline, costs, need_of(timeline, costs))
+
+
+def test_shorter_plans_that_cannot_run_are_barred_with_the_reason() -> None:
+    """The shortest of those that hardware queues refuse, or that are above a limit."""
+    changes, today = pairs_of()
+    ms = {row.change.name: row.ms for row in advised(changes, today)[1]}
+    assert {"interleaved-1f1b x2 with pairs", "dualpipe-v with pairs"} <= set(ms)
+    reason = "Megatron-LM wants CUDA_DEVICE_MAX_CONNECTIONS=1"
+    one = StartedWith(Feasibility(HardwareQueues(1, "one hardware queue per GPU", reason, None)))
+    found, _ = advised([change for change in changes if change.name == "dualpipe-v with pairs"], today, settings=(one,))
+    assert not found.rows and found.barred == (("dualpipe-v with pairs", ms["dualpipe-v with pairs"], ANY),)
+    assert reason in found.barred[0].why
+    tight = max(today.need.activations) / 2
+    found, _ = advised(changes, today, most_activations=tight)
+    (barred,) = found.barred
+    assert barred[:2] == min(ms.items(), key=lambda each: each[1]) and "above the limit of" in barred.why
+    assert not advised(changes, today)[0].barred
+
+
+def advised(changes: list[Change], today: Today, **more: Any) -> tuple[Advice, list[AdviceRow]]:
+    adviser = Adviser(today, "span", None, lambda *_: None, 0.01, **more)
+    return adviser.advise(changes), adviser.rows
+
+
 @pytest.mark.parametrize("rule", _NEEDED_BY_PAIRS, ids=lambda rule: rule.option)
-def test_only_what_the_job_can_run_is_the_shortest(rule: Any) -> None:
-    """Where a rule for pairs is broken, the sentence says what stands in the way."""
-    costs = measured(costs_file(None, 4), 16, 64)
+def test_a_broken_rule_of_pairs_has_its_remedy(rule: Any) -> None:
     broken = {
         "expert_model_parallel_size": 1,
         "moe_token_dispatcher_type": "allgather",
@@ -105,45 +131,14 @@ def test_only_what_the_job_can_run_is_the_shortest(rule: Any) -> None:
         "mtp_num_layers": 2,
         "recompute_modules": ["mlp", "moe"],
     }
-    job: Any = SimpleNamespace(costs=costs, read=SimpleNamespace(args=SimpleNamespace()))
-    free = verdict(costs, "span", partial(_refusal, job, ANY, None, math.inf))
-    assert free == verdict(costs, "span")
-    setattr(job.read.args, rule.option, broken[rule.option])
-    text, reason = verdict(costs, "span", partial(_refusal, job, ANY, None, math.inf)).split("\n")
-    assert "shortest span: zb-v without overlap: " in text and "pairs" not in text
-    assert reason.startswith("shorter, but not for this job as it is: Megatron's combined schedule (")
-    assert reason.count(" with pairs") == 2 and reason.endswith(rule.remedy)
-
-
-def test_schedules_that_one_hardware_queue_refuses_are_not_named() -> None:
-    costs = measured(costs_file(None, 4), 4, 8)
-    job: Any = SimpleNamespace(costs=costs, read=SimpleNamespace(args=SimpleNamespace()))
-    reason = "Megatron-LM wants CUDA_DEVICE_MAX_CONNECTIONS=1"
-    one = StartedWith(Feasibility(HardwareQueues(1, "one hardware queue per GPU", reason, None)))
-    text = verdict(costs, "span", partial(_refusal, job, one, None, math.inf))
-    named, _, others = text.partition("shorter, but not for this job as it is: ")
-    assert "dualpipe-v with pairs" in verdict(costs, "span", partial(_refusal, job, ANY, None, math.inf))
-    assert "dualpipe-v with pairs" not in named
-    assert "dualpipe-v with pairs" not in others or reason in others
-
-
-def test_peaks_are_in_bytes_and_within_the_memory() -> None:
-    costs = measured(costs_file(None, 4), 16, 64)
-    sized = replace(costs, make=lambda on: (costs.on(on)[0], replace(_memory(costs.on(on)[1]))), memory_given=True)
-    job: Any = SimpleNamespace(costs=sized, read=SimpleNamespace(args=SimpleNamespace()))
-    assert "GiB" in verdict(sized, "span") and "peak" in verdict(sized, "span")
-    peaks = {each.what: each.ms for each in contenders(sized, "span")}
-    tight = max(need_of(timeline_of(zb_v(sized), *sized.on(zb_v(sized).placement)), sized).activations)
-    text = verdict(sized, "span", partial(_refusal, job, ANY, None, tight))
-    assert peaks and "shortest span: zb-v without overlap" in text and "above the limit of" in text
-
-
-def zb_v(costs: Figures) -> Any:
-    return build("zb-v", num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
-
-
-def _memory(memory: PassMemory) -> PassMemory:
-    return PassMemory(*(tuple(2.0**30 for _ in memory.activation) for _ in range(2)))
+    refused = attempted(partial(check_pairs, SimpleNamespace(**{rule.option: broken[rule.option]})))
+    remedy = rule.flags(broken[rule.option])
+    assert isinstance(refused, Refusal) and refused.reason.endswith(rule.remedy) and refused.remedy == remedy
+    if remedy is not None:
+        flag, *values = (*remedy.adds, *remedy.drops)
+        assert flag == flag_of(rule.option)
+        kept = values[:1] if rule.option == "recompute_modules" else values[0] if remedy.adds else None
+        check_pairs(SimpleNamespace(**{rule.option: kept}))
 
 
 def test_plan_and_compare_with_pairs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,12 @@ from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabulary, remark
 from megatron.zero_bubble.core.analysis.idle import Idle, idle_of
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.search.placements import name_of
-from megatron.zero_bubble.planning.advice import Advice
+from megatron.zero_bubble.planning.advice import Advice, Barred
 from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Today
 from megatron.zero_bubble.planning.codecs import Difference, difference
-from megatron.zero_bubble.planning.experts import Refuses, verdict
+from megatron.zero_bubble.planning.experts import Contender, combined_name, sentence
 from megatron.zero_bubble.planning.job.arguments.parser import misspelt
+from megatron.zero_bubble.planning.remedies import Remedied
 from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.uncertainty import SHARE
 
@@ -69,7 +70,12 @@ def words_of_row(row: AdviceRow, own: Setup, argv: Sequence[str]) -> Difference:
 
 
 def content_of(
-    found: Advice, batch: Batch, own: Setup, argv: Sequence[str], unread: Sequence[str] = ()
+    found: Advice,
+    batch: Batch,
+    own: Setup,
+    argv: Sequence[str],
+    unread: Sequence[str] = (),
+    behind: Remedied | None = None,
 ) -> dict[str, Any]:
     """Return what ``--format json`` prints: the job, the advised changes, and whether one is worth it."""
     timeline, costs, need = found.today
@@ -95,6 +101,10 @@ def content_of(
         "gain_range": found.gain_range,
         "dropped": [{"name": each.name, "reason": each.reason} for each in found.dropped],
         "left_out": found.left_out,
+        "barred": [each._asdict() for each in found.barred],
+        "with_remedy": None
+        if behind is None or (remedied := behind.advice.best) is None
+        else _row(remedied, words_of_row(remedied, own, argv), costs.in_bytes),
     }
 
 
@@ -157,7 +167,7 @@ def text_of(
     own: Setup,
     argv: Sequence[str],
     unread: Sequence[str] = (),
-    refusal: Refuses = lambda _: None,
+    behind: Remedied | None = None,
     others: Sequence[OtherVocabulary] = (),
 ) -> str:
     """Return what ``advise`` prints after planning: a table, the flags of each row, and one sentence of advice.
@@ -165,22 +175,41 @@ def text_of(
     Args:
         own: what the job runs now.
         unread: flags that are not checked here.
-        refusal: why the job cannot run a schedule for experts.
+        behind: what the job gains without what refuses most of its changes.
         others: the same with other vocabularies, if the job's is assumed.
     """
-    lines = []
-    if of_experts := verdict(found.today.costs, found.objective, refusal):
-        lines += ["", of_experts]
+    lines = ["", _of_experts(found)] if found.today.costs.of_ranks[0].experts else []
+    if found.barred:
+        lines += ["", *(f"Shorter, but not for this job as it is: {_barred(each)}" for each in found.barred)]
     if found.rows:
         lines += ["", *_table(found, own, argv)]
     measure = [_how_to_measure(found.today.timeline.schedule)] if found.is_estimated else []
     rests = [remark(others)] if others else []
-    advice = _verdict(found, own, argv, [each.gain for each in others if each.gain is not None])
-    return "\n".join([*lines, "", *_remarks(found, unread), advice, *rests, _NOT_COVERED, *measure]) + "\n"
+    if behind is not None and behind.remedy.is_counted and _gain(behind.advice) > _gain(found) + found.worth:
+        advice = _verdict(behind.advice, own, argv, ())
+    else:
+        is_barred = bool(found.barred) or (behind is not None and behind.advice.best is not None)
+        of_others = [each.gain for each in others if each.gain is not None]
+        advice = _verdict(found, own, argv, of_others, is_barred)
+    remarks = _remarks(found, unread, _behind(found, behind, own, argv))
+    return "\n".join([*lines, "", *remarks, advice, *rests, _NOT_COVERED, *measure]) + "\n"
 
 
 def _idle(today: Today) -> Idle:
     return idle_of(today.timeline, today.costs.on(today.timeline.schedule.placement)[0])
+
+
+def _of_experts(found: Advice) -> str:
+    """The share of the all-to-all, and the shortest schedules that the job can run, with pairs and without."""
+    of_kinds: dict[str, Contender] = {}
+    for row in found.rows:
+        schedule, name = row.plan.schedule, row.change.name
+        if row.gain > 0:
+            is_combined = schedule.pairs and name_of(schedule.placement) == "loop"
+            kind = combined_name(name) if is_combined else name
+            peak = row.plan.costs.show(max(row.need.activations))
+            of_kinds.setdefault("pairs" if schedule.pairs else "plain", Contender(kind, row.ms, peak))
+    return sentence(found.today.costs, found.objective, tuple(of_kinds.values()))
 
 
 def _table(found: Advice, own: Setup, argv: Sequence[str]) -> Iterator[str]:
@@ -214,12 +243,18 @@ def not_read(unread: Sequence[str]) -> Iterator[str]:
         yield f"{flag} is no flag that is known here; did you mean {meant}?"
 
 
-def _remarks(found: Advice, unread: Sequence[str]) -> Iterator[str]:
-    """What was not read and not planned."""
+def _remarks(found: Advice, unread: Sequence[str], behind: str) -> Iterator[str]:
+    """What was not read and not planned.
+
+    Args:
+        behind: what stands in the way of most changes, as a sentence, if it does.
+    """
     yield from not_read(unread)
     reasons = Counter(each.reason for each in found.dropped)
     rule, count = reasons.most_common(1)[0] if reasons else ("", 0)
-    if count > max(_FEW, len(found.dropped) // 2):
+    if behind:
+        yield behind
+    elif count > max(_FEW, len(found.dropped) // 2):
         yield f"{count} of {len(found.dropped)} more changes are refused for one reason: {rule.splitlines()[0]}"
     elif found.dropped:
         what = (
@@ -231,6 +266,34 @@ def _remarks(found: Advice, unread: Sequence[str]) -> Iterator[str]:
     if found.left_out:
         yield "Left out, because enough was searched for:"
         yield from (f"  {name}" for name in found.left_out)
+
+
+def _behind(found: Advice, behind: Remedied | None, own: Setup, argv: Sequence[str]) -> str:
+    """What stands in the way of changes, and what they would gain without it; "" if nothing is gained."""
+    if behind is None or (behind.advice.best is None and not behind.advice.barred):
+        return ""
+    text = (
+        f"{behind.refused} of {len(found.dropped)} more changes are refused for one reason: "
+        f"{behind.reason.splitlines()[0]}. Without it, "
+    )
+    if (row := behind.advice.best) is None:
+        return f"{text}{_barred(behind.advice.barred[0])}"
+    words = words_of_row(row, own, argv)
+    gib = f", {row.need.most / _GIB:.1f} GiB" if found.today.costs.in_bytes else ""
+    without = f", and leave out {' '.join(words.leave_out)}" if words.leave_out else ""
+    saved = "" if behind.remedy.is_counted else ", but for what the option itself saves"
+    return (
+        f"{text}{row.change.name} would take {row.ms:,.1f} ms ({-row.gain:+.1%}){gib}{saved}: add "
+        f"{shlex.join(words.add)}{without}"
+    )
+
+
+def _barred(plan: Barred) -> str:
+    return f"{plan.name}, {plan.ms:,.1f} ms: {plan.why}"
+
+
+def _gain(found: Advice) -> float:
+    return 0.0 if found.best is None else found.best.gain
 
 
 def _memory_of(change: float) -> str:
@@ -248,11 +311,14 @@ def _how_to_measure(schedule: Schedule) -> str:
     )
 
 
-def _verdict(found: Advice, own: Setup, argv: Sequence[str], of_others: Sequence[float]) -> str:
+def _verdict(
+    found: Advice, own: Setup, argv: Sequence[str], of_others: Sequence[float], is_barred: bool = False
+) -> str:
     """One sentence of advice.
 
     Args:
         of_others: what the advised change gains with other vocabularies, if the job's is assumed.
+        is_barred: whether what the job cannot run as it is would gain something.
     """
     best, today = found.best, found.today
     name = today.timeline.schedule.name
@@ -262,13 +328,16 @@ def _verdict(found: Advice, own: Setup, argv: Sequence[str], of_others: Sequence
         if share > 0:
             gains = f"the best change gains {share:.1%}"
         elif found.num_planned == 0 and found.dropped:
-            gains = "no change could be planned, so that nothing is known of what one gains"
+            gains = "no change could be planned"
+            gains += "" if is_barred else ", so that nothing is known of what one gains"
         elif found.dropped or found.left_out:
             what = "the only change" if found.num_planned == 1 else f"the {found.num_planned} changes"
             gains = f"{what} that could be planned would gain nothing"
+        stay = "As the job is, stay" if is_barred else "Stay"
+        idle = _idle(today).total / today.timeline.makespan_ms
         return (
-            f"Stay with {name}: its ranks idle {_idle(today).total / today.timeline.makespan_ms:.1%} of the time, and "
-            f"{gains}; a change is worth it from {found.worth:.0%}."
+            f"{stay} with {name}: its ranks idle {idle:.1%} of the time, and {gains}; a change is worth it from "
+            f"{found.worth:.0%}."
         )
     bound = "" if best.gap is None else f" By a lower bound, no plan of this kind is more than {best.gap:.1%} shorter."
     more = _memory_of(best.need.most - today.need.most) if today.costs.in_bytes else ""

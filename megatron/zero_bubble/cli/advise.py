@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,18 +25,16 @@ from megatron.zero_bubble.cli.megatron_job import ParsedJob
 from megatron.zero_bubble.cli.planned_job import planned_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.core.analysis.idle import idle_of
-from megatron.zero_bubble.core.analysis.score import ROUNDING
-from megatron.zero_bubble.core.analysis.timeline import Timeline
-from megatron.zero_bubble.core.costs.units import format_bytes, positive_figure
-from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
+from megatron.zero_bubble.core.costs.units import positive_figure
+from megatron.zero_bubble.core.errors import Refusal, Remedy, UserError
 from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.planning.advice import WORTH, WORTH_ESTIMATED, Advice, Adviser, StartedWith, Tried
-from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Change, Today, need_of
+from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Change, Today
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.changes import JobChanges
-from megatron.zero_bubble.planning.job.options import check_pairs
 from megatron.zero_bubble.planning.job.overlaps import enabled_overlaps, switched_off
 from megatron.zero_bubble.planning.plan_file import written
+from megatron.zero_bubble.planning.remedies import remedied
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.setup import Setup
 
@@ -108,14 +106,14 @@ class Advised(NamedTuple):
 
     Attributes:
         job: the job as it is.
-        capacity: bytes of a GPU that a plan may take; None if unknown.
-        most_activations: limit of activation memory alone, in the unit of the costs.
+        limit: what a plan may take, as in ``JobChanges``.
+        plan: plans other changes of the job.
     """
 
     job: JobAsIs
     advice: Advice
-    capacity: float | None
-    most_activations: float
+    limit: float
+    plan: Callable[[Iterable[Change | DroppedVariant]], Advice]
 
 
 def advise(options: argparse.Namespace) -> str:
@@ -127,15 +125,16 @@ def advise(options: argparse.Namespace) -> str:
     argv = flags_of_job(options)
     if not argv:
         raise UserError("advice is about the flags of a job, which come last, after a separate --; got none; give them")
-    own, found, capacity, most = advised(options, argv, _print if options.format == "text" else lambda *_: None)
+    asked = advised(options, argv, _print if options.format == "text" else lambda *_: None)
+    own, found = asked.job, asked.advice
     if options.write is not None:
         _write(options, found)
     others, now, unread = _with_other_vocabularies(options, argv, own, found), own.parsed.setup, own.read.unread
+    behind = remedied(found, partial(_with_remedy, options, argv, asked))
     if options.format == "json":
-        content = content_of(found, own.batch, now, argv, unread)
+        content = content_of(found, own.batch, now, argv, unread, behind)
         return json.dumps({**content, "other_vocabularies": [each._asdict() for each in others]}, indent=2) + "\n"
-    refusal = partial(_refusal, own, _settings(own.read.args, options)[-1], capacity, most)
-    return text_of(found, now, argv, unread, refusal, others)
+    return text_of(found, now, argv, unread, behind, others)
 
 
 def _print(own: JobAsIs, capacity: float | None) -> None:
@@ -179,9 +178,9 @@ def advised(
 
     overlaps = enabled_overlaps(own.read.args)
 
-    def refused(change: Change, setup: Setup) -> str | None:
+    def refused(change: Change, setup: Setup) -> Refusal | None:
         if overlaps and change.is_ours and not options.drops_overlaps:
-            return f"{switched_off(overlaps)}, and what they hide is in no figure"
+            return Refusal(f"{switched_off(overlaps)}, and what they hide is in no figure")
         return own.parsed.refused(setup, change.adds, change.drops)
 
     variants = tuple(chosen_variants(options.may_change, own.read.args, options.costs))
@@ -195,21 +194,25 @@ def advised(
     if capacity is not None and (too_large := beyond(options, own.today.need)) is not None:
         own = own.noting(too_large)
     begin(own, capacity)
-    with working("planning") as tell:
-        adviser = Adviser(
-            own.today,
-            own.objective,
-            capacity,
-            refused,
-            worth,
-            options.most_searched,
-            lambda name: tell(f"planning {name}"),
-            most,
-            _settings(own.read.args, options),
-            partial(_tried, options, own.parsed) if options.tries else None,
-        )
-        found = Advice(own.today, (), own.objective, worth) if _is_full(own, worth) else adviser.advise(changes())
-    return Advised(own, found, capacity, most)
+
+    def plan(asked: Iterable[Change | DroppedVariant]) -> Advice:
+        with working("planning") as tell:
+            adviser = Adviser(
+                own.today,
+                own.objective,
+                capacity,
+                refused,
+                worth,
+                options.most_searched,
+                lambda name: tell(f"planning {name}"),
+                most,
+                _settings(own.read.args, options),
+                partial(_tried, options, own.parsed) if options.tries else None,
+            )
+            return adviser.advise(asked)
+
+    found = Advice(own.today, (), own.objective, worth) if _is_full(own, worth) else plan(changes())
+    return Advised(own, found, limit, plan)
 
 
 def defaults() -> argparse.Namespace:
@@ -236,18 +239,6 @@ def _with_other_vocabularies(
 def _without(overlaps: Sequence[str]) -> str:
     """What a job has to do without under a schedule of this package."""
     return f"Under a schedule of this package, {switched_off(overlaps)}; what they hide is in no figure."
-
-
-def _refusal(own: JobAsIs, setting: StartedWith, capacity: float | None, most: float, timeline: Timeline) -> str | None:
-    """Why a job cannot run a schedule for experts: an option of Megatron's, its memory, or its hardware queues."""
-    if timeline.schedule.pairs and isinstance(refused := attempted(partial(check_pairs, own.read.args)), Refusal):
-        return refused.reason
-    need = need_of(timeline, own.costs)
-    if capacity is not None and need.most > capacity * (1 + ROUNDING):
-        return f"{format_bytes(need.most)} on the fullest rank, of which {format_bytes(capacity)} may be taken"
-    if max(need.activations) > most * (1 + ROUNDING):
-        return f"activations of {own.costs.show(max(need.activations))}, above the limit of {own.costs.show(most)}"
-    return setting.runs.refusal(timeline.schedule)
 
 
 def _settings(args: argparse.Namespace, options: argparse.Namespace) -> tuple[StartedWith, ...]:
@@ -281,18 +272,37 @@ def _changes_of(
 ) -> Iterator[Change]:
     """The changes of a job with other sizes."""
     other = read_job(options, changed(argv, variant.flags, variant.drops))
-    schedule = other.today.timeline.schedule
-    bandwidth = options.host_bandwidth * 1e6
-    pipeline = JobChanges(schedule.placement, other.costs, limit, bandwidth, setup=other.parsed.setup)
-    for change in pipeline.quick_changes(schedule):
-        yield replace(
-            change,
-            name=f"{variant.name}, {change.name}",
-            adds=(*variant.flags, *change.adds),
-            drops=tuple(dict.fromkeys((*variant.drops, *change.drops))),
-            numbers=max(variant.numbers, change.numbers, key=list(NUMBERS).index),
-            reorders=False,
-        )
+    for change in _pipeline_of(other, options, limit).quick_changes(other.today.timeline.schedule):
+        numbers = max(variant.numbers, change.numbers, key=list(NUMBERS).index)
+        change = replace(change, name=f"{variant.name}, {change.name}", numbers=numbers, reorders=False)
+        yield _with_flags(change, variant.flags, variant.drops)
+
+
+@without_gc()
+def _with_remedy(
+    options: argparse.Namespace, argv: Sequence[str], asked: Advised, remedy: Remedy, names: Collection[str]
+) -> Advice:
+    """Advice on the changes with these names, of a job with a remedy for what refuses them."""
+
+    def changes() -> Iterator[Change]:
+        other = read_job(options, changed(argv, remedy.adds, remedy.drops))
+        for change in _pipeline_of(other, options, asked.limit).named_changes():
+            if change.name in names:
+                yield _with_flags(change, remedy.adds, remedy.drops)
+
+    return asked.plan(attempt("the remedy", changes))
+
+
+def _pipeline_of(job: JobAsIs, options: argparse.Namespace, limit: float) -> JobChanges:
+    """The changes of another job on the same GPUs."""
+    placement, bandwidth = job.today.timeline.schedule.placement, options.host_bandwidth * 1e6
+    return JobChanges(placement, job.costs, limit, bandwidth, setup=job.parsed.setup)
+
+
+def _with_flags(change: Change, adds: Sequence[str], drops: Sequence[str]) -> Change:
+    """A change of a job with other flags too."""
+    dropped = tuple(dict.fromkeys((*drops, *change.drops)))
+    return replace(change, adds=(*adds, *change.adds), drops=dropped)
 
 
 def _is_full(job: JobAsIs, worth: float) -> bool:

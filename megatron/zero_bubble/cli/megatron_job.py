@@ -96,10 +96,10 @@ class ParsedJob:
         args.pipeline_model_parallel_layout = setup.layout
         return _checked(args, values_of(setup) | other_options(self.given), self)
 
-    def refused(self, setup: Setup, adds: Sequence[str], drops: Sequence[str]) -> str | None:
+    def refused(self, setup: Setup, adds: Sequence[str], drops: Sequence[str]) -> Refusal | None:
         """Return why the changed job would be refused; None if it would run."""
         job = attempted(partial(self.changed, setup, adds, drops))
-        return job.reason if isinstance(job, Refusal) else None
+        return job if isinstance(job, Refusal) else None
 
 
 def parsed_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -> ParsedJob:

@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
+
+
+class Remedy(NamedTuple):
+    """Flags of Megatron's own with which a job would not be refused.
+
+    Attributes:
+        adds: flags to add, with their values.
+        drops: flags to leave out.
+        is_counted: whether estimates know what the options without it save.
+    """
+
+    adds: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+    is_counted: bool = False
 
 
 class UserError(ValueError):
@@ -17,11 +31,13 @@ class UserError(ValueError):
 
     Attributes:
         everywhere: whether every rank raises the same error, so that only rank 0 prints it.
+        remedy: flags with which there would be no error, where they leave the model as it is; None if none are known.
     """
 
-    def __init__(self, message: str, everywhere: bool = True) -> None:
+    def __init__(self, message: str, everywhere: bool = True, remedy: Remedy | None = None) -> None:
         super().__init__(message)
         self.everywhere = everywhere
+        self.remedy = remedy
 
 
 class PlanError(UserError):
@@ -35,10 +51,12 @@ class Refusal:
     Attributes:
         reason: the rule, the values and the remedy.
         is_of_plan: whether only a plan is refused, which another run could have.
+        remedy: as in ``UserError``.
     """
 
     reason: str
     is_of_plan: bool = False
+    remedy: Remedy | None = None
 
 
 def attempted(make: Callable[[], T]) -> T | Refusal:
@@ -46,7 +64,7 @@ def attempted(make: Callable[[], T]) -> T | Refusal:
     try:
         return make()
     except UserError as error:
-        return Refusal(str(error), isinstance(error, PlanError))
+        return Refusal(str(error), isinstance(error, PlanError), error.remedy)
 
 
 @contextmanager
@@ -60,7 +78,7 @@ def explaining(before: str = "", after: str = "") -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{before}{error}{after}", error.everywhere) from error
+        raise UserError(f"{before}{error}{after}", error.everywhere, error.remedy) from error
 
 
 class PeerError(RuntimeError):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.core.analysis.score import ROUNDING, Goal, length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.costs.units import format_bytes
 from megatron.zero_bubble.core.errors import PlanError, Refusal, UserError, attempted
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.workload import Workload
@@ -41,6 +42,14 @@ _ALIKE = 1.01
 """Amounts of memory that differ by less count as equal."""
 
 
+class Barred(NamedTuple):
+    """A plan that the job cannot run, and what stands in the way, as a sentence."""
+
+    name: str
+    ms: float
+    why: str
+
+
 @dataclass(frozen=True)
 class Advice:
     """What to do.
@@ -48,6 +57,7 @@ class Advice:
     Attributes:
         rows: the best changes, the fastest first; empty if nothing can be gained.
         dropped: changes that are refused or have no plan, with the reason.
+        barred: shorter plans that the job cannot run, by what stands in the way.
         left_out: the changes that were not planned, because enough had been searched for.
         num_planned: the changes that have a plan.
         worth: the least gain that is worth a change, as a share of the time of the job as it is.
@@ -60,6 +70,7 @@ class Advice:
     dropped: tuple[DroppedVariant, ...] = ()
     left_out: tuple[str, ...] = ()
     num_planned: int = 0
+    barred: tuple[Barred, ...] = ()
 
     @property
     def is_estimated(self) -> bool:
@@ -108,13 +119,14 @@ class Adviser:
 
     Args:
         capacity: bytes of a GPU that a plan may take; None if unknown.
-        refused: returns why a job with a change would be refused, given what it then runs; None if it would run.
+        refused: why a job with a change would be refused, given what it then runs; None if it would run.
         settings: what the job may be started with, the last can run the most; the first that can run a row counts;
             empty for any plan.
         tried: plans and proves the job with a row's change as its dry run does; raises ``UserError`` for what is
             refused, ``PlanError`` where another setting may help. None to prove rows as they were planned.
         most_searched: passes of searched plans after which searches are left out. It is a count and no time, so that
             the advice is the same on every machine.
+        unproved: rows that are refused as the job would run them, and why.
         searched: passes of the plans that were searched for so far.
         tell: is called with the name of each change before it is planned.
         most_activations: limit of activation memory alone, in the unit of the costs.
@@ -123,7 +135,7 @@ class Adviser:
     today: Today
     objective: Metric
     capacity: float | None
-    refused: Callable[[Change, Setup], str | None]
+    refused: Callable[[Change, Setup], Refusal | None]
     worth: float
     most_searched: float = math.inf
     tell: Callable[[str], None] = lambda _: None
@@ -132,6 +144,7 @@ class Adviser:
     tried: Callable[[AdviceRow], Tried] | None = None
     rows: list[AdviceRow] = field(default_factory=list)
     dropped: list[DroppedVariant] = field(default_factory=list)
+    unproved: list[tuple[AdviceRow, str]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     searched: int = 0
 
@@ -155,7 +168,8 @@ class Adviser:
             self._check(row)
         dropped, left_out = tuple(self.dropped), tuple(self.left_out)
         rows = tuple(self._certified(row) for row in chosen)
-        return Advice(self.today, rows, self.objective, self.worth, dropped, left_out, len(self.rows))
+        planned = len(self.rows)
+        return Advice(self.today, rows, self.objective, self.worth, dropped, left_out, planned, self._barred(rows))
 
     def _searched(self, least: float, change: Change) -> bool:
         """Make a search unless a row is known that it cannot beat, which is asked again once that row is refused."""
@@ -178,7 +192,8 @@ class Adviser:
         as_run = self._as_run(row)
         if isinstance(as_run, Refusal):
             del self.rows[place]
-            self.dropped.append(DroppedVariant(row.change.name, as_run.reason))
+            self.dropped.append(DroppedVariant(row.change.name, as_run.reason, as_run.remedy))
+            self.unproved.append((row, as_run.reason))
         else:
             self.rows[place] = replace(as_run, titles=())
 
@@ -219,6 +234,21 @@ class Adviser:
         fits = self.capacity is None or need.most <= self.capacity * (1 + ROUNDING)
         return fits and max(need.activations) <= self.most_activations * (1 + ROUNDING)
 
+    def _barred(self, rows: Sequence[AdviceRow]) -> tuple[Barred, ...]:
+        """The shortest plan above a limit, and the shortest that no proof allows, where all that can run are longer."""
+        shortest = min([length_ms(self.today.timeline, self.objective), *(row.ms for row in rows)]) / _AS_LONG
+        causes = [(row, self._excess(row.need)) for row in self.rows if not row.fits], self.unproved
+        first = (min(each, key=lambda one: one[0].ms) for each in causes if each)
+        return tuple(Barred(row.change.name, row.ms, why) for row, why in first if row.ms < shortest)
+
+    def _excess(self, need: Need) -> str:
+        """The limit that a need is above."""
+        costs, most = self.today.costs, max(need.activations)
+        if most > self.most_activations * (1 + ROUNDING):
+            return f"activations of {costs.show(most)}, above the limit of {costs.show(self.most_activations)}"
+        assert self.capacity is not None, "what does not fit is above a limit"
+        return f"{format_bytes(need.most)} on the fullest rank, of which {format_bytes(self.capacity)} may be taken"
+
     def _least(self, change: Change) -> float:
         """A lower bound in ms on the plans of a change, in closed form."""
         least = attempted(partial(self._bound, change))
@@ -242,9 +272,9 @@ class Adviser:
     def _plan(self, change: Change) -> None:
         self.tell(change.name)
         refused = self.refused(change, change.setup)
-        row = attempted(partial(self._row, change, change.question)) if refused is None else Refusal(refused)
+        row = attempted(partial(self._row, change, change.question)) if refused is None else refused
         if isinstance(row, Refusal):
-            self.dropped.append(DroppedVariant(change.name, row.reason))
+            self.dropped.append(DroppedVariant(change.name, row.reason, row.remedy))
         else:
             self.rows.append(row)
 
@@ -259,7 +289,7 @@ class Adviser:
         need = need_of_plan(plan)
         setup = change.of_plan(change.setup, plan)
         if setup != change.setup and (refused := self.refused(change, setup)) is not None:
-            raise UserError(refused)
+            raise UserError(refused.reason, remedy=refused.remedy)
         ms, before = (length_ms(each, self.objective) for each in (plan.timeline, self.today.timeline))
         gap = None if plan.schedule.overlaps else max(0.0, 1 - self._least(change) / ms)
         return AdviceRow(change, plan, need, self._fits(need), 1 - ms / before, gap, setup)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 from megatron.zero_bubble.core.analysis.score import length_ms
-from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs.units import format_bytes
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.plan.timelines import timeline_of
@@ -46,10 +46,6 @@ def hidden(schedules: Iterator[Schedule], named: str, has_experts: bool) -> Iter
             yield from dict.fromkeys((fuse_alone(own), own))
 
 
-Refuses = Callable[[Timeline], str | None]
-"""Why a job cannot run a schedule with pairs, or has no memory for a plan; None if it can."""
-
-
 class Contender(NamedTuple):
     """A schedule of one kind.
 
@@ -57,21 +53,16 @@ class Contender(NamedTuple):
         what: what it is.
         ms: its length in milliseconds.
         peak: its activations on the fullest rank, as text.
-        why: why the job cannot run it; None if it can.
     """
 
     what: str
     ms: float
     peak: str
-    why: str | None
 
 
-def contenders(costs: Figures, objective: Metric, refusal: Refuses = lambda _: None) -> list[Contender]:
+def contenders(costs: Figures, objective: Metric) -> list[Contender]:
     """Megatron's combined interleaved schedule, pairs in DualPipeV's order, and a plain schedule, shortest first; none
-    if the costs have no experts. Of each kind it is the best that the job can run, if any.
-
-    Args:
-        refusal: of the job.
+    if the costs have no experts.
     """
     known = costs.of_ranks[0].experts
     if not known:
@@ -84,10 +75,10 @@ def contenders(costs: Figures, objective: Metric, refusal: Refuses = lambda _: N
             peak = f"{max(timeline.peak_activation):.4g} microbatches"
             if costs.in_bytes:
                 peak = format_bytes(peak_memory(timeline, costs))
-            yield Contender(what, length_ms(timeline, objective), peak, refusal(timeline))
+            yield Contender(what, length_ms(timeline, objective), peak)
 
     combined = {
-        f"Megatron's combined schedule (interleaved-1f1b x{chunks} {WITH_PAIRS})": costs.build(
+        combined_name(f"interleaved-1f1b x{chunks} {WITH_PAIRS}"): costs.build(
             "interleaved-1f1b", num_chunks=chunks, pairs=True
         )
         for chunks in _CHUNKS
@@ -101,28 +92,24 @@ def contenders(costs: Figures, objective: Metric, refusal: Refuses = lambda _: N
     )
     # Costs of other stages than those of a schedule may not be divisible: it is left out.
     found = ([each for each in chain(*kind) if isinstance(each, Contender)] for kind in kinds)
-    best = (min(own, key=lambda each: (each.why is not None, each.ms)) for own in found if own)
+    best = (min(own, key=lambda each: each.ms) for own in found if own)
     return sorted(best, key=lambda each: each.ms)
 
 
-def verdict(costs: Figures, objective: Metric, refusal: Refuses = lambda _: None) -> str:
-    """A sentence on the share of the all-to-all and on which kind of schedule is shortest, of those that the job can
-    run, and what stands in the way of shorter ones; empty without experts.
+def combined_name(name: str) -> str:
+    """The name of an interleaved schedule with pairs in a sentence."""
+    return f"Megatron's combined schedule ({name})"
 
-    Args:
-        refusal: as in ``contenders``.
-    """
-    found = contenders(costs, objective, refusal)
+
+def verdict(costs: Figures, objective: Metric) -> str:
+    """A sentence on the share of the all-to-all and on which kind of schedule is shortest; empty without experts."""
+    return sentence(costs, objective, found) if (found := contenders(costs, objective)) else ""
+
+
+def sentence(costs: Figures, objective: Metric, found: Sequence[Contender]) -> str:
+    """The same for the schedules that are given, the shortest first."""
+    text = f"all-to-all of experts: {costs.of_ranks[0].exposed_share:.0%} of a microbatch if nothing hides it"
     if not found:
-        return ""
-    share = costs.of_ranks[0].exposed_share
-    text = f"all-to-all of experts: {share:.0%} of a microbatch if nothing hides it"
-    runs = [each for each in found if each.why is None]
-    if runs:
-        first, *others = (f"{each.what}: {each.ms:,.1f} ms, peak {each.peak}" for each in runs)
-        text += "; ".join(["", f"shortest {objective}: {first}", *([f"then {'; '.join(others)}"] if others else [])])
-    shorter = [each for each in found if each.why is not None and (not runs or each.ms < runs[0].ms)]
-    for why in dict.fromkeys(each.why for each in shorter):
-        names = ", ".join(f"{each.what}: {each.ms:,.1f} ms" for each in shorter if each.why == why)
-        text += f"\nshorter, but not for this job as it is: {names}: {why}"
-    return text
+        return text
+    first, *others = (f"{each.what}: {each.ms:,.1f} ms, peak {each.peak}" for each in found)
+    return "; ".join([text, f"shortest {objective}: {first}", *([f"then {'; '.join(others)}"] if others else [])])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import lt
 from typing import Generic, NamedTuple, TypeVar
 
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import Remedy, UserError
 
 T = TypeVar("T")
 Score = tuple[float, ...]
@@ -15,10 +15,15 @@ Score = tuple[float, ...]
 
 
 class DroppedVariant(NamedTuple):
-    """A variant without a plan, and the reason as a sentence."""
+    """A variant without a plan, and the reason as a sentence.
+
+    Attributes:
+        remedy: flags of a job with which it would have a plan, if known.
+    """
 
     name: str
     reason: str
+    remedy: Remedy | None = None
 
     def __str__(self) -> str:
         return f"{self.name} dropped out: {self.reason}"
@@ -43,7 +48,7 @@ def attempt(name: str, make: Callable[[], Iterable[T]]) -> Iterator[T | DroppedV
     try:
         yield from make()
     except UserError as error:
-        yield DroppedVariant(name, str(error))
+        yield DroppedVariant(name, str(error), error.remedy)
 
 
 def best(

@@ -6,11 +6,11 @@ An option that a later Megatron adds counts as disabled where it is missing.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.core.errors import UserError, as_flag
+from megatron.zero_bubble.core.errors import Remedy, UserError, as_flag
 from megatron.zero_bubble.planning.exclusions import (
     BALANCE,
     POST_VALIDATION,
@@ -195,6 +195,8 @@ class _NeededByPairs(NamedTuple):
     Attributes:
         holds: whether a value works; None always does.
         needs: what works, in words.
+        remedy: what the user can do, in words.
+        flags: the same as flags, for a value, where they leave the model and its groups as they are.
     """
 
     option: str
@@ -202,6 +204,13 @@ class _NeededByPairs(NamedTuple):
     needs: str
     why: str
     remedy: str
+    flags: Callable[[Any], Remedy | None] = lambda _: None
+
+
+def _modules_left(modules: Sequence[str]) -> tuple[str, ...]:
+    """The flag for the recomputed modules but experts."""
+    left = [name for name in modules if name != "moe"]
+    return ("--recompute-modules", *left) if left else ()
 
 
 _NEEDED_BY_PAIRS = (
@@ -218,6 +227,7 @@ _NEEDED_BY_PAIRS = (
         "alltoall or flex",
         "another dispatcher has no all-to-all",
         "give --moe-token-dispatcher-type alltoall",
+        lambda _: Remedy(("--moe-token-dispatcher-type", "alltoall")),
     ),
     _NeededByPairs(
         "recompute_granularity",
@@ -225,6 +235,9 @@ _NEEDED_BY_PAIRS = (
         "selective, or left out",
         "megatron-core's plans of layers do not recompute whole layers",
         "give --recompute-granularity selective",
+        lambda _: Remedy(
+            ("--recompute-granularity", "selective"), ("--recompute-method", "--recompute-num-layers"), True
+        ),
     ),
     _NeededByPairs(
         "moe_shared_expert_overlap",
@@ -232,6 +245,7 @@ _NEEDED_BY_PAIRS = (
         "False",
         "shared experts would run during the same all-to-all",
         "drop --moe-shared-expert-overlap",
+        lambda _: Remedy(drops=("--moe-shared-expert-overlap",)),
     ),
     _NeededByPairs(
         "mtp_num_layers",
@@ -246,6 +260,7 @@ _NEEDED_BY_PAIRS = (
         "without moe",
         "megatron-core's plans of layers run the parts of an expert layer one by one",
         "leave moe out of --recompute-modules",
+        lambda modules: Remedy(_modules_left(modules), ("--recompute-modules",), True),
     ),
 )
 
@@ -259,12 +274,13 @@ def check_pairs(values: Any) -> None:
     Raises:
         UserError: the rule, the value and the remedy.
     """
-    for option, holds, needs, why, remedy in _NEEDED_BY_PAIRS:
+    for option, holds, needs, why, remedy, flags in _NEEDED_BY_PAIRS:
         value = getattr(values, option, None)
         if value is not None and not holds(value):
             raise UserError(
                 f"schedules that hide the all-to-all of experts need {option} to be {needs}, because {why}; got "
-                f"{value!r}; {remedy}"
+                f"{value!r}; {remedy}",
+                remedy=flags(value),
             )
     if not getattr(values, "bf16", True) and not getattr(values, "fp16", True):
         raise UserError(
@@ -348,8 +364,10 @@ def check_options(values: Any, run: RunOptions, megatrons_own: bool = True) -> N
 
 
 def _check_rules(values: Any, rules: Iterable[OptionRule]) -> None:
-    if refusal := next(filter(None, (rule.sentence(values) for rule in rules)), None):
-        raise UserError(refusal)
+    for rule in rules:
+        if refusal := rule.sentence(values):
+            is_of_schedules = rule.choice in (SCHEDULE, GRAPHS)  # other choices have other schedules as remedies
+            raise UserError(refusal, remedy=Remedy(drops=(flag_of(rule.option),)) if is_of_schedules else None)
 
 
 def check_softmax(is_fused: bool) -> None:
