@@ -11,6 +11,7 @@ import pytest
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.advise import changed
 from tests.cli.test_advise import SMALL, Capture, advice, check_rows
+from tests.cli.test_advised_rows import set_queues
 from tests.helpers.recipes import COMMON, DEEPSEEK, KIMI
 
 EXPERTS = [
@@ -123,3 +124,11 @@ def test_shorter_plans_without_memory_are_named(capsys: Capture) -> None:
     printed = text(capsys, EXPERTS, *APART, *limit)
     said = f"Shorter, but not for this job as it is: {barred['name']}, {barred['ms']:,.1f} ms: activations of "
     assert said in printed and ("tay with" not in printed or "As the job is, stay with" in printed)
+
+
+def test_the_environment_of_this_machine_does_not_matter(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for queues in ("1", "32", None):
+        set_queues(monkeypatch, queues)
+        found.append(advice(capsys, EXPERTS, *APART, "--quick"))
+    assert found[0] == found[1] == found[2]

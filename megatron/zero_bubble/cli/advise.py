@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,12 +21,15 @@ from megatron.zero_bubble.cli.job_variants import VARIANTS, SizeVariant, chosen_
 from megatron.zero_bubble.cli.job_words import job_words
 from megatron.zero_bubble.cli.links import bandwidth_to_replicas, given_links
 from megatron.zero_bubble.cli.megatron_job import ParsedJob
+from megatron.zero_bubble.cli.plan_text import SLOW
 from megatron.zero_bubble.cli.planned_job import planned_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.core.analysis.idle import idle_of
 from megatron.zero_bubble.core.costs.units import positive_figure
 from megatron.zero_bubble.core.errors import Refusal, Remedy, UserError
 from megatron.zero_bubble.core.ir.garbage import without_gc
+from megatron.zero_bubble.core.search.loops import compiled
+from megatron.zero_bubble.engine.runtime.backends import QUEUES
 from megatron.zero_bubble.planning.advice import WORTH, WORTH_ESTIMATED, Advice, Adviser, StartedWith, Tried
 from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Change, Today
 from megatron.zero_bubble.planning.figures import Figures
@@ -88,7 +90,7 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
         command=advise,
         most_searched=_MOST_SEARCHED,
         effort=_EFFORT,
-        environment=os.environ,
+        environment={QUEUES: "1"},  # as scripts for Megatron-LM set it, whatever holds where this runs
         tries=True,
         drops_overlaps=True,
     )
@@ -193,6 +195,7 @@ def advised(
     own = own.noting(_without(overlaps)) if overlaps else own
     if capacity is not None and (too_large := beyond(options, own.today.need)) is not None:
         own = own.noting(too_large)
+    own = own if options.quick or compiled() else own.noting(f"Planned{SLOW}.")
     begin(own, capacity)
 
     def plan(asked: Iterable[Change | DroppedVariant]) -> Advice:
