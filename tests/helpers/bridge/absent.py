@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module, reload
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,6 +115,24 @@ def stand_in(bridge: Path) -> None:
     sys.meta_path.insert(0, _Finder(_within(["megatron.bridge.diffusion", *adapters, *unused])))
     sys.meta_path.append(_Finder(_within(_OUTSIDE)))  # behind the finders of what is installed
     sys.meta_path.append(_Finder(_RESILIENCY.__contains__))
+
+
+def lora(bridge: Path) -> Any:
+    """The class of LoRA with its real layers, of a package that has been imported with stand-ins for them. Those that
+    inherit from TransformerEngine's are not used.
+    """
+    name, engine = "megatron.bridge.peft.lora_layers", ("transformer_engine", "transformer_engine.pytorch")
+    spec = spec_from_file_location(name, bridge / "src/megatron/bridge/peft/lora_layers.py")
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = layers = module_from_spec(spec)
+    absent = {each: _Module(each) for each in engine if each not in sys.modules}
+    sys.modules.update(absent)
+    spec.loader.exec_module(layers)
+    for each in absent:
+        del sys.modules[each]
+    utils: Any = import_module("megatron.bridge.peft.utils")
+    utils.HAVE_TE = False  # it takes megatron-core's names for installed classes
+    return reload(import_module("megatron.bridge.peft.lora")).LoRA
 
 
 def _within(names: Collection[str]) -> Callable[[str], bool]:

@@ -1,7 +1,7 @@
-"""One rank of several runs of Megatron-Bridge's ``pretrain()``, one after the other; ``runs.py`` starts it.
+"""One rank of several runs of Megatron-Bridge's ``pretrain()`` and ``finetune()``, one after the other.
 
-The arguments are the checkout of Megatron-Bridge and a JSON file with the runs. Each run trains the vanilla GPT recipe
-at toy size, and prints digests of its weights by their names in the whole model.
+``runs.py`` starts it. The arguments are the checkout of Megatron-Bridge and a JSON file with the runs. Each run trains
+the vanilla GPT recipe at toy size, and prints digests of its weights by their names in the whole model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
-from tests.helpers.bridge.absent import stand_in
+from tests.helpers.bridge.absent import lora, stand_in
 
 TOY: dict[str, Any] = {
     "model.num_layers": 4,
@@ -73,16 +73,17 @@ def main() -> None:
         for name in [name for name in os.environ if name.startswith("ZERO_BUBBLE_")]:
             del os.environ[name]  # which the configuration of the run before has set
         try:
-            _train(run)
+            _train(run, Path(bridge))
         except UserError as error:  # before the run has begun
             print(f"zero-bubble: {error}", flush=True)
 
 
-def _train(run: dict[str, Any]) -> None:
+def _train(run: dict[str, Any], bridge: Path) -> None:
     import torch
     from megatron.bridge.models.gpt_provider import local_layer_spec
     from megatron.bridge.recipes.gpt import vanilla_gpt_pretrain_config
     from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.finetune import finetune
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
     from megatron.bridge.training.utils.checkpoint_utils import read_train_state
@@ -102,9 +103,11 @@ def _train(run: dict[str, Any]) -> None:
         _set(config, name, value)
     if run["from_builder"]:
         config.model = _as_model_config(config.model)
+    if run["has_adapters"]:
+        config.peft = lora(bridge)(dim=4, alpha=8)
     config.env_vars |= run["variables"]
     read_train_state.cache_clear()  # the run before has changed the state that it read
-    pretrain(config, forward_step, callbacks=[Digests()])
+    (finetune if run["has_adapters"] else pretrain)(config, forward_step, callbacks=[Digests()])
 
 
 def _set(config: Any, name: str, value: Any) -> None:

@@ -27,6 +27,7 @@ class BridgeRun:
         variables: of the configuration's ``env_vars``.
         settings: fields of the configuration that differ from the toy's, by their dotted names.
         from_builder: whether the model is a ``ModelConfig`` instead of a provider.
+        has_adapters: whether ``finetune()`` trains LoRA's adapters, instead of ``pretrain()`` all weights.
         provider: of the model: the recipe's of a GPT, that of ``latent`` attention, or that of ``hybrid`` layers.
     """
 
@@ -34,6 +35,7 @@ class BridgeRun:
     variables: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     from_builder: bool = False
+    has_adapters: bool = False
     provider: str = ""
 
 

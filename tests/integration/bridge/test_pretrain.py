@@ -67,6 +67,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Log]:
     folder = tmp_path_factory.mktemp("bridge")
     stock, ours = (resumed(folder, name) for name in ("of-stock", "of-zb-h1"))
     unequal = {"model.num_layers": 5}
+    tuned = {"checkpoint.pretrained_checkpoint": str(folder / "of-stock")}
+    adapted = tuned | resumed(folder, "adapters")  # on a V, ranks would draw other adapters
     logs = run_bridge(
         [
             BridgeRun("stock", {}, {"checkpoint.save": str(folder / "of-stock")}),
@@ -83,6 +85,10 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Log]:
             BridgeRun("distributed zb-h1", under("zb-h1"), DISTRIBUTED),
             BridgeRun("moe stock", {}, EXPERTS | BF16 | RECOMPUTED),
             BridgeRun("moe zb-h1", under("zb-h1"), EXPERTS | BF16 | RECOMPUTED),
+            BridgeRun("lora stock", {}, tuned | {"checkpoint.save": str(folder / "adapters")}, has_adapters=True),
+            BridgeRun("lora zb-h1", under("zb-h1"), tuned, has_adapters=True),
+            BridgeRun("unclipped lora stock", {}, adapted | UNCLIPPED, has_adapters=True),
+            BridgeRun("lora zb-v", under("zb-v"), adapted | UNCLIPPED, has_adapters=True),
             BridgeRun("divided vocabulary", under("zb-h1") | DIVIDED, UNCLIPPED | stock),
         ],
         folder,
@@ -101,6 +107,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Log]:
         ("moe zb-h1", "moe stock"),
         ("zb-v", "unclipped stock"),
         ("zb-v from builder", "unclipped stock"),
+        ("lora zb-h1", "lora stock"),
+        ("lora zb-v", "unclipped lora stock"),
     ],
 )
 def test_a_run_equals_its_stock_run(logs: dict[str, Log], name: str, like: str) -> None:
