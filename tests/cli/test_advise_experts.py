@@ -58,7 +58,7 @@ PUBLISHED = {
     "DeepSeek-V3, 256 H100": (
         "h100",
         DEEPSEEK + DEEPSEEK_V3 + SIZES + "--moe-token-dispatcher-type flex --fp8-recipe blockwise "
-        "--recompute-modules mla_up_proj moe mlp layernorm --optimizer-cpu-offload "
+        "--recompute-modules mla_up_proj mlp layernorm --optimizer-cpu-offload "
         "--pipeline-model-parallel-layout 'Et*2|(tt|)*22t|(tt|)*7mL'",
     ),
     "DeepSeek-V3, 256 B200": (
@@ -74,7 +74,9 @@ PUBLISHED = {
         "--global-batch-size 2048 --pipeline-model-parallel-layout 'Et*4|(t*4|)*14tL'",
     ),
 }
-"""Of Megatron-MoE-ModelZoo (8 x 4 and 8 x 2 stages, 256 microbatches) and Megatron-Bridge (16 x 1, 128)."""
+"""Of Megatron-MoE-ModelZoo (8 x 4 and 8 x 2 stages, 256 microbatches; the first also recomputes "moe") and of
+Megatron-Bridge (16 x 1, 128).
+"""
 
 
 @pytest.mark.full
@@ -83,6 +85,18 @@ def test_published_jobs_are_advised_to_combine_passes(capsys: Capture, name: str
     gpu, flags = PUBLISHED[name]
     own = ("--nodes", "32", "--gpu", gpu, "--quick")
     check_the_advice_is_what_is_shortest(capsys, shlex.split(COMMON + flags), *own)
+
+
+@pytest.mark.full
+def test_a_published_job_is_told_what_memory_pairs_need(capsys: Capture) -> None:
+    """It recomputes its experts as a whole, which megatron-core's combined schedule excludes."""
+    gpu, flags = PUBLISHED["DeepSeek-V3, 256 H100"]
+    flags = flags.replace("mla_up_proj mlp", "mla_up_proj moe mlp")
+    printed = text(capsys, shlex.split(COMMON + flags), "--nodes", "32", "--gpu", gpu, "--quick")
+    (reason,) = (line for line in printed.splitlines() if "are refused for one reason: " in line)
+    assert "recompute_modules to be without moe" in reason
+    assert re.search(r"Without it, .* with pairs, [\d,.]+ ms: \d+ GiB on the fullest rank, of which 72 GiB", reason)
+    assert "As the job is, stay with interleaved-1f1b: " in printed
 
 
 def test_what_the_job_cannot_run_is_not_the_shortest(capsys: Capture) -> None:
@@ -96,6 +110,8 @@ def test_what_the_job_cannot_run_is_not_the_shortest(capsys: Capture) -> None:
     found = advice(capsys, flags, *own)
     row = found["with_remedy"]
     assert f"Without it, {row['name']} would take {row['makespan_ms']:,.1f} ms ({-row['gain']:+.1%})" in reason
+    (last,) = (line for line in printed.splitlines() if line.startswith("Add "))
+    assert "--recompute-granularity selective" in last and f": {-row['gain']:+.1%} of the time of the passes" in last
     assert row["name"].endswith("with pairs") and "selective" in row["flags"]
     assert {"--recompute-method", "--recompute-num-layers"} <= set(row["leave_out"])
     check_rows(capsys, {"advice": [row]}, flags, *own[:-1])

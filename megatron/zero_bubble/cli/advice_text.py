@@ -185,13 +185,13 @@ def text_of(
         lines += ["", *_table(found, own, argv)]
     measure = [_how_to_measure(found.today.timeline.schedule)] if found.is_estimated else []
     rests = [remark(others)] if others else []
+    stands = _behind(found, behind, own, argv)
     if behind is not None and behind.remedy.is_counted and _gain(behind.advice) > _gain(found) + found.worth:
         advice = _verdict(behind.advice, own, argv, ())
     else:
-        is_barred = bool(found.barred) or (behind is not None and behind.advice.best is not None)
         of_others = [each.gain for each in others if each.gain is not None]
-        advice = _verdict(found, own, argv, of_others, is_barred)
-    remarks = _remarks(found, unread, _behind(found, behind, own, argv))
+        advice = _verdict(found, own, argv, of_others, bool(found.barred or stands))
+    remarks = _remarks(found, unread, stands)
     return "\n".join([*lines, "", *remarks, advice, *rests, _NOT_COVERED, *measure]) + "\n"
 
 
