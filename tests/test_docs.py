@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,9 @@ from megatron.zero_bubble.planning.job.arguments.parser import build_parser
 from megatron.zero_bubble.planning.job.effects import EFFECTS
 from megatron.zero_bubble.planning.job.flags import add_flags, as_given
 from megatron.zero_bubble.planning.job.options import OPTIONS
+from megatron.zero_bubble.planning.job.settled import settle_options
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Named, Setup
 from site_parts import refusals
 
 ROOT = Path(__file__).parents[1]
@@ -105,6 +109,17 @@ def test_every_rule_of_the_tables_of_refusals_is_documented() -> None:
     parts += [(row.choice.subject, row.why, "" if row.is_set else row.remedy) for row in OPTIONS]
     for row in parts:
         assert all(part in page for part in row), row
+
+
+@pytest.mark.parametrize("option", refusals.HONOURED)
+def test_no_schedule_refuses_an_option_that_is_honoured(option: str) -> None:
+    """Wherever a configuration has it; pairs are of the model alone."""
+    of_pairs = option == "overlap_moe_expert_parallel_comm"
+    run = RunOptions(Setup(Named("dualpipe-v"), pairs=of_pairs))
+    for place in range(1 if of_pairs else 3):
+        parts = [SimpleNamespace(), SimpleNamespace(), SimpleNamespace()]
+        setattr(parts[place], option, True)
+        assert settle_options(parts, run) == [] and getattr(parts[place], option) is True
 
 
 def test_every_package_that_refuses_something_is_in_a_table() -> None:

@@ -26,7 +26,7 @@ class FusedGroupedLinear(torch.nn.Module):
     """The operation of ``transformer_engine.pytorch.ops``.
 
     It always accumulates into ``main_grad``, and computes the gradients of biases in B.
-    It is built without memory, and given the parameters of a ``GroupedLinear``.
+    megatron-core builds it on the meta device, and gives it the parameters of a ``GroupedLinear``.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class FusedGroupedLinear(torch.nn.Module):
         out_features: int,
         *,
         bias: bool = True,
+        device: str = "cpu",
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
     ) -> None:
@@ -45,12 +46,12 @@ class FusedGroupedLinear(torch.nn.Module):
         self.is_grouped = False  # as on new GPUs
         self.accumulates, self.num_groups = accumulate_into_main_grad, num_groups
         for number in range(num_groups):
-            weight = torch.nn.Parameter(torch.empty(out_features, in_features, device="meta"))
+            weight = torch.nn.Parameter(torch.randn(out_features, in_features, device=device))
             weight.skip_backward_post_hook = self.wgrad_store.delay_wgrad_compute()  # type: ignore[attr-defined]
             self.register_parameter(f"weight{number}", weight)
             self.register_parameter(f"bias{number}", None)
             if bias:
-                self.register_parameter(f"bias{number}", torch.nn.Parameter(torch.empty(out_features, device="meta")))
+                self.register_parameter(f"bias{number}", torch.nn.Parameter(torch.randn(out_features, device=device)))
 
     def forward(self, x: torch.Tensor, splits: Sequence[int]) -> torch.Tensor:
         own = [getattr(self, f"{kind}{number}") for kind in ("weight", "bias") for number in range(self.num_groups)]
@@ -121,7 +122,11 @@ class FusedExperts(torch.nn.Module):
             linear = self.linear
             accumulate = linear.fuse_wgrad_accumulation
             operation = FusedGroupedLinear(
-                *self._shape, bias=linear.use_bias, accumulate_into_main_grad=accumulate, delay_wgrad_compute=False
+                *self._shape,
+                bias=linear.use_bias,
+                device="meta",
+                accumulate_into_main_grad=accumulate,
+                delay_wgrad_compute=False,
             )
             for name, parameter in linear.named_parameters(recurse=False):
                 operation.register_parameter(name, parameter)

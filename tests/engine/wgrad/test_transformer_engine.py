@@ -399,4 +399,6 @@ def test_linear_that_multiplies_by_itself_runs_its_backward_in_b(bias: bool, ord
         assert not len(store)
         own.passes(order)
     (line,) = lines  # it is known from then on
-    assert line.startswith("_Turbo inherits a linear of TransformerEngine but multiplies by itself, so the gradients")
+    assert line.startswith(
+        "_Turbo is a linear of TransformerEngine but its weights are multiplied by something else, such"
+    )

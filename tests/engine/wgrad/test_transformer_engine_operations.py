@@ -19,6 +19,7 @@ from tests.engine.wgrad.test_transformer_engine import (
     split,
     stock,
 )
+from tests.helpers import engine
 from tests.helpers.fused_operations import FusedExperts, FusedGroupedLinear
 
 
@@ -79,18 +80,17 @@ def test_an_operation_with_weights_of_its_own_computes_them_in_b() -> None:
     class Alone(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.linear = engine.Linear(IN, IN)  # whose hooks wait for W
             self.operation = FusedGroupedLinear(1, IN, OUT)
-            for name, parameter in list(self.operation.named_parameters()):
-                self.operation.register_parameter(name, torch.nn.Parameter(torch.randn(parameter.shape)))
 
         def forward(self, x: torch.Tensor, microbatch: int) -> torch.Tensor:
-            return self.operation(x, [TOKENS])
+            return self.operation(self.linear(x).tanh(), [TOKENS])
 
     expected = stock(Alone, SPLIT_ORDER)
     with split() as store:
         own = Run(Alone, False, store)
         own.passes("F0 B0")
-        assert not len(store)
+        assert gradients(own)["operation.weight0"].any() and not gradients(own)["linear.weight"].any()
         assert_same_bits(own.passes(SPLIT_ORDER.replace("F0", "").replace("B0", "")), gradients(expected))
 
 
@@ -104,3 +104,41 @@ def test_frozen_experts_defer_nothing() -> None:
     expected = stock(make, SPLIT_ORDER)
     with split() as store:
         assert_same_bits(Run(make, False, store).passes(SPLIT_ORDER), gradients(expected))
+
+
+class Dense(torch.nn.Module):
+    """A linear whose weight megatron-core gives to a fused operation without a queue, as in a dense MLP."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.linear = engine.Linear(IN, OUT, fuse_wgrad_accumulation=True, bias=False, **options)
+
+    def forward(self, x: torch.Tensor, microbatch: int) -> torch.Tensor:
+        return _Accumulate.apply(x, self.linear.weight)
+
+
+class _Accumulate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        ctx.weight.main_grad.add_(grad.t() @ x)
+        ctx.weight.grad_added_to_main_grad = True
+        return grad @ ctx.weight, torch.full_like(ctx.weight, torch.nan)
+
+
+def test_operations_without_a_queue_compute_their_gradients_in_b() -> None:
+    expected, lines = stock(Dense, SPLIT_ORDER), []
+    with split(lines.append) as store:
+        own = Run(Dense, False, store)
+        own.passes("F0 B0")
+        assert not len(store) and gradients(own)["linear.weight"].any()
+        assert_same_bits(own.passes(SPLIT_ORDER.replace("F0", "").replace("B0", "")), gradients(expected))
+        assert own.ddp.ready == expected.ddp.ready
+    (line,) = lines
+    assert line.endswith("such as a fused operation, so their gradients are computed in B, not in W")

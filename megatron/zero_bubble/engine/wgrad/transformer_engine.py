@@ -17,8 +17,8 @@ without the delay, and this module only decides when.
   weights megatron-core gives to it in the first forward. Its queue then is that of the module, which is all that DDP
   knows. Fused operations without a queue compute their weight gradients in B.
 * A module runs its whole backward in B, as without the delay, if autograd must find its gradients there: if others have
-  hooks on its parameters, or if its class inherits from TransformerEngine's but multiplies by itself. Such a module
-  never uses its queue, which turns out in its first B.
+  hooks on its parameters, or if something else multiplies, its own class or a fused operation without a queue. Such a
+  module never uses its queue, which turns out in its first B.
 
 This module does not import TransformerEngine. ``patching`` installs ``build``, ``delays``, ``put`` and ``wrap``.
 """
@@ -233,8 +233,8 @@ class TransformerEngineSplit:
         for module in self._delayed.values():
             if module.settle():
                 self._say(
-                    f"{module.name} inherits a linear of TransformerEngine but multiplies by itself, so the gradients "
-                    "of its weights are computed in B, not in W"
+                    f"{module.name} is a linear of TransformerEngine but its weights are multiplied by something else, "
+                    "such as a fused operation, so their gradients are computed in B, not in W"
                 )
 
     @contextmanager
