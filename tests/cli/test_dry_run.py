@@ -186,9 +186,9 @@ def test_experts_are_estimated(capsys: Capture) -> None:
     assert "Experts are assumed to be balanced: 2 of 16 process each token.\n" in whole
     divided = [*job, *"--expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall".split()]
     own = run(capsys, nodes, divided)
-    assert "The all-to-alls of 4 expert-parallel ranks, 4 per node, run at 450 GB/s within a node." in own
+    assert "The all-to-alls of 4 expert-parallel ranks, 4 per node, run at 340 GB/s within a node." in own
     near = run(capsys, [*nodes[:3], "2", *nodes[4:], "--nodes", "8", "--network-bandwidth", "25"], divided)
-    assert "4 expert-parallel ranks, 2 per node, run at 450 GB/s within a node and 25 GB/s between nodes." in near
+    assert "4 expert-parallel ranks, 2 per node, run at 340 GB/s within a node and 25 GB/s between nodes." in near
     sharded = run(capsys, nodes, [*divided, "--use-distributed-optimizer"])
     assert "Weights, gradients and optimizer take 9 bytes per parameter, those of experts 18." in sharded
     with_memory = [*nodes, "--gpu-memory"]

@@ -9,6 +9,7 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.links import GivenLinks, with_transfers
 from megatron.zero_bubble.cli.rank_groups import RankGroups
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.figures import Figures
@@ -81,23 +82,25 @@ def test_pairs_of_pipeline_ranks_on_different_nodes(
 
 def test_bandwidths_of_hops_inside_a_node_and_between_nodes() -> None:
     groups = RankGroups(2, {"tensor": 1, "data": 1, "pipeline": 4}, {})
-    costs = with_transfers(figures(), groups, "h100", NOTHING, True)
+    costs = with_transfers(figures(), groups, DEVICES["h100"], NOTHING, True)
     of_line = costs.on(LINE)[0]
     assert [of_line.comm(a, a + 1) for a in range(3)] == pytest.approx([0.105, 0.12, 0.105])
     between = "Transfers between nodes, 1 of the pipeline's 3 hops: 0.1 ms + bytes at"
     assert costs.notes == (f"{between} 50 GB/s, assumed; give --network-bandwidth.",)
-    given = with_transfers(figures(), groups, "h100", (GivenLinks(100.0), GivenLinks(25.0)), False)
+    given = with_transfers(figures(), groups, DEVICES["h100"], (GivenLinks(100.0), GivenLinks(25.0)), False)
     assert [given.on(LINE)[0].comm(a, a + 1) for a in range(3)] == pytest.approx([0.11, 0.14, 0.11])
     assert given.notes == (
         "Transfers inside a node: 0.1 ms + bytes at 100 GB/s.",
         f"{between} 25 GB/s.",
     )
-    assert with_transfers(figures(), groups, "h100", NOTHING, False).notes == (), "a run has measured its links"
+    assert with_transfers(figures(), groups, DEVICES["h100"], NOTHING, False).notes == (), (
+        "a run has measured its links"
+    )
 
 
 def test_latencies_of_hops_inside_a_node_and_between_nodes() -> None:
     groups = RankGroups(2, {"tensor": 1, "data": 1, "pipeline": 4}, {})
-    costs = with_transfers(figures(), groups, "h100", (GivenLinks(us=40.0), GivenLinks(50.0, 0.0)), False)
+    costs = with_transfers(figures(), groups, DEVICES["h100"], (GivenLinks(us=40.0), GivenLinks(50.0, 0.0)), False)
     assert [costs.on(LINE)[0].comm(a, a + 1) for a in range(3)] == pytest.approx([0.045, 0.02, 0.045])
     assert costs.notes == (
         "Transfers inside a node: 0.04 ms + bytes at 200 GB/s.",

@@ -40,15 +40,28 @@ class Batch(NamedTuple):
         tokens: tokens of an iteration, on all GPUs.
         gpus: number of GPUs.
         replicas: number of data-parallel replicas.
+        operations: floating-point operations per token; None if unknown.
+        peak: dense peak of a GPU in the precision of linear layers, in TFLOPS.
     """
 
     tokens: int
     gpus: int
     replicas: int
+    operations: float | None = None
+    peak: float = 0.0
 
     def rate(self, ms: float) -> float:
         """Tokens per second and GPU."""
         return self.tokens / self.gpus / (ms / 1e3)
+
+    def tflops(self, ms: float) -> float | None:
+        """TFLOP/s per GPU, as logs of training count them; None if unknown."""
+        return None if self.operations is None else self.operations * self.rate(ms) / 1e12
+
+    def utilization(self, ms: float) -> float | None:
+        """The share of the peak that the model's operations take (MFU); None if unknown."""
+        tflops = self.tflops(ms)
+        return None if tflops is None or not self.peak else tflops / self.peak
 
 
 def words_of(setup: Setup, adds: Sequence[str], drops: Sequence[str], own: Setup, argv: Sequence[str]) -> Difference:
@@ -90,6 +103,8 @@ def content_of(
             "bubble_rate": timeline.bubble_rate("makespan"),
             "idle": {name: value / ms for name, value in _idle(found.today)._asdict().items()},
             "tokens_per_s_per_gpu": batch.rate(ms),
+            "tflops_per_gpu": batch.tflops(ms),
+            "mfu": batch.utilization(ms),
             "notes": costs.notes,
             "not_read": unread,
         },
@@ -151,7 +166,10 @@ def text_of_job(today: Today, batch: Batch, capacity: float | None) -> str:
     )
     sizes = f"{size}, {costs.num_microbatches} microbatches, {batch.replicas} data-parallel replicas"
     lines = [*costs.notes, "", f"The job as it is: {timeline.schedule.name}, {sizes}"]
-    lines.append(f"  {ms:,.1f} ms for the passes of an iteration, {batch.rate(ms):,.0f} tokens per second and GPU")
+    speed = f"{batch.rate(ms):,.0f} tokens per second and GPU"
+    if (tflops := batch.tflops(ms)) is not None and (share := batch.utilization(ms)) is not None:
+        speed += f", {tflops:,.0f} TFLOP/s per GPU ({share:.1%} MFU)"
+    lines.append(f"  {ms:,.1f} ms for the passes of an iteration, {speed}")
     lines.append(f"  ranks idle {idle.total / ms:.1%} of the time: {', '.join(causes)}")
     if costs.in_bytes and capacity is not None:
         at = need.fullest

@@ -14,12 +14,13 @@ from typing import NamedTuple
 from megatron.zero_bubble.cli.advice_text import content_of, text_of, text_of_job
 from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabulary, with_others
 from megatron.zero_bubble.cli.gpu_memory import beyond
-from megatron.zero_bubble.cli.job_as_is import JobAsIs, add_job_flags, capacity_of, read_job
+from megatron.zero_bubble.cli.hardware import device_of
+from megatron.zero_bubble.cli.job_as_is import JobAsIs, add_job_flags, capacity_of, paced, read_job
 from megatron.zero_bubble.cli.job_figures import assumes_vocabulary
 from megatron.zero_bubble.cli.job_runs import SEVERAL, job_runs, with_more_queues
 from megatron.zero_bubble.cli.job_variants import VARIANTS, SizeVariant, chosen_variants
 from megatron.zero_bubble.cli.job_words import job_words
-from megatron.zero_bubble.cli.links import bandwidth_to_replicas, given_links
+from megatron.zero_bubble.cli.links import bandwidth_to_replicas
 from megatron.zero_bubble.cli.megatron_job import ParsedJob
 from megatron.zero_bubble.cli.plan_text import SLOW
 from megatron.zero_bubble.cli.planned_job import planned_job
@@ -127,6 +128,7 @@ def advise(options: argparse.Namespace) -> str:
     argv = flags_of_job(options)
     if not argv:
         raise UserError("advice is about the flags of a job, which come last, after a separate --; got none; give them")
+    options = paced(options, argv)
     asked = advised(options, argv, _print if options.format == "text" else lambda *_: None)
     own, found = asked.job, asked.advice
     if options.write is not None:
@@ -173,7 +175,7 @@ def advised(
         bandwidth,
         most,
         options.effort,
-        (own.replicas, bandwidth_to_replicas(own.groups, options.gpu, given_links(options))),
+        (own.replicas, bandwidth_to_replicas(own.groups, device_of(options))),
         own.parsed.setup,
     )
     worth = WORTH if options.costs else WORTH_ESTIMATED

@@ -13,17 +13,16 @@ from collections.abc import Sequence
 from megatron.zero_bubble.cli.advice_text import not_read
 from megatron.zero_bubble.cli.deciding import decided
 from megatron.zero_bubble.cli.gpu_memory import beyond
+from megatron.zero_bubble.cli.hardware import add_gpu_flags
 from megatron.zero_bubble.cli.job_figures import CostsInput, gpu_bytes
 from megatron.zero_bubble.cli.job_words import job_words
 from megatron.zero_bubble.cli.links import add_link_flags
-from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.planned_job import RankMemory, planned_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size, show
 from megatron.zero_bubble.cli.stock import against_stock
 from megatron.zero_bubble.core.analysis.timeline import Timeline
-from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import job_predictions
@@ -58,13 +57,7 @@ def add_dry_run(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node, one process each (default: 8)"
     )
-    verb.add_argument(
-        "--gpu",
-        type=str.lower,
-        choices=tuple(DEVICES),
-        default=ASSUMED,
-        help=f"GPU to estimate for (default: {ASSUMED})",
-    )
+    add_gpu_flags(verb)
     verb.add_argument(
         "--gpu-memory", metavar="SIZE", help="end with exit code 2 if a rank needs more memory than this, e.g. 80GiB"
     )

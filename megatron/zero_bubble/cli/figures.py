@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron.zero_bubble.cli.links import add_links, links_of
+from megatron.zero_bubble.cli.links import add_links, linked
 from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.core.costs import PassMemory
@@ -102,7 +102,7 @@ def add_figures(verb: argparse.ArgumentParser, or_file: str = "") -> None:
         "--gpus-per-node",
         type=int,
         metavar="G",
-        help="GPUs of a node, for the all-to-alls of experts, with --config (default: 8)",
+        help="GPUs of a node, for the all-to-alls of experts, with --config (default: those with fast links)",
     )
 
 
@@ -169,18 +169,16 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     if options.costs is not None:
         raise UserError("--config estimates times and memory; leave out --costs")
     _refuse(options, (key for key in _FIGURES if key != "message_ms"), "--config estimates times and memory")
-    device = DEVICES[options.gpu or ASSUMED]
+    device = linked(options, DEVICES[options.gpu or ASSUMED])
     by_cost = getattr(options, "layout", None) == BY_COST
     model, microbatches, assumed, division, facts = read_model(
         options.config, num_ranks, not options.no_flash_attention, by_cost, num_microbatches
     )
-    if model.experts is not None:
-        if getattr(options, "shard_weights", False):
-            raise UserError(
-                f"--shard-weights needs a model without experts, which are sharded over other groups; {options.config} "
-                f"has {model.experts.count}; leave it out"
-            )
-        model = replace(model, experts=replace(model.experts, links=links_of(options, options.gpus_per_node or 8)))
+    if model.experts is not None and getattr(options, "shard_weights", False):
+        raise UserError(
+            f"--shard-weights needs a model without experts, which are sharded over other groups; {options.config} "
+            f"has {model.experts.count}; leave it out"
+        )
     attention = "uses flash kernels" if model.flash else "stores its scores"
     layers = ", ".join(map(str, model.layers))
 
@@ -189,7 +187,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         f"{device}.",
         f"Attention {attention}, recompute {model.recompute}, tensor parallel {model.tensor_parallel}.",
         *([] if by_cost else [f"Layers by rank: {layers}."]),
-        *([] if model.experts is None else [model.experts.assumed(device.node_gbs, device.network_gbs)]),
+        *([] if model.experts is None else [model.experts.assumed(device)]),
         _static_note(bool(getattr(options, "shard_weights", False))),
     ]
     count = microbatches if num_microbatches is None else num_microbatches

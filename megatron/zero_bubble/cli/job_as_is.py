@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.advice_text import Batch
 from megatron.zero_bubble.cli.gpu_memory import RESERVED, memory_of
-from megatron.zero_bubble.cli.job_figures import CostsInput, job_figures, with_vocabulary
+from megatron.zero_bubble.cli.hardware import add_gpu_flags, device_of, job_costs
+from megatron.zero_bubble.cli.job_figures import CostsInput, with_vocabulary
 from megatron.zero_bubble.cli.job_schedule import planned_schedule
-from megatron.zero_bubble.cli.links import add_link_flags, given_links, links_of, with_transfers
-from megatron.zero_bubble.cli.machine import ASSUMED
+from megatron.zero_bubble.cli.links import add_link_flags
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, ParsedJob, parsed_megatron_job
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size
 from megatron.zero_bubble.core.analysis.timeline import Metric
-from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.units import positive_figure
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.formats.layout import job_layers
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.change import Today, need_of
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.job.kept import linear_precision
+
+_STEPS, _CLOSE = 12, 1e-4
+"""At most so many steps bring estimates to a measured time; transfers, which are not scaled, need more than one."""
 
 
 def add_job_flags(verb: argparse.ArgumentParser) -> None:
     """Add the flags that say where a job runs, and what it costs there."""
     verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
     verb.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node (default: 8)")
-    verb.add_argument(
-        "--gpu",
-        type=str.lower,
-        choices=tuple(DEVICES),
-        default=ASSUMED,
-        help=f"GPU to estimate for (default: {ASSUMED})",
-    )
+    add_gpu_flags(verb)
     verb.add_argument(
         "--gpu-memory",
         metavar="SIZE",
@@ -45,6 +43,13 @@ def add_job_flags(verb: argparse.ArgumentParser) -> None:
         type=CostsInput,
         metavar="FILE",
         help="pass times and memory that a run of the job has measured, instead of estimates",
+    )
+    verb.add_argument(
+        "--measured-ms",
+        type=float,
+        metavar="MS",
+        help="time of an iteration in the log of a run of the job: estimated passes are scaled so that the job as it "
+        "is takes that long",
     )
     add_link_flags(verb)
 
@@ -98,16 +103,38 @@ def read_job(options: argparse.Namespace, argv: Sequence[str]) -> JobAsIs:
             "advice is about pipelines of 2 or more ranks; got --pipeline-model-parallel-size "
             f"{args.pipeline_model_parallel_size}; a job without a pipeline has no bubble"
         )
-    costs = job_figures(args, job_layers(args), options.gpu, options.costs, links_of(options, options.gpus_per_node))
-    estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
-    groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
-    costs = with_transfers(costs, groups, options.gpu, given_links(options), estimated)
+    costs, groups = job_costs(options, args, options.costs)
     own = with_vocabulary(costs, args)
     schedule = planned_schedule(args, own, costs.num_microbatches)
     timeline = timeline_of(schedule, *own.on(args.placement))
     objective: Metric = args.run.setup.objective
-    batch = Batch(args.batch_sizes.final * args.seq_length, groups.num_ranks, args.data_parallel_size)
+    tokens, peak = args.batch_sizes.final * args.seq_length, device_of(options).peak(linear_precision(args))
+    batch = Batch(tokens, groups.num_ranks, args.data_parallel_size, costs.operations, peak)
     return JobAsIs(parsed, read, Today(timeline, own, need_of(timeline, own)), costs, objective, batch, groups)
+
+
+def paced(options: argparse.Namespace, argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options with the pace of the GPU at which the job takes ``--measured-ms``, if that is given.
+
+    Raises:
+        UserError: as ``read_job``, or for a time that no pace gives.
+    """
+    if (measured := options.measured_ms) is None:
+        return options
+    positive_figure("--measured-ms", measured)
+    if options.costs is not None:
+        raise UserError("--measured-ms scales estimates, and --costs has times of a run; leave one of them out")
+    pace = 1.0
+    for _ in range(_STEPS):
+        own = argparse.Namespace(**{**vars(options), "pace": pace})
+        ms = read_job(own, argv).today.timeline.makespan_ms
+        if math.isclose(ms, measured, rel_tol=_CLOSE):
+            return own
+        pace *= measured / ms
+    raise UserError(
+        f"--measured-ms must be the time of an iteration of this job in ms; got {measured:g}, and its passes, scaled "
+        f"to that, with its transfers take {ms:,.1f}; correct it, or give --costs of a run"
+    )
 
 
 def capacity_of(options: argparse.Namespace, today: Today) -> float | None:

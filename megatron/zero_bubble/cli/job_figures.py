@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
-from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.devices import Device
 from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
-from megatron.zero_bubble.core.costs.expert_layers import ExpertLinks
 from megatron.zero_bubble.core.costs.model import Model
+from megatron.zero_bubble.core.costs.operations import operations
+from megatron.zero_bubble.core.costs.precision import BF16
 from megatron.zero_bubble.core.costs.predictions import prediction_experts, prediction_parts, with_predictions
 from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import UserError
@@ -22,7 +23,7 @@ from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 from megatron.zero_bubble.planning.job.facts import facts_of
-from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, unestimated_kinds
+from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE, division_of, rank_model, unestimated_kinds
 from megatron.zero_bubble.planning.job.parameters import optimizer_replicas, parameter_bytes
 from megatron.zero_bubble.planning.job.vocabulary import tokenizers_vocabulary
 from megatron.zero_bubble.planning.vocabulary import are_divided, divided_costs
@@ -60,9 +61,8 @@ class CostsInput:
 def job_figures(
     args: argparse.Namespace,
     layers: tuple[int, ...],
-    gpu: str,
+    device: Device,
     costs: CostsInput | None,
-    links: ExpertLinks,
 ) -> Figures:
     """Return costs and memory for checked ``args``, with ``layers`` per stage; see ``Figures`` for their meaning."""
     from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
@@ -70,12 +70,9 @@ def job_figures(
     sizes = args.pipeline_model_parallel_size, args.batch_sizes.final // args.batch_sizes.granule
     others = unestimated_kinds(args)
     estimated, predictions = not others, job_predictions(args)
-    # With context parallelism, every rank processes only a part of the sequence.
-    model = replace(model_of(args, layers), sequence=args.seq_length // args.context_parallel_size)
-    if model.experts is not None:
-        model = replace(model, experts=replace(model.experts, links=links))
+    model = rank_model(args, layers)
     vocabulary = known_vocabulary(args)  # as the run, too, knows it before it has a tokenizer
-    division, facts = replace(division_of(args, vocabulary), given=layers), facts_of(args, gpu, vocabulary)
+    division, facts = replace(division_of(args, vocabulary), given=layers), facts_of(args, device.name, vocabulary)
     asked = tokenizers_vocabulary(args) if vocabulary is None else None
     vocabulary = asked.size if asked is not None else vocabulary
     if vocabulary is not None:
@@ -89,7 +86,7 @@ def job_figures(
         if different := differences(read.facts, facts):
             figures = _noting(figures, f"The costs in {costs.path} are of another job: {listed(different)}.")
     elif estimated:
-        figures = _estimated(sizes, model, gpu, predictions, division)
+        figures = _estimated(sizes, model, device, predictions, division)
         if asked is not None:
             figures = _noting(figures, f"The vocabulary of {asked.size:,} is that of {asked.source}, padded.")
         elif vocabulary is None:
@@ -98,16 +95,13 @@ def job_figures(
                 f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed, since Megatron-LM asks the tokenizer: give "
                 "--vocab-size, because gains depend on it.",
             )
-        if args.context_parallel_size > 1:
-            figures = _noting(
-                figures, "Attention is counted only within each context-parallel rank's part of the sequence."
-            )
     else:
         figures = _equal(sizes, ", ".join(others).capitalize(), any(predictions))
     message_bytes = model.message_bytes * (1 if args.bf16 or args.fp16 else 2)
     figures = replace(figures, message_bytes=message_bytes, facts=facts)
     if not estimated:
         return figures
+    figures = replace(figures, operations=operations(model, sum(predictions)))
     return _with_weights(figures, args, model, predictions, division)
 
 
@@ -196,14 +190,14 @@ def _measured(sizes: tuple[int, int], read: CostsFile, placement: Placement, div
 
 
 def _estimated(
-    sizes: tuple[int, int], model: Model, gpu: str, predictions: tuple[int, ...], division: Division
+    sizes: tuple[int, int], model: Model, device: Device, predictions: tuple[int, ...], division: Division
 ) -> Figures:
-    device = DEVICES[gpu]
     notes = (
         "Times and memory are estimated from the model's shapes, not measured; use --costs for figures of a run.",
         f"{device}.",
         f"Attention {'uses flash kernels' if model.flash else 'stores its scores'}, recompute {model.recompute}.",
-        *(() if model.experts is None else (model.experts.assumed(device.node_gbs, device.network_gbs),)),
+        *_precision_notes(model, device),
+        *(() if model.experts is None else (model.experts.assumed(device),)),
     )
 
     def plain(placement: Placement) -> tuple[PassCosts, PassMemory]:
@@ -227,6 +221,18 @@ def _estimated(
         return with_predictions(*plain(placement), on_stages(predictions, placement), layer, head, experts)
 
     return Figures(*sizes, on, True, notes=(*notes, more))
+
+
+def _precision_notes(model: Model, device: Device) -> tuple[str, ...]:
+    """What is assumed of linear layers in a lower precision."""
+    asked, found = model.precision, device.supported(model.precision)
+    if asked == BF16:
+        return ()
+    if found != asked:
+        return (f"{device.name} has no products in {asked.name}: all count as in bf16.",)
+    share = device.efficiency / device.pace * asked.share
+    low = f"Linear layers compute in {asked.name}, {device.peak(asked):g} TFLOPS at {share:.0%}, and quantize their"
+    return (f"{low} operands; attention, the router and the output layer stay in bf16.",)
 
 
 def _equal(sizes: tuple[int, int], what: str, predicts: bool) -> Figures:

@@ -8,13 +8,9 @@ from itertools import permutations
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.rank_groups import RankGroups
-from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.expert_layers import ExpertLinks
+from megatron.zero_bubble.core.costs.devices import Device
 from megatron.zero_bubble.core.costs.units import checked_figure, positive_figure
 from megatron.zero_bubble.planning.figures import Figures
-
-NETWORK_GBS = 50.0
-"""The assumed bandwidth per GPU between nodes, in GB/s: one network adapter of 400 Gbit/s per GPU."""
 
 
 class GivenLinks(NamedTuple):
@@ -43,14 +39,15 @@ def add_link_flags(verb: argparse.ArgumentParser) -> None:
         "--link-bandwidth",
         type=float,
         metavar="GB/S",
-        help="bandwidth per GPU of transfers inside a node, also of the all-to-alls of experts, in GB/s (default: "
-        "that of --gpu)",
+        help="bandwidth per GPU of transfers inside a node, also of the collectives of tensor parallelism and experts, "
+        "in GB/s (default: that of --gpu)",
     )
     verb.add_argument(
         "--network-bandwidth",
         type=float,
         metavar="GB/S",
-        help=f"bandwidth per GPU of transfers between nodes, in GB/s (default: {NETWORK_GBS:g})",
+        help="bandwidth per GPU of transfers between nodes, also of the all-to-alls of experts, in GB/s (default: that "
+        "of --gpu)",
     )
     for kind, where in (("link", "inside a node"), ("network", "between nodes")):
         verb.add_argument(
@@ -82,7 +79,7 @@ def _bandwidths(options: argparse.Namespace) -> tuple[tuple[str, float | None], 
 
 
 def with_transfers(
-    costs: Figures, groups: RankGroups, gpu: str, given: tuple[GivenLinks, GivenLinks], estimated: bool
+    costs: Figures, groups: RankGroups, device: Device, given: tuple[GivenLinks, GivenLinks], estimated: bool
 ) -> Figures:
     """Return ``costs`` with the times of transfers inside a node and between nodes, and a note that states them.
 
@@ -90,18 +87,18 @@ def with_transfers(
 
     Args:
         given: the links inside a node and between nodes.
-        estimated: whether the times are estimates for ``gpu``, not those of a run.
+        estimated: whether the times are estimates for ``device``, not those of a run.
 
     Raises:
         UserError: for a time above ``MAX_FIGURE``.
     """
     node, network = given
-    ranks, size, device = range(costs.num_ranks), costs.message_bytes, DEVICES[gpu]
+    ranks, size = range(costs.num_ranks), costs.message_bytes
     if given == (GivenLinks(), GivenLinks()) and not estimated:
         return costs
     assert size is not None, "the flags of a job give the size of its messages"
     inside = node.ms(size, device.link_gbs, device.latency_ms)
-    between = network.ms(size, NETWORK_GBS, device.latency_ms)
+    between = network.ms(size, device.network_gbs, device.latency_ms)
     crossing = groups.crossing()
     links = {pair: between if pair in crossing else inside for pair in permutations(ranks, 2)}
     hops = sum(1 for rank in ranks[1:] if (rank - 1, rank) in crossing)
@@ -111,15 +108,14 @@ def with_transfers(
     if hops:
         assumed = "." if network.gbs is not None else ", assumed; give --network-bandwidth."
         what = f"Transfers between nodes, {hops} of the pipeline's {costs.num_ranks - 1} hops"
-        notes.append(f"{what}: {_shown(network, device.latency_ms, NETWORK_GBS)}{assumed}")
+        notes.append(f"{what}: {_shown(network, device.latency_ms, device.network_gbs)}{assumed}")
     return replace(costs.with_links(links), notes=(*costs.notes, *notes))
 
 
-def bandwidth_to_replicas(groups: RankGroups, gpu: str, given: tuple[GivenLinks, GivenLinks]) -> float:
+def bandwidth_to_replicas(groups: RankGroups, device: Device) -> float:
     """The bytes per ms that a rank sends to its data-parallel replicas, some of which may be on other nodes."""
-    node, network = given
     crosses = any(len(groups.nodes(ranks)) > 1 for ranks in groups.groups("data"))
-    return 1e6 * ((network.gbs or NETWORK_GBS) if crosses else (node.gbs or DEVICES[gpu].link_gbs))
+    return 1e6 * (device.network_gbs if crosses else device.link_gbs)
 
 
 def _shown(link: GivenLinks, latency_ms: float, gbs: float) -> str:
@@ -138,11 +134,12 @@ def add_links(verb: argparse.ArgumentParser) -> None:
         )
 
 
-def links_of(options: argparse.Namespace, gpus_per_node: int) -> ExpertLinks:
-    """The links by the flags.
+def linked(options: argparse.Namespace, device: Device) -> Device:
+    """A GPU with the links that the flags of ``add_links`` give, and with the GPUs of a node that share them.
 
     Raises:
         UserError: a bandwidth that is not a finite number above 0.
     """
-    rates = (None if gbs is None else positive_figure(flag, gbs) for flag, gbs in _bandwidths(options))
-    return ExpertLinks(gpus_per_node, *rates)
+    node, network = (None if gbs is None else positive_figure(flag, gbs) for flag, gbs in _bandwidths(options))
+    domain = options.gpus_per_node or device.domain
+    return replace(device, node_gbs=node or device.node_gbs, network_gbs=network or device.network_gbs, domain=domain)

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron.zero_bubble.cli.job_figures import job_figures, with_vocabulary
+from megatron.zero_bubble.cli.hardware import device_of, job_costs
+from megatron.zero_bubble.cli.job_figures import with_vocabulary
 from megatron.zero_bubble.cli.job_runs import batch_counts, check_job, job_runs
 from megatron.zero_bubble.cli.job_schedule import job_answer, job_schedule
-from megatron.zero_bubble.cli.links import bandwidth_to_replicas, given_links, links_of, with_transfers
+from megatron.zero_bubble.cli.links import bandwidth_to_replicas
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.core.analysis.memory import host_peaks
 from megatron.zero_bubble.core.analysis.timeline import Timeline
@@ -78,9 +79,7 @@ def planned_job(
         UserError: the error that the run would stop with.
     """
     layers, groups = job_layers(args), RankGroups.of(args, options.nodes, options.gpus_per_node)
-    costs = job_figures(args, layers, options.gpu, options.costs, links_of(options, options.gpus_per_node))
-    estimated = options.costs is None and costs.on(args.placement)[0].comm_ms > 0
-    costs = with_transfers(costs, groups, options.gpu, given_links(options), estimated)
+    costs, domains = job_costs(options, args, options.costs)
     costs = with_vocabulary(costs, args)
     runs = job_runs(args, options.gpu, under_megatron, environment)
     proved = _proved(args, runs)
@@ -90,7 +89,7 @@ def planned_job(
     added = Additions(moves=() if select is None else tuple(select(schedule)))
     if args.run.setup.shards is not None:
         added = replace(added, sharding=args.zero_bubble.sharding(costs.num_ranks))
-        costs = _sharded(args, _with_collectives(options, args, groups, costs), schedule, added)
+        costs = _sharded(args, _with_collectives(options, args, domains, costs), schedule, added)
     figures = costs.on(args.placement)
     receives: PostReceives = args.run.setup.messages.receives
     timeline = timeline_of(schedule, *figures, added)
@@ -117,7 +116,7 @@ def _with_collectives(
     """
     if costs.weights is None or any(costs.on(args.placement)[0].gather_ms):
         return costs
-    rate = bandwidth_to_replicas(groups, options.gpu, given_links(options))
+    rate = bandwidth_to_replicas(groups, device_of(options))
     note = f"Gathers and reductions: bytes at {rate / 1e6:g} GB/s."
     own = with_collectives(costs, args.data_parallel_size, None, None, rate)
     return replace(own, notes=(*own.notes, note))

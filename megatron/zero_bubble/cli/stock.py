@@ -6,14 +6,11 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 
-from megatron.zero_bubble.cli.job_figures import job_figures
-from megatron.zero_bubble.cli.links import given_links, links_of, with_transfers
+from megatron.zero_bubble.cli.hardware import job_costs
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
-from megatron.zero_bubble.cli.rank_groups import RankGroups
 from megatron.zero_bubble.core.analysis.score import length_ms, within
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.errors import Refusal, attempted
-from megatron.zero_bubble.core.formats.layout import job_layers
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import build
@@ -89,7 +86,4 @@ def _without_our_flags(options: argparse.Namespace, job: Sequence[str]) -> argpa
 
 
 def _estimated(options: argparse.Namespace, args: argparse.Namespace) -> Figures:
-    groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
-    costs = job_figures(args, job_layers(args), options.gpu, None, links_of(options, options.gpus_per_node))
-    estimated = costs.on(args.placement)[0].comm_ms > 0
-    return with_transfers(costs, groups, options.gpu, given_links(options), estimated)
+    return job_costs(options, args, None)[0]

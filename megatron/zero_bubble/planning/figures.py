@@ -57,6 +57,7 @@ class Figures:
         division: which layers are on which stage; None if unknown.
         file: the costs file that they are from, whose stages may be too coarse for a placement; None for estimates.
         facts: those of the job; empty if unknown.
+        operations: floating-point operations of the model per token, see ``estimate.operations``; None if unknown.
         given: what replaces figures of the costs.
         laid: the layers per stage of the one placement that these figures are for; empty for those of any placement.
     """
@@ -78,6 +79,7 @@ class Figures:
     division: Division | None = None
     file: CostsFile | None = field(default=None, hash=False)
     facts: Facts = field(default_factory=dict, hash=False)
+    operations: float | None = None
     given: GivenFigures = NOTHING
     laid: tuple[int, ...] = ()
     _made: dict[Placement, tuple[PassCosts, PassMemory]] = field(

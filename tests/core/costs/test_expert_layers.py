@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble import Placement
-from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.devices import DEVICES, Device
 from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
-from megatron.zero_bubble.core.costs.expert_layers import ExpertLinks, Experts
+from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.predictions import (
     prediction_expert_weights,
@@ -56,8 +56,8 @@ def test_only_experts_of_a_token_take_time_and_all_take_memory() -> None:
 
 
 def test_all_to_alls_take_as_long_as_what_a_rank_sends_to_others() -> None:
-    def ms(**own: object) -> float:
-        return layer_costs(model(**own), H100).experts[0].dispatch
+    def ms(gpu: Device = H100, **own: object) -> float:
+        return layer_costs(model(**own), gpu).experts[0].dispatch
 
     within, between = H100.node_gbs * 1e6, H100.network_gbs * 1e6
     assert ms() == 0
@@ -65,8 +65,12 @@ def test_all_to_alls_take_as_long_as_what_a_rank_sends_to_others() -> None:
     assert ms(parallel=16) == pytest.approx(STATES * 2 * 8 / 16 / between)  # half of them leave the node
     assert ms(parallel=8, tensor_parallel=4) == pytest.approx(STATES * 2 * 6 / 8 / between)  # two ranks per node
     assert ms(parallel=8, gathers=True) == pytest.approx(STATES * 7 / within)
-    assert ms(parallel=8, links=ExpertLinks(4, None, 10)) == pytest.approx(STATES * 2 * 4 / 8 / 10e6)
-    assert ms(parallel=8, links=ExpertLinks(8, 100)) == pytest.approx(STATES * 2 * 7 / 8 / 100e6)
+    assert ms(replace(H100, domain=4, network_gbs=10), parallel=8) == pytest.approx(STATES * 2 * 4 / 8 / 10e6)
+    assert ms(replace(H100, node_gbs=100), parallel=8) == pytest.approx(STATES * 2 * 7 / 8 / 100e6)
+    # Sent once to a rank or node that has any of its experts: 1 - (1 - 1/n)^k of n.
+    assert ms(parallel=8, sends_once=True) == pytest.approx(STATES * 7 * (1 - (7 / 8) ** 2) / within)
+    assert ms(parallel=16, sends_once=True) == pytest.approx(STATES * 1 * (1 - (1 / 2) ** 2) / between)
+    assert ms(replace(H100, domain=72), parallel=64) == pytest.approx(STATES * 2 * 63 / 64 / within)
 
 
 def test_parts_of_a_stage_are_its_passes() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.zero_bubble.cli.advice_text import given_of
 from megatron.zero_bubble.cli.advise import add_job_words, flags_of_job
 from megatron.zero_bubble.cli.figures import figures
-from megatron.zero_bubble.cli.job_as_is import add_job_flags, capacity_of, read_job
+from megatron.zero_bubble.cli.job_as_is import add_job_flags, capacity_of, paced, read_job
 from megatron.zero_bubble.cli.job_schedule import planned_schedule
 from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.cli.winner import FILE, flags_of_name, has_name, run_text
@@ -164,7 +164,7 @@ def _of_plan(file: str, words: tuple[str, ...]) -> PageJob:
 
 
 def _of_flags(options: argparse.Namespace, argv: Sequence[str]) -> PageJob:
-    read = read_job(options, argv)
+    read = read_job(paced(options, argv), argv)
     args, costs, own = read.read.args, read.today.costs, read.today.timeline.schedule
     capacity = capacity_of(options, read.today)
     limit = None

@@ -22,12 +22,15 @@ from megatron.zero_bubble.core.costs.kept import MOE
 from megatron.zero_bubble.core.costs.layer_work import LayerWork
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.costs.model import Model
+from megatron.zero_bubble.core.costs.precision import BF16, Precision
 from megatron.zero_bubble.core.costs.transformer import output_layer, routed, work_of
 from megatron.zero_bubble.core.ir import Placement
 
 _FORWARD_SWEEPS, _BACKWARD_SWEEPS = 5.0, 4.3
 """How often element-wise kernels move the bytes that a layer stores. Fitted, together with the A100's matrix
 efficiency, to the 12 profiles of the Zero Bubble paper (table 9); F, B and W deviate from them by at most 5 %."""
+_EXPOSED = 0.6
+"""The share of tensor-parallel collectives that passes wait for where they run beneath the products."""
 
 
 def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCosts, PassMemory]:
@@ -62,7 +65,7 @@ def _experts(kind: str, model: Model, device: Device) -> ExpertParts:
     """Return the all-to-alls and the experts of a layer, as far as it has any."""
     if (own := model.experts_of(kind)) is None:
         return NO_EXPERTS
-    sent = own.all_to_all_ms(model.message_bytes, device.node_gbs, device.network_gbs)
+    sent = own.all_to_all_ms(model.message_bytes, device)
     f, b, w = _milliseconds(routed(model, own), model, device)
     again = 2.0 if model.recompute == "full" or model.keeping.repeats(MOE) else 1.0  # B repeats those of F
     parts = {"dispatch": sent, "combine": sent, "combine_grad": again * sent, "dispatch_grad": again * sent}
@@ -83,7 +86,7 @@ def _with_all_to_alls(part: LayerFigures, own: ExpertParts) -> LayerFigures:
 
 
 def _part(work: LayerWork, model: Model, device: Device) -> LayerFigures:
-    rate, (f, b, w) = _rate(model, device), _milliseconds(work, model, device)
+    rate, (f, b, w) = _rate(model, device) / device.pace, _milliseconds(work, model, device)
     return LayerFigures(
         f,
         b,
@@ -96,21 +99,39 @@ def _part(work: LayerWork, model: Model, device: Device) -> LayerFigures:
     )
 
 
-def _rate(model: Model, device: Device) -> float:
+def _rate(model: Model, device: Device, precision: Precision = BF16) -> float:
     """Return operations per ms."""
-    return device.tflops * 1e9 * device.efficiency * model.tensor_parallel
+    return device.reached(precision) * 1e9 * model.tensor_parallel
 
 
 def _milliseconds(layer: LayerWork, model: Model, device: Device) -> tuple[float, float, float]:
     """Return the times of F, B and W."""
     rate, sweep = _rate(model, device), device.memory_tbs * 1e9  # bytes per ms
-    again = layer.forward if layer.is_recomputed and model.recompute == "full" else 0.0
+    added = 1 / _rate(model, device, model.precision) - 1 / rate  # ms per operation, what the precision adds or saves
+    # F quantizes the inputs of linear layers, B the gradients of their outputs: each half of what W takes.
+    elements = layer.kept_for_wgrad / model.kept.operand_bytes / 2 if layer.linear else 0.0
+    waits = elements * device.supported(model.precision).moved / sweep
+    waits += layer.reductions * _reduction_ms(model, device)
+    forward = layer.forward / rate + layer.linear * added + waits
+    again = forward if layer.is_recomputed and model.recompute == "full" else 0.0
     swept = _BACKWARD_SWEEPS * layer.moved + _FORWARD_SWEEPS * layer.moved_again
-    return (
-        layer.forward / rate + _FORWARD_SWEEPS * layer.moved / sweep,
-        (layer.backward + again) / rate + swept / sweep,
-        layer.wgrad / rate,
+    backward = layer.backward / rate + (layer.linear + layer.repeated) * added + waits + again
+    times = (
+        forward + _FORWARD_SWEEPS * layer.moved / sweep,
+        backward + swept / sweep,
+        layer.wgrad / rate + layer.linear * added,
     )
+    f, b, w = (device.pace * ms for ms in times)
+    return f, b, w
+
+
+def _reduction_ms(model: Model, device: Device) -> float:
+    """Return the time for which a pass waits until hidden states are added over the tensor-parallel ranks, or gathered
+    and scattered with sequence parallelism, which sends as much.
+    """
+    ranks, states = model.tensor_parallel, 2.0 * model.tokens * model.hidden
+    sent = 2 * (ranks - 1) / ranks * states
+    return sent / (device.collective_gbs(ranks) * 1e6) * (_EXPOSED if model.overlaps_tensor else 1.0)
 
 
 def _transfer_ms(model: Model, device: Device) -> float:

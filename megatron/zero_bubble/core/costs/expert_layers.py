@@ -8,29 +8,15 @@ both at the same time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron.zero_bubble.core.costs.devices import Device
 from megatron.zero_bubble.core.costs.kept import IN_16_BITS, MOE, MOE_ACTIVATION, Kept, Tensor, operand
 from megatron.zero_bubble.core.costs.layer_work import LayerWork
 
 CONTENTION = 132 / 112
 """By how much longer computation is assumed to take next to an all-to-all: as in DeepSeek-V3's public trace, in which
 all-to-alls occupy 20 of 132 multiprocessors."""
-
-
-@dataclass(frozen=True)
-class ExpertLinks:
-    """The links over which all-to-alls go.
-
-    Attributes:
-        gpus_per_node: ranks of a node.
-        node_gbs, network_gbs: GB/s with which a rank sends within a node and between nodes; None for those of the
-            device.
-    """
-
-    gpus_per_node: int = 8
-    node_gbs: float | None = None
-    network_gbs: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,8 +31,9 @@ class Experts:
         parallel: ranks that divide the experts of a layer among them.
         tensor_parallel: ranks that divide an expert.
         gathers: whether every rank gets all tokens of these ranks (Megatron's allgather dispatcher).
+        sends_once: whether a token goes once to each rank and to each node, however many of its experts are there (the
+            flex dispatcher, with DeepEP or HybridEP).
         layers: which layers have experts, in model order; empty for all.
-        links: where its all-to-alls go.
     """
 
     count: int
@@ -56,13 +43,12 @@ class Experts:
     parallel: int = 1
     tensor_parallel: int = 1
     gathers: bool = False
+    sends_once: bool = False
     layers: tuple[bool, ...] = ()
-    links: ExpertLinks = ExpertLinks()
 
-    @property
-    def ranks_on_node(self) -> int:
-        """Ranks of an expert-parallel group that are on one node; those that divide an expert are adjacent."""
-        return max(1, min(self.parallel, self.links.gpus_per_node // self.tensor_parallel))
+    def ranks_on_node(self, device: Device) -> int:
+        """Ranks of an expert-parallel group that share fast links; those that divide an expert are adjacent."""
+        return max(1, min(self.parallel, device.domain // self.tensor_parallel))
 
     def rank_weights(self, hidden: int, gated: bool) -> float:
         """Number of weights of a rank in the experts of a layer, without the shared ones and the router."""
@@ -73,33 +59,34 @@ class Experts:
         """Number of weights of a rank in the shared experts and the router, which every rank has as a whole."""
         return (3 if gated else 2) * hidden * self.shared / tensor_parallel + hidden * self.count
 
-    def all_to_all_ms(self, states: float, node_gbs: float, network_gbs: float) -> float:
+    def all_to_all_ms(self, states: float, device: Device) -> float:
         """Milliseconds of a dispatch, or of a combine.
 
         Args:
             states: bytes of the hidden states of a rank's tokens.
-            node_gbs, network_gbs: those of the device.
         """
-        copies = 1.0 if self.gathers else self.top_k / self.parallel  # for each rank of the group
-        others = self.ranks_on_node - 1, self.parallel - self.ranks_on_node
-        rates = self._rates(node_gbs, network_gbs)
-        return states * copies * max(count / (gbs * 1e6) for count, gbs in zip(others, rates, strict=True))
+        near = self.ranks_on_node(device)
+        far = self.parallel - near
+        copies = 1.0 if self.gathers else self._copies(self.parallel)  # for each rank of the group
+        away = copies * far
+        if self.sends_once and far:
+            away = self._copies(self.parallel / near) * far / near  # for each node
+        sent = (copies * (near - 1) / device.node_gbs, away / device.network_gbs)
+        return device.pace * states / 1e6 * max(sent)
 
-    def assumed(self, node_gbs: float, network_gbs: float) -> str:
-        """A sentence with what the estimate assumes; the rates are those of the device."""
+    def _copies(self, places: float) -> float:
+        """Copies of a token for each of so many places that have equally many experts."""
+        return 1 - (1 - 1 / places) ** self.top_k if self.sends_once else self.top_k / places
+
+    def assumed(self, device: Device) -> str:
+        """A sentence with what the estimate assumes."""
         text = f"Experts are assumed to be balanced: {self.top_k} of {self.count} process each token"
         if self.parallel == 1:
             return f"{text}."
-        near, far = self._rates(node_gbs, network_gbs)
-        nodes = self.ranks_on_node < self.parallel
-        rates = f"{near:g} GB/s within a node" + (f" and {far:g} GB/s between nodes" if nodes else "")
-        return (
-            f"{text}. The all-to-alls of {self.parallel} expert-parallel ranks, {self.ranks_on_node} per node, run at "
-            f"{rates}."
-        )
-
-    def _rates(self, node_gbs: float, network_gbs: float) -> tuple[float, float]:
-        return self.links.node_gbs or node_gbs, self.links.network_gbs or network_gbs
+        near = self.ranks_on_node(device)
+        rates = f"{device.node_gbs:g} GB/s within a node"
+        rates += f" and {device.network_gbs:g} GB/s between nodes" if near < self.parallel else ""
+        return f"{text}. The all-to-alls of {self.parallel} expert-parallel ranks, {near} per node, run at {rates}."
 
     def routed(
         self, tokens: int, hidden: int, split: int, whole: int, gated: bool, kept: Kept = IN_16_BITS
@@ -123,7 +110,8 @@ class Experts:
         # W takes the rows and the gradients of its outputs.
         for_wgrad = rows * (4 * hidden + 2 * (wide + ffn)) * kept.operand_share
         moved, stored, dropped = kept.of(tensors)
-        return LayerWork(matrices, matrices + again, matrices, moved, stored, for_wgrad, moved_again=dropped)
+        layer = LayerWork(matrices, matrices + again, matrices, moved, stored, for_wgrad, moved_again=dropped)
+        return replace(layer, linear=matrices, repeated=again)
 
     def scores(self, tokens: int, hidden: int, whole: int, kept: Kept = IN_16_BITS) -> LayerWork:
         """What the router of a layer takes: a product, and its scores in 32 bits, before and after the softmax."""

@@ -23,7 +23,7 @@ class Tensor(NamedTuple):
     """A tensor that F keeps for B.
 
     Attributes:
-        bytes: its size in 16 bits, on one rank.
+        bytes: its size in bytes, in 16 bits, on one rank.
         modules: those whose recomputation drops it.
         of_product: whether a matrix product takes it, which keeps it in its own precision.
         of_others: whether anything else takes it, in 16 bits.

@@ -16,6 +16,9 @@ class LayerWork:
         forward_scores, backward_scores: of the operations of F and B, those for attention scores.
         history: bytes of keys and values.
         moved_again: bytes that B moves in one sweep, to compute again what selective recomputation drops.
+        linear: of the operations of each of F, B and W, those of linear layers.
+        reductions: how often F, and B as well, adds its hidden states over tensor-parallel ranks.
+        repeated: operations of linear layers that B computes again, by selective recomputation.
         is_recomputed: whether full recomputation repeats F in B.
     """
 
@@ -29,6 +32,9 @@ class LayerWork:
     backward_scores: float = 0.0
     history: float = 0.0
     moved_again: float = 0.0
+    linear: float = 0.0
+    repeated: float = 0.0
+    reductions: int = 0
     is_recomputed: bool = True
 
     def __add__(self, other: LayerWork) -> LayerWork:

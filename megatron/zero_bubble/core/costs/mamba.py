@@ -72,6 +72,8 @@ class Mamba:
             found.moved,
             found.kept,
             for_wgrad * kept.operand_share,
+            linear=matrices,
+            reductions=1,
         )
 
     def _projected(self, hidden: int) -> int:

@@ -11,6 +11,7 @@ from megatron.zero_bubble.core.costs.attention import Attention, Latent
 from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.kept import IN_16_BITS, Kept
 from megatron.zero_bubble.core.costs.mamba import Mamba
+from megatron.zero_bubble.core.costs.precision import BF16, Precision
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 
@@ -28,7 +29,9 @@ class Model:
 
     ``heads * head_size`` need not equal ``hidden``; ``groups`` is the number of key-value heads; a ``gated`` MLP has
     three matrices. ``tensor_parallel`` divides all of it; the activations between matrix products are divided only with
-    ``sequence_parallel``. ``pattern`` has the kind of every layer of a hybrid model, in model order: ``M`` for Mamba,
+    ``sequence_parallel``; ``overlaps_tensor`` runs its collectives beneath the products (``--tp-comm-overlap``).
+    ``sequence`` is the part of a rank, of which there are ``context_parallel``. Linear layers compute in ``precision``.
+    ``pattern`` has the kind of every layer of a hybrid model, in model order: ``M`` for Mamba,
     whose shapes are ``mamba``, ``*`` for attention, ``-`` for an MLP, and ``E`` for experts. Other models with
     ``experts`` have these instead of the MLP in some layers or all. ``latent`` has the shapes of latent attention,
     which has neither groups nor one size of heads. ``kept`` says what low precision and recomputation change in memory;
@@ -50,6 +53,9 @@ class Model:
     recompute: Recompute = "none"
     tensor_parallel: int = 1
     sequence_parallel: bool = False
+    context_parallel: int = 1
+    overlaps_tensor: bool = False
+    precision: Precision = BF16
     pattern: str = ""
     mamba: Mamba = field(default_factory=Mamba)
     experts: Experts | None = None
@@ -61,6 +67,11 @@ class Model:
     def tokens(self) -> int:
         """Tokens per microbatch."""
         return self.sequence * self.microbatch
+
+    @property
+    def attended(self) -> float:
+        """The tokens that attention computes for each one: flash kernels skip what a causal mask leaves out."""
+        return self.sequence * self.context_parallel / (2 if self.flash else 1)
 
     @property
     def layer_weights(self) -> int:

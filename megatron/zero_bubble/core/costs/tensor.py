@@ -66,13 +66,9 @@ class TensorParallelModel:
         return sum(self.all_reduces) * self.all_reduce_bytes * max(self.whole.layers) * num_microbatches
 
     def costs(self, device: Device, placement: Placement, bytes_per_ms: float) -> tuple[PassCosts, PassMemory]:
-        """As ``estimate``, with the all-reduces in F and B. Shares of attention are left out: sequences are whole."""
-        costs, memory = estimate(self.model, device, placement)
-        layers = self.whole.layers_on(placement)
-        forward, backward = (count * self.all_reduce_bytes / bytes_per_ms for count in self.all_reduces)
-        return PassCosts(
-            tuple(ms + count * forward for ms, count in zip(costs.forward_ms, layers, strict=True)),
-            tuple(ms + count * backward for ms, count in zip(costs.backward_ms, layers, strict=True)),
-            costs.wgrad_ms,
-            costs.comm_ms,
-        ), memory
+        """As ``estimate``, with links between the GPUs that send so many bytes. Shares of attention are left out:
+        sequences are whole.
+        """
+        linked = replace(device, node_gbs=bytes_per_ms / 1e6, domain=self.degree)
+        costs, memory = estimate(self.model, linked, placement)
+        return PassCosts(costs.forward_ms, costs.backward_ms, costs.wgrad_ms, costs.comm_ms), memory

@@ -46,11 +46,11 @@ def routed(model: Model, experts: Experts) -> LayerWork:
 def _attention(m: Model) -> LayerWork:
     """Compute the figures of the attention of a transformer layer, with its norm.
 
-    Scores take 4 s^2 b h operations forward, twice that backward, and 5 a s^2 b bytes. Flash attention stores none of
-    these bytes, and repeats the first half of the scores in B.
+    Scores take 4 s^2 b h operations forward, twice that backward, and 5 a s^2 b bytes. Flash attention takes half of
+    that, as the mask is causal, stores none of these bytes, and repeats the first half of the scores in B.
     """
     own, (split, whole) = m.attention, m.divisions
-    matrices, scores = 2.0 * m.tokens * own.weights, 2.0 * m.tokens * m.sequence * (own.queries + own.outputs)
+    matrices, scores = 2.0 * m.tokens * own.weights, 2.0 * m.tokens * m.attended * (own.queries + own.outputs)
     again = (scores / 2 if m.flash else 0.0) + (scores if m.keeping.repeats(CORE_ATTENTION) else 0.0)
     up = 2.0 * m.tokens * own.up_weights if m.keeping.repeats(UP_PROJECTION) else 0.0
 
@@ -62,7 +62,7 @@ def _attention(m: Model) -> LayerWork:
         operand(states) if m.latent is None else Tensor(states, (LAYER_NORM,)),
         Tensor(inside * own.made, () if m.latent is None else (UP_PROJECTION,)),  # q, k and v: 6h
         Tensor(inside * own.outputs, of_product=True),  # the input of the last product, which attention keeps, too: 2h
-        *([] if m.flash else [Tensor(5.0 * m.heads * m.sequence * m.tokens / split, (CORE_ATTENTION,))]),
+        *([] if m.flash else [Tensor(5.0 * m.heads * m.attended * m.tokens / split, (CORE_ATTENTION,))]),
     ]
     if own.compressed:
         compressed = 2.0 * m.tokens * own.compressed / whole
@@ -79,6 +79,9 @@ def _attention(m: Model) -> LayerWork:
         forward_scores=scores,
         backward_scores=2 * scores + again + (scores if m.recompute == "full" else 0.0),
         history=2.0 * m.tokens * (own.keys + own.values) / split,
+        linear=matrices,
+        repeated=up,
+        reductions=1,
     )
 
 
@@ -115,6 +118,9 @@ def _mlp(m: Model, modules: tuple[str, ...] = (MLP,), of_experts: bool = False) 
         backward=matrices + again,
         wgrad=matrices,
         kept_for_wgrad=m.tokens * for_wgrad * m.kept.operand_share if m.ffn else 0.0,
+        linear=matrices,
+        repeated=again,
+        reductions=1 if m.ffn else 0,
     )
 
 

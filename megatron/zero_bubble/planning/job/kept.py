@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.zero_bubble.core.costs.attention import Latent
 from megatron.zero_bubble.core.costs.kept import CORE_ATTENTION, OPERAND_BYTES, Kept
+from megatron.zero_bubble.core.costs.precision import BF16, PRECISIONS, Precision
 
 _LATENT = {
     "query_rank": "q_lora_rank",
@@ -23,6 +24,13 @@ def precision_of(args: Any) -> str:
         return "nvfp4"
     recipe = getattr(args, "fp8_recipe", None)
     return ("mxfp8" if getattr(recipe, "value", recipe) == "mxfp8" else "fp8") if getattr(args, "fp8", None) else "bf16"
+
+
+def linear_precision(args: Any) -> Precision:
+    """Return the precision in which a job's linear layers compute."""
+    recipe = getattr(args, "fp8_recipe", None) if getattr(args, "fp8", None) else None
+    recipe = "nvfp4" if getattr(args, "fp4", None) else getattr(recipe, "value", recipe)  # an enum in megatron-core
+    return BF16 if recipe is None else PRECISIONS.get(recipe, PRECISIONS["tensorwise"])
 
 
 def kept_of(args: Any) -> Kept:

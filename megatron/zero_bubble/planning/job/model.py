@@ -19,7 +19,7 @@ from megatron.zero_bubble.core.formats.layout_string import HYBRID_KINDS, layout
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.search.cut import cut
 from megatron.zero_bubble.planning.division import Division
-from megatron.zero_bubble.planning.job.kept import kept_of, latent_of
+from megatron.zero_bubble.planning.job.kept import kept_of, latent_of, linear_precision
 from megatron.zero_bubble.planning.job.pattern import pattern_of
 
 GPT2_VOCABULARY_SIZE = 50_304
@@ -40,6 +40,12 @@ def model_of(args: Any, layers: tuple[int, ...], flash: bool = True) -> Model:
     return replace(_without_experts(args, layers, flash), experts=experts_of(args))
 
 
+def rank_model(args: Any, layers: tuple[int, ...]) -> Model:
+    """Build the model of a rank, which with context parallelism has only a part of every sequence."""
+    parts = args.context_parallel_size
+    return replace(model_of(args, layers), sequence=args.seq_length // parts, context_parallel=parts)
+
+
 def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> Model:
     pattern = pattern_of(args)
     backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum in Megatron-LM's jobs
@@ -58,6 +64,8 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
         recompute=_recompute(args),
         tensor_parallel=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
+        overlaps_tensor=bool(getattr(args, "tp_comm_overlap", False)),
+        precision=linear_precision(args),
         pattern="" if pattern is None or unestimated_kinds(args) else pattern.layers,
         mamba=mamba_of(args),
         latent=latent_of(args),
@@ -86,6 +94,7 @@ def experts_of(args: Any) -> Experts | None:
     """
     if not (count := _num_experts(args)):
         return None
+    dispatcher = getattr(args, "moe_token_dispatcher_type", None)
     return Experts(
         count,
         args.moe_router_topk,
@@ -93,7 +102,8 @@ def experts_of(args: Any) -> Experts | None:
         args.moe_shared_expert_intermediate_size or 0,
         args.expert_model_parallel_size,
         args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
-        getattr(args, "moe_token_dispatcher_type", None) == "allgather",
+        dispatcher == "allgather",
+        dispatcher == "flex",
         tuple(has_experts(args)) if pattern_of(args) is None else (),
     )
 
