@@ -19,6 +19,7 @@ from pathlib import Path
 from site_parts import (
     architecture,
     cost_keys,
+    estimates,
     facts,
     flags,
     gpu,
@@ -49,6 +50,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **gpu.PARTS,
     **unmeasured.PARTS,
     **wall_clock.PARTS,
+    **estimates.PARTS,
 }
 """What writes each part, by its name."""
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
