@@ -56,6 +56,14 @@ UNMEASURED = (
         "an order that its manager does not accept",
     ),
     Unmeasured(
+        "Megatron's fine-grained offloading of activations, with W after B",
+        "`--fine-grained-activation-offloading`",
+        "2026-11-29",
+        (),
+        "losses equal to those without it, and less memory, on two or more GPUs",
+        "less memory saved than `--zero-bubble-offload` saves in the same time",
+    ),
+    Unmeasured(
         "vocabulary parallelism on one hardware queue",
         "`--zero-bubble-vocabulary-parallel` with `CUDA_DEVICE_MAX_CONNECTIONS=1`",
         "2026-11-28",

@@ -62,6 +62,7 @@ OTHERS = (
     f"{H1} --fp8-format hybrid --zero-bubble-post-validation",
     "--zero-bubble-schedule seq-zb-h1 --moe-router-load-balancing-type seq_aux_loss",
     f"{H1} --step-batch-size-schedule 1:4",
+    f"{V} --fine-grained-activation-offloading",
     f"{H1} --micro-batch-size 4",
     f"{H1} --rampup-batch-size 2 1 100 --micro-batch-size 2",
     f"{H1} --perform-rl-step --rl-training-cuda-graphs --cuda-graph-impl local",

@@ -31,6 +31,15 @@ def test_nondefault_microbatch_group_size_is_rejected() -> None:
     check_options(job, RunOptions())
 
 
+def test_fine_grained_offloading_needs_one_stage_per_rank() -> None:
+    """With one, backwards come in the order of the microbatches, as Megatron's manager expects them."""
+    job = SimpleNamespace(pipeline_model_parallel_size=4, fine_grained_activation_offloading=True)
+    check_options(job, RunOptions())
+    job.virtual_pipeline_model_parallel_size = 2
+    with pytest.raises(UserError, match="got --fine-grained-activation-offloading and 2 stages per rank; drop it, or"):
+        check_options(job, RunOptions())
+
+
 def test_graphs_of_rollouts_are_accepted() -> None:
     """Megatron turns them off for training; other jobs, and --rl-training-cuda-graphs, capture training."""
     rollouts = SimpleNamespace(cuda_graph_impl="local", perform_rl_step=True, rl_training_cuda_graphs=False)
