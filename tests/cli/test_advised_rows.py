@@ -20,11 +20,16 @@ from megatron.zero_bubble.cli.job_runs import SEVERAL
 from megatron.zero_bubble.core.errors import Refusal, UserError
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
+from megatron.zero_bubble.core.plan.timelines import timeline_of
+from megatron.zero_bubble.planning import advice as planning_advice
 from megatron.zero_bubble.planning.advice import Advice, Adviser, StartedWith, Tried
-from megatron.zero_bubble.planning.change import AdviceRow
+from megatron.zero_bubble.planning.answer import Answer, answer
+from megatron.zero_bubble.planning.change import AdviceRow, Today, need_of
 from megatron.zero_bubble.planning.codecs import difference
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.job.arguments import parser
+from megatron.zero_bubble.planning.job.changes import JobChanges
+from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.setup import Searched, Setup, Validated
 from tests.cli.test_advise import SMALL, Capture, advice, check_rows, job_of
 from tests.cli.test_joint_search import random_pipeline
@@ -161,6 +166,41 @@ def test_a_search_that_a_refused_row_had_beaten_is_made() -> None:
     found = Adviser(today, "makespan", None, lambda *_: None, 0.01, tell=names.append, tried=tried).advise(changes)
     first = next(place for place, name in enumerate(names) if name.endswith("as the job would run it"))
     assert {row.change.name for row in found.rows} & set(names[first:])
+
+
+def test_a_quick_adviser_compares_by_few_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are those of all microbatches: what is to be shown is planned with all."""
+    pipeline, today = with_many_microbatches(*random_pipeline(1))
+    counts: list[int] = []
+
+    def counted(question: Question) -> Answer:
+        counts.append(question.costs.num_microbatches)
+        return answer(question)
+
+    monkeypatch.setattr(planning_advice, "answer", counted)
+
+    def tried(row: AdviceRow) -> Tried:
+        plan = answer(row.change.question)
+        return Tried(plan.timeline, need_of(plan.timeline, plan.costs), None)
+
+    changes, most = list(pipeline.named_changes()), pipeline.costs.num_microbatches
+    whole = Adviser(today, "makespan", None, lambda *_: None, 0.01, tried=tried).advise(changes)
+    assert set(counts) == {most}
+    counts.clear()
+    quick = Adviser(today, "makespan", None, lambda *_: None, 0.01, tried=tried, is_quick=True).advise(changes)
+    assert counts and max(counts) < most / 2
+    shown = [
+        [(row.change.name, row.titles, row.ms, row.need, row.gap) for row in found.rows] for found in (quick, whole)
+    ]
+    assert shown[0] == shown[1] != []
+    assert all(row.plan.schedule.num_microbatches == most for row in quick.rows)
+
+
+def with_many_microbatches(pipeline: JobChanges, today: Today) -> tuple[JobChanges, Today]:
+    costs = replace(pipeline.costs, num_microbatches=16 * pipeline.costs.num_ranks)
+    schedule = costs.build("1f1b")
+    timeline = timeline_of(schedule, *costs.on(schedule.placement))
+    return replace(pipeline, costs=costs), Today(timeline, costs, need_of(timeline, costs))
 
 
 def test_plans_as_long_go_to_less_memory() -> None:

@@ -213,6 +213,7 @@ def advised(
                 most,
                 _settings(own.read.args, options),
                 partial(_tried, options, own.parsed) if options.tries else None,
+                is_quick=options.quick and options.tries,
             )
             return adviser.advise(asked)
 
@@ -257,7 +258,7 @@ def _tried(options: argparse.Namespace, parsed: ParsedJob, row: AdviceRow) -> Tr
     """Plan and prove the job with a row's change, as its dry run does."""
     job = parsed.changed(row.setup, row.change.adds, row.change.drops)
     given = dict(each.split("=", 1) for each in row.environment)
-    planned = planned_job(options, job.args, True, {**options.environment, **given})
+    planned = planned_job(options, job.args, True, {**options.environment, **given}, options.quick)
     return Tried(planned.timeline, planned.need, planned.answer)
 
 

@@ -11,6 +11,7 @@ from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.engine.runtime.backends import QUEUES, hardware_queues, is_nccl
 from megatron.zero_bubble.planning.feasibility import Feasibility
+from megatron.zero_bubble.planning.few import few
 from megatron.zero_bubble.planning.job.proved import check_counts
 
 SEVERAL = f"{QUEUES}=32"
@@ -61,15 +62,19 @@ def batch_counts(args: argparse.Namespace) -> list[int]:
     return sorted({size // args.batch_sizes.granule for size in args.batch_sizes.steps})
 
 
-def check_job(args: argparse.Namespace, runs: Feasibility) -> list[int]:
+def check_job(args: argparse.Namespace, runs: Feasibility, by_few: bool = False) -> list[int]:
     """Prove the plans of a job as its run does, and return their numbers of microbatches: all of the job, or of very
     many some that are evenly spread. With ``zb-auto``, they are the plans that it begins with.
+
+    Args:
+        by_few: whether few microbatches stand for many.
 
     Raises:
         UserError: why one cannot run.
     """
-    counts = _spread(batch_counts(args))
-    check_counts(args.zero_bubble, args.source, args.pipeline_model_parallel_size, counts, runs)
+    counts, num_ranks = _spread(batch_counts(args)), args.pipeline_model_parallel_size
+    proved = sorted({few(num_ranks, count) for count in counts}) if by_few else counts
+    check_counts(args.zero_bubble, args.source, num_ranks, proved, runs)
     return counts
 
 

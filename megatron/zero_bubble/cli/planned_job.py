@@ -24,8 +24,10 @@ from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.change import Need
 from megatron.zero_bubble.planning.feasibility import Feasibility
+from megatron.zero_bubble.planning.few import few
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import message_memory, rank_memory
+from megatron.zero_bubble.planning.setup import Given, Searched
 from megatron.zero_bubble.planning.shards import of_schedule, with_collectives
 from megatron.zero_bubble.planning.weights import PlannedWeights
 
@@ -66,6 +68,7 @@ def planned_job(
     args: argparse.Namespace,
     under_megatron: bool,
     environment: Mapping[str, str] = os.environ,
+    by_few: bool = False,
 ) -> PlannedJob:
     """Plan and prove a job.
 
@@ -74,6 +77,8 @@ def planned_job(
         args: its checked flags.
         under_megatron: whether Megatron-LM's script starts it.
         environment: of its processes.
+        by_few: whether a schedule by name is proved, and its messages counted, with few microbatches that stand for
+            many.
 
     Raises:
         UserError: the error that the run would stop with.
@@ -82,7 +87,8 @@ def planned_job(
     costs, domains = job_costs(options, args, options.costs)
     costs = with_vocabulary(costs, args)
     runs = job_runs(args, options.gpu, under_megatron, environment)
-    proved = _proved(args, runs)
+    by_few = by_few and not isinstance(args.run.setup.order, (Given, Searched))
+    proved = _proved(args, runs, by_few)
     made = job_answer(args, costs, costs.num_microbatches, runs)
     schedule = job_schedule(args, costs.num_ranks, costs.num_microbatches) if made is None else made.schedule
     select: MoveSelection | None = None if args.source is None else args.zero_bubble.selection(args.source)
@@ -94,13 +100,16 @@ def planned_job(
     receives: PostReceives = args.run.setup.messages.receives
     timeline = timeline_of(schedule, *figures, added)
     host = None if select is None else host_peaks(plan_without_messages(schedule, added), figures[1])
-    return PlannedJob(layers, groups, costs, made, timeline, _memory(timeline, costs, receives), host, proved)
+    if by_few:
+        schedule = job_schedule(args, costs.num_ranks, few(costs.num_ranks, costs.num_microbatches))
+    memory = _memory(timeline, schedule, costs, receives)
+    return PlannedJob(layers, groups, costs, made, timeline, memory, host, proved)
 
 
-def _proved(args: argparse.Namespace, runs: Feasibility) -> str:
+def _proved(args: argparse.Namespace, runs: Feasibility, by_few: bool) -> str:
     if not args.run.has_schedule:
         return "The job uses Megatron's built-in schedule, which is not proved."
-    counts, proved = batch_counts(args), check_job(args, runs)
+    counts, proved = batch_counts(args), check_job(args, runs, by_few)
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
     where = f", with {runs.queues.what}" if runs.queues is not None and runs.queues.what else ""
     if len(proved) < len(counts):
@@ -137,8 +146,8 @@ def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule, added
     return replace(own, weights=PlannedWeights(units.static, costs.weights), counts_weights=True)
 
 
-def _memory(timeline: Timeline, costs: Figures, post_receives: PostReceives) -> RankMemory:
-    schedule = timeline.schedule
+def _memory(timeline: Timeline, schedule: Schedule, costs: Figures, post_receives: PostReceives) -> RankMemory:
+    """The memory of a plan; messages are those of ``schedule``."""
     messages = nothing = (0.0,) * costs.num_ranks
     if costs.in_bytes and costs.message_bytes:
         messages = message_memory(schedule, costs.message_bytes, post_receives)

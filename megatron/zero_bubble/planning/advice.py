@@ -22,6 +22,7 @@ from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.planning.answer import Answer, answer, refusal_of
 from megatron.zero_bubble.planning.change import LARGE, SAME, AdviceRow, Change, Need, Today, need_of_plan
 from megatron.zero_bubble.planning.feasibility import Feasibility
+from megatron.zero_bubble.planning.few import extended, two_numbers
 from megatron.zero_bubble.planning.plans import quick_bound
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant
@@ -128,6 +129,8 @@ class Adviser:
             the advice is the same on every machine.
         unproved: rows that are refused as the job would run them, and why.
         searched: passes of the plans that were searched for so far.
+        is_quick: whether schedules by name are compared by few microbatches where there are many, by estimates of the
+            memory of messages, and without bounds. What is to be shown has the figures of ``tried``, which this needs.
         tell: is called with the name of each change before it is planned.
         most_activations: limit of activation memory alone, in the unit of the costs.
     """
@@ -147,6 +150,7 @@ class Adviser:
     unproved: list[tuple[AdviceRow, str]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     searched: int = 0
+    is_quick: bool = False
 
     def advise(self, changes: Iterable[Change | DroppedVariant]) -> Advice:
         """Plan the changes, those that need no search first; then prove those that are to be shown."""
@@ -163,9 +167,12 @@ class Adviser:
         while True:
             searches = [each for each in searches if not self._searched(*each)]
             chosen = self._chosen()
-            if (row := next((row for row in chosen if not row.is_checked), None)) is None:
+            if (row := next((row for row in chosen if not row.is_checked), None)) is not None:
+                self._check(row)
+            elif (row := self._too_large(chosen)) is not None and row.expected_ms is not None:
+                self.rows[self.rows.index(row)] = self._row(row.change, row.change.question)
+            else:
                 break
-            self._check(row)
         dropped, left_out = tuple(self.dropped), tuple(self.left_out)
         rows = tuple(self._certified(row) for row in chosen)
         planned = len(self.rows)
@@ -227,8 +234,10 @@ class Adviser:
         timeline, need, plan = tried
         ms, before = (length_ms(each, self.objective) for each in (timeline, self.today.timeline))
         gap, gain = None if row.gap is None else max(0.0, 1 - self._least(change) / ms), 1 - ms / before
-        fits, plan = self._fits(need), plan or row.plan
-        return replace(row, plan=plan, need=need, fits=fits, gain=gain, gap=gap, is_checked=True, as_run=timeline)
+        if row.expected_ms is not None and row.plan.question is not (asked := change.question):
+            plan = replace(row.plan, question=asked, costs=asked.costs, schedule=timeline.schedule, simulated=timeline)
+        row = replace(row, plan=plan or row.plan, need=need, fits=self._fits(need), gain=gain, gap=gap)
+        return replace(row, is_checked=True, as_run=timeline, expected_ms=None)
 
     def _fits(self, need: Need) -> bool:
         fits = self.capacity is None or need.most <= self.capacity * (1 + ROUNDING)
@@ -236,10 +245,21 @@ class Adviser:
 
     def _barred(self, rows: Sequence[AdviceRow]) -> tuple[Barred, ...]:
         """The shortest plan above a limit, and the shortest that no proof allows, where all that can run are longer."""
-        shortest = min([length_ms(self.today.timeline, self.objective), *(row.ms for row in rows)]) / _AS_LONG
-        causes = [(row, self._excess(row.need)) for row in self.rows if not row.fits], self.unproved
-        first = (min(each, key=lambda one: one[0].ms) for each in causes if each)
-        return tuple(Barred(row.change.name, row.ms, why) for row, why in first if row.ms < shortest)
+        found = [] if (row := self._too_large(rows)) is None else [(row, self._excess(row.need))]
+        if self.unproved:
+            row, why = min(self.unproved, key=lambda one: one[0].ms)
+            whole = row if row.expected_ms is None else self._row(row.change, row.change.question)
+            found += [(whole, why)] if whole.ms < self._shortest(rows) else []
+        return tuple(Barred(row.change.name, row.ms, why) for row, why in found)
+
+    def _too_large(self, rows: Sequence[AdviceRow]) -> AdviceRow | None:
+        """The shortest plan above a limit, if it is shorter than ``rows``."""
+        row = min((row for row in self.rows if not row.fits), key=_ms, default=None)
+        return None if row is None or row.ms >= self._shortest(rows) else row
+
+    def _shortest(self, rows: Sequence[AdviceRow]) -> float:
+        """The length in ms below which a plan is shorter than ``rows`` and the job as it is."""
+        return min([length_ms(self.today.timeline, self.objective), *map(_ms, rows)]) / _AS_LONG
 
     def _excess(self, need: Need) -> str:
         """The limit that a need is above."""
@@ -272,27 +292,49 @@ class Adviser:
     def _plan(self, change: Change) -> None:
         self.tell(change.name)
         refused = self.refused(change, change.setup)
-        row = attempted(partial(self._row, change, change.question)) if refused is None else refused
+        make = self._roughly if self.is_quick and change.question.is_named else self._row
+        row = attempted(partial(make, change, change.question)) if refused is None else refused
         if isinstance(row, Refusal):
             self.dropped.append(DroppedVariant(change.name, row.reason, row.remedy))
         else:
             self.rows.append(row)
 
-    def _row(self, change: Change, question: Question) -> AdviceRow:
+    def _row(self, change: Change, question: Question, is_rough: bool = False) -> AdviceRow:
         """The row of a change whose plan answers a question.
+
+        Args:
+            is_rough: whether messages are estimated, and there is no bound.
 
         Raises:
             UserError: there is no plan, or the job refuses it.
         """
         question.costs.check(change.placement)
         plan = answer(question)
-        need = need_of_plan(plan)
+        need = need_of_plan(plan, 0 if is_rough else LARGE)
         setup = change.of_plan(change.setup, plan)
         if setup != change.setup and (refused := self.refused(change, setup)) is not None:
             raise UserError(refused.reason, remedy=refused.remedy)
         ms, before = (length_ms(each, self.objective) for each in (plan.timeline, self.today.timeline))
-        gap = None if plan.schedule.overlaps else max(0.0, 1 - self._least(change) / ms)
+        gap = None if plan.schedule.overlaps else 1.0 if is_rough else max(0.0, 1 - self._least(change) / ms)
         return AdviceRow(change, plan, need, self._fits(need), 1 - ms / before, gap, setup)
+
+    def _roughly(self, change: Change, question: Question) -> AdviceRow:
+        """The same, roughly, with figures that are extended from those of few microbatches, if there are many.
+
+        Raises:
+            UserError: as ``_row``.
+        """
+        costs, before = question.costs, length_ms(self.today.timeline, self.objective)
+        if (counts := two_numbers(costs.num_ranks, count := costs.num_microbatches)) is None:
+            row = self._row(change, question, is_rough=True)
+            return replace(row, expected_ms=row.ms)
+        short = (replace(question, costs=replace(costs, num_microbatches=each)) for each in counts)
+        first, second = (self._row(change, own, is_rough=True) for own in short)
+        (ms,) = extended((first.ms,), (second.ms,), counts, count)
+        need = replace(
+            second.need, activations=extended(first.need.activations, second.need.activations, counts, count)
+        )
+        return replace(second, need=need, fits=self._fits(need), gain=1 - ms / before, expected_ms=ms)
 
     def _certified(self, row: AdviceRow) -> AdviceRow:
         """The row with the gap to the bound that ``plan`` certifies with, if that is for all its plans."""

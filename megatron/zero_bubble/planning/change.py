@@ -109,23 +109,27 @@ class Need:
         return self.totals[self.fullest]
 
 
-def need_of(timeline: Timeline, costs: Figures) -> Need:
+def need_of(timeline: Timeline, costs: Figures, large: int = LARGE) -> Need:
     """The memory of a plan; zero for messages and weights whose sizes are unknown.
 
-    Messages of a large plan count as ``MESSAGES`` per stage, because lowering it takes seconds.
+    Messages of a large plan count as ``MESSAGES`` per stage, because lowering it takes long.
+
+    Args:
+        large: the passes above which a plan is large.
     """
     messages = nothing = (0.0,) * costs.num_ranks
     if costs.message_bytes and costs.in_bytes:
         schedule, each = timeline.schedule, MESSAGES * costs.message_bytes
         stages = schedule.num_stages // costs.num_ranks
-        is_large = sum(map(len, timeline.spans)) > LARGE
+        is_large = sum(map(len, timeline.spans)) > large
         messages = (each * stages,) * costs.num_ranks if is_large else message_memory(schedule, costs.message_bytes)
     weights = costs.weights_on(timeline.schedule.placement) if costs.in_bytes else None
     return Need(rank_memory(timeline, costs), messages, weights or nothing)
 
 
-def need_of_plan(plan: Answer) -> Need:
-    own = need_of(plan.timeline, plan.costs)
+def need_of_plan(plan: Answer, large: int = LARGE) -> Need:
+    """The memory of an answer; the arguments are those of ``need_of``."""
+    own = need_of(plan.timeline, plan.costs, large)
     if plan.shards is None:
         return own
     return Need(plan.shards.activations, own.messages, plan.shards.static or own.weights)
@@ -146,6 +150,7 @@ class AdviceRow:
         environment: variables to start the job with, as ``NAME=VALUE``.
         is_checked: whether it is proved, with the figures of its dry run.
         as_run: the timeline of its dry run, whose layers per stage may be others than the plan's; None if it has none.
+        expected_ms: its length where figures are rough, and the plan may have only few of the microbatches; else None.
     """
 
     change: Change
@@ -159,6 +164,7 @@ class AdviceRow:
     titles: tuple[str, ...] = ()
     is_checked: bool = False
     as_run: Timeline | None = None
+    expected_ms: float | None = None
 
     @property
     def timeline(self) -> Timeline:
@@ -168,6 +174,8 @@ class AdviceRow:
     @property
     def ms(self) -> float:
         """Its length by the objective."""
+        if self.expected_ms is not None:
+            return self.expected_ms
         return length_ms(self.timeline, self.plan.question.objective)
 
 

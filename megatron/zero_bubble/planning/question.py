@@ -122,6 +122,11 @@ class Question:
         return self.by_cost or self.is_search or self.adapts or self.setup.shards is not None
 
     @property
+    def is_named(self) -> bool:
+        """Whether the answer is a schedule by name as it is."""
+        return isinstance(self.setup.order, Named) and not self.searches
+
+    @property
     def has_units(self) -> bool:
         """Whether the schedule has units of microbatches."""
         return isinstance(self.setup.order, Named) and recipe(self.setup.order.name).has_units

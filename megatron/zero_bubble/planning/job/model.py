@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from megatron.zero_bubble.core.costs.devices import DEVICES
@@ -126,6 +127,7 @@ def division_of(args: Any, vocabulary: int | None) -> Division:
         UserError: when ``on`` of the result is called: as ``uneven_layout``.
     """
 
+    @cache
     def otherwise(placement: Placement) -> tuple[int, ...]:
         return layout_layers(uneven_layout(args, placement, vocabulary))
 
