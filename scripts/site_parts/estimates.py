@@ -19,12 +19,15 @@ WITHIN = 0.15
 
 
 class Estimated(NamedTuple):
-    """A run, its job, and the published and the estimated time of an iteration in seconds."""
+    """A run, its job, the published and the estimated time of an iteration in seconds, and the bytes of the fullest
+    rank.
+    """
 
     run: Run
     args: argparse.Namespace
     published: float
     estimated: float
+    memory: float
 
     @property
     def deviation(self) -> float:
@@ -38,12 +41,12 @@ def estimated(run: Run) -> Estimated:
     job = read_job(argparse.Namespace(**{**vars(defaults()), **where}), shlex.split(run.flags))
     published = run.seconds if run.tokens is None else job.batch.tokens / job.batch.gpus / run.tokens
     assert published is not None, "a run has a time or a rate"
-    return Estimated(run, job.read.args, published, job.today.timeline.makespan_ms / 1e3)
+    return Estimated(run, job.read.args, published, job.today.timeline.makespan_ms / 1e3, job.today.need.most)
 
 
 def runs() -> str:
     """One row per run."""
-    head = ("model", "GPUs", "precision", "parallel", "batch", "published", "estimated", "deviation", "source")
+    head = ("model", "GPUs", "precision", "parallel", "batch", "published", "estimated", "deviation", "GiB", "source")
     return table(head, [_row(estimated(run)) for run in RUNS])
 
 
@@ -67,6 +70,7 @@ def _row(found: Estimated) -> tuple[str, ...]:
         f"{found.published:.2f} s",
         f"{found.estimated:.2f} s",
         deviation if abs(found.deviation) <= WITHIN else f"**{deviation}**",
+        f"{found.memory / 2**30:.0f} of {DEVICES[run.gpu].memory_gib}",
         run.source,
     )
 

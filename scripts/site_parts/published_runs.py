@@ -20,6 +20,10 @@ def _bridge(release: str) -> str:
     return f"[Megatron-Bridge {release}]({_BRIDGE})"
 
 
+_LATER = "--hidden-dropout 0 --attention-dropout 0 --grad-reduce-in-bf16"
+"""What all but the oldest runs have."""
+
+
 class Run(NamedTuple):
     """A published run.
 
@@ -51,7 +55,7 @@ def _shapes(layers: int, hidden: int, heads: int, ffn: int, length: int, vocabul
 
 
 def _grouped(groups: int) -> str:
-    return f"--swiglu --group-query-attention --num-query-groups {groups}"
+    return f"{_LATER} --swiglu --group-query-attention --num-query-groups {groups}"
 
 
 def _experts(count: int, top_k: int, ffn: int, dispatcher: str) -> str:
@@ -81,21 +85,25 @@ def _layout(text: str) -> str:
 
 _ONE, _TWO = " --micro-batch-size 1", " --micro-batch-size 2"
 _CURRENT, _BLOCKS = " --fp8-format hybrid --fp8-recipe tensorwise", " --fp8-format e4m3 --fp8-recipe blockwise"
-_MXFP8, _NVFP4 = " --fp8-format e4m3 --fp8-recipe mxfp8", " --fp4-format e2m1"
+_MXFP8, _NVFP4 = " --fp8-format e4m3 --fp8-recipe mxfp8", " --fp4-format e2m1 --fp4-param-gather"
+_CURRENT, _BLOCKS, _MXFP8 = (f"{flags} --fp8-param-gather" for flags in (_CURRENT, _BLOCKS, _MXFP8))
+_BLOCKS += " --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 _OVERLAP = " --overlap-moe-expert-parallel-comm"
-_AGAIN, _MORE_AGAIN = (
+_AGAIN, _NORMS, _MORE_AGAIN = (
     f" --recompute-granularity selective --recompute-modules {modules}"
-    for modules in ("mla_up_proj", "mla_up_proj mlp")
+    for modules in ("mla_up_proj", "mla_up_proj layernorm", "mla_up_proj mlp")
 )
 _70B = _shapes(80, 8192, 64, 28672, 8192, 128_256, _grouped(8)) + _ONE
 _70B_SHORT = _shapes(80, 8192, 64, 28672, 4096, 128_256, _grouped(8)) + _ONE
 _405B = _shapes(126, 16384, 128, 53248, 8192, 128_256, _grouped(8)) + _ONE
 _405B += " --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-_340B = _shapes(96, 18432, 96, 73728, 4096, 256_000, "--squared-relu --group-query-attention --num-query-groups 8")
+_340B = _shapes(
+    96, 18432, 96, 73728, 4096, 256_000, f"{_LATER} --squared-relu --group-query-attention --num-query-groups 8"
+)
 _340B += f" --kv-channels 192{_ONE}"
 _GROK = _shapes(64, 6144, 48, 32768, 8192, 128_256, _grouped(8)) + _experts(8, 2, 32768, "alltoall") + _ONE
 _LATENT = (
-    "--swiglu --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
+    f"{_LATER} --swiglu --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 "
     "--qk-pos-emb-head-dim 64 --v-head-dim 128 --moe-shared-expert-intermediate-size 2048"
 )
 _DEEPSEEK = _shapes(61, 7168, 128, 18432, 4096, 129_280, _LATENT) + _experts(256, 8, 2048, "flex")
@@ -250,7 +258,7 @@ RUNS = (
         "h800",
         256,
         8,
-        _DEEPSEEK + _ONE + _split(16, 15360, experts=64) + _BLOCKS + " --zero-bubble-schedule dualpipe-v",
+        _DEEPSEEK + _ONE + _split(16, 15360, experts=64) + _BLOCKS + _NORMS + " --zero-bubble-schedule dualpipe-v",
         _DEEPSEEK_PAPER,
         tokens=1e12 / (180e3 * 3600),
     ),
@@ -284,7 +292,7 @@ RUNS = (
         "b300",
         32,
         8,
-        _DEEPSEEK + _TWO + _split(8, 4096, experts=8) + _layout("Et*7|(t*8|)*6t*6L") + _MXFP8,
+        _DEEPSEEK + _AGAIN + _TWO + _split(8, 4096, experts=8) + _layout("Et*7|(t*8|)*6t*6L") + _MXFP8,
         _bridge("26.06"),
         tokens=3541,
     ),

@@ -195,7 +195,7 @@ def _estimated(
     notes = (
         "Times and memory are estimated from the model's shapes, not measured; use --costs for figures of a run.",
         f"{device}.",
-        f"Attention {'uses flash kernels' if model.flash else 'stores its scores'}, recompute {model.recompute}.",
+        f"Attention {'uses flash kernels' if model.flash else 'stores its scores'}, recompute {_recomputed(model)}.",
         *_precision_notes(model, device),
         *(() if model.experts is None else (model.experts.assumed(device),)),
     )
@@ -233,6 +233,12 @@ def _precision_notes(model: Model, device: Device) -> tuple[str, ...]:
     share = device.efficiency / device.pace * asked.share
     low = f"Linear layers compute in {asked.name}, {device.peak(asked):g} TFLOPS at {share:.0%}, and quantize their"
     return (f"{low} operands; attention, the router and the output layer stay in bf16.",)
+
+
+def _recomputed(model: Model) -> str:
+    """What is recomputed, in words."""
+    modules = model.keeping.modules
+    return f"selective ({', '.join(modules)})" if modules else model.recompute
 
 
 def _equal(sizes: tuple[int, int], what: str, predicts: bool) -> Figures:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.core.costs.kept import OPERAND_BYTES, Kept, Tensor, operand
+from megatron.zero_bubble.core.costs.kept import Kept, Tensor, operand
+from megatron.zero_bubble.core.costs.precision import BF16, PRECISIONS
 
 STATE, PRODUCT, BOTH = Tensor(100.0), operand(10.0, "mlp"), Tensor(1.0, ("layernorm",), of_product=True)
 TENSORS = (STATE, PRODUCT, BOTH)
@@ -17,8 +18,8 @@ TENSORS = (STATE, PRODUCT, BOTH)
         (Kept(dropout=False), 111.0, 0.0),
         (Kept(("mlp",)), 101.0 + 0.5, 10.0),
         (Kept(("layernorm", "mlp")), 100.0 + 0.5, 11.0),
-        (Kept((), OPERAND_BYTES["fp8"]), 100.0 + 5.0 + 1.5 + 0.5, 0.0),
-        (Kept(("layernorm",), OPERAND_BYTES["fp8"]), 100.0 + 5.0 + 0.5, 1.0),
+        (Kept((), PRECISIONS["delayed"].operand_bytes), 100.0 + 5.0 + 1.5 + 0.5, 0.0),
+        (Kept(("layernorm",), PRECISIONS["delayed"].operand_bytes), 100.0 + 5.0 + 0.5, 1.0),
     ],
 )
 def test_bytes(kept: Kept, size: float, dropped: float) -> None:
@@ -27,5 +28,6 @@ def test_bytes(kept: Kept, size: float, dropped: float) -> None:
 
 
 def test_scales_of_blocks_take_memory() -> None:
-    sizes = [Kept((), OPERAND_BYTES[precision]).operand_share for precision in ("bf16", "mxfp8", "fp8", "nvfp4")]
+    precisions = [BF16, *(PRECISIONS[name] for name in ("mxfp8", "blockwise", "nvfp4"))]
+    sizes = [Kept((), precision.operand_bytes).operand_share for precision in precisions]
     assert sizes == [1.0, 0.5 + 1 / 64, 0.5, 0.25 + 1 / 32]

@@ -10,8 +10,9 @@ from megatron.zero_bubble.core.costs.attention import Latent
 from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.expert_layers import Experts
-from megatron.zero_bubble.core.costs.kept import OPERAND_BYTES, Kept
+from megatron.zero_bubble.core.costs.kept import Kept
 from megatron.zero_bubble.core.costs.model import Model
+from megatron.zero_bubble.core.costs.precision import PRECISIONS
 from megatron.zero_bubble.core.costs.transformer import work_of
 
 DENSE = Model((2,), 1024, 4096, 16, 4, 64, 2048, 1, 1000, gated=True)
@@ -46,7 +47,7 @@ def test_fp8_keeps_the_inputs_of_linears_in_one_byte() -> None:
     h, q, k, ffn = 1024, 1024, 256, 4096
     states = 2 * 2 * h + 2 * (q + 2 * k) + 2 * q + 2 * 2 * ffn
     assert work_of("dense", selective(DENSE)).activation == TOKENS * (states + 2 * 2 * h + 2 * ffn)
-    low = work_of("dense", selective(DENSE, operand_bytes=OPERAND_BYTES["fp8"]))
+    low = work_of("dense", selective(DENSE, operand_bytes=PRECISIONS["delayed"].operand_bytes))
     assert low.activation == TOKENS * (states + 2 * h + ffn + q)
     assert low.kept_for_wgrad == work_of("dense", DENSE).kept_for_wgrad / 2
 

@@ -9,23 +9,24 @@ import pytest
 
 from megatron.zero_bubble.core.costs.attention import Latent
 from megatron.zero_bubble.core.costs.kept import Kept
-from megatron.zero_bubble.planning.job.kept import kept_of, latent_of, precision_of
+from megatron.zero_bubble.core.costs.precision import BF16, PRECISIONS
+from megatron.zero_bubble.planning.job.kept import kept_of, latent_of, linear_precision
 
 
 @pytest.mark.parametrize(
-    ("options", "precision"),
+    ("options", "name"),
     [
-        ({}, "bf16"),
-        ({"fp8": None, "fp8_recipe": "mxfp8"}, "bf16"),
-        ({"fp8": "hybrid"}, "fp8"),
-        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "fp8"),
+        ({}, None),
+        ({"fp8": None, "fp8_recipe": "mxfp8"}, None),
+        ({"fp8": "hybrid"}, "tensorwise"),
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, "delayed"),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "mxfp8"),
         ({"fp8": "e4m3", "fp8_recipe": SimpleNamespace(value="mxfp8")}, "mxfp8"),
         ({"fp4": "e2m1"}, "nvfp4"),
     ],
 )
-def test_precision(options: dict[str, Any], precision: str) -> None:
-    assert precision_of(SimpleNamespace(**options)) == precision
+def test_precision(options: dict[str, Any], name: str | None) -> None:
+    assert linear_precision(SimpleNamespace(**options)) == (BF16 if name is None else PRECISIONS[name])
 
 
 def test_modules_and_dropout() -> None:

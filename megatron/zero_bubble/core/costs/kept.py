@@ -1,7 +1,6 @@
 """Which tensors of a layer stay in memory until its backward: what low precision and selective recomputation change.
 
-TransformerEngine's linears keep their inputs, and the gradients that W takes, in the precision of their products: FP8
-with a scale per tensor or per block of 128, MXFP8 with a scale of a byte per 32 elements, NVFP4 with one per 16. What
+TransformerEngine's linears keep their inputs, and the gradients that W takes, in the precision of their products. What
 is between the linears stays in 16 bits. Selective recomputation (Megatron's ``--recompute-modules``) drops the outputs
 of modules after F, and B computes them again.
 """
@@ -12,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
-"""Bytes per element of what matrix products take, by precision."""
+from megatron.zero_bubble.core.costs.precision import BF16
 
 CORE_ATTENTION, UP_PROJECTION, LAYER_NORM = "core_attn", "mla_up_proj", "layernorm"
 MLP, MOE, MOE_ACTIVATION, SHARED_EXPERTS = "mlp", "moe", "moe_act", "shared_experts"
@@ -65,7 +63,7 @@ class Kept:
     """
 
     modules: tuple[str, ...] = (CORE_ATTENTION,)
-    operand_bytes: float = OPERAND_BYTES["bf16"]
+    operand_bytes: float = BF16.operand_bytes
     dropout: bool = True
 
     def of(self, tensors: Sequence[Tensor], mask: float = 0.0) -> Bytes:
@@ -85,7 +83,7 @@ class Kept:
     @property
     def operand_share(self) -> float:
         """The size of what matrix products take, as a share of that in 16 bits."""
-        return self.operand_bytes / OPERAND_BYTES["bf16"]
+        return self.operand_bytes / BF16.operand_bytes
 
     def _share(self, tensor: Tensor) -> float:
         if not tensor.of_product or self.operand_share == 1:

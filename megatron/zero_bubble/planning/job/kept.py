@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.zero_bubble.core.costs.attention import Latent
-from megatron.zero_bubble.core.costs.kept import CORE_ATTENTION, OPERAND_BYTES, Kept
+from megatron.zero_bubble.core.costs.kept import CORE_ATTENTION, Kept
 from megatron.zero_bubble.core.costs.precision import BF16, PRECISIONS, Precision
 
 _LATENT = {
@@ -18,19 +18,15 @@ _LATENT = {
 """Fields of ``Latent``, and Megatron's options."""
 
 
-def precision_of(args: Any) -> str:
-    """Return the precision of the matrix products in a job's layers, by a name in ``OPERAND_BYTES``."""
-    if getattr(args, "fp4", None):
-        return "nvfp4"
-    recipe = getattr(args, "fp8_recipe", None)
-    return ("mxfp8" if getattr(recipe, "value", recipe) == "mxfp8" else "fp8") if getattr(args, "fp8", None) else "bf16"
-
-
 def linear_precision(args: Any) -> Precision:
     """Return the precision in which a job's linear layers compute."""
-    recipe = getattr(args, "fp8_recipe", None) if getattr(args, "fp8", None) else None
-    recipe = "nvfp4" if getattr(args, "fp4", None) else getattr(recipe, "value", recipe)  # an enum in megatron-core
-    return BF16 if recipe is None else PRECISIONS.get(recipe, PRECISIONS["tensorwise"])
+    if getattr(args, "fp4", None):
+        return PRECISIONS["nvfp4"]
+    if not getattr(args, "fp8", None):
+        return BF16
+    recipe = getattr(args, "fp8_recipe", None)
+    name = str(getattr(recipe, "value", recipe))  # an enum in megatron-core
+    return PRECISIONS.get(name, PRECISIONS["tensorwise"])
 
 
 def kept_of(args: Any) -> Kept:
@@ -42,7 +38,7 @@ def kept_of(args: Any) -> Kept:
     modules = getattr(args, "recompute_modules", None)
     return Kept(
         (CORE_ATTENTION,) if modules is None else tuple(modules),
-        OPERAND_BYTES[precision_of(args)],
+        linear_precision(args).operand_bytes,
         getattr(args, "hidden_dropout", 0.1) > 0,
     )
 

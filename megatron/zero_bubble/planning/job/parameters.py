@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.zero_bubble.core.costs.kept import OPERAND_BYTES
+from megatron.zero_bubble.core.costs.precision import BF16
 from megatron.zero_bubble.core.costs.static import ParameterBytes
-from megatron.zero_bubble.planning.job.kept import precision_of
+from megatron.zero_bubble.planning.job.kept import linear_precision
 
 _BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 """By the names of Megatron's flags, and by those of torch."""
@@ -70,10 +70,10 @@ def _main_weight(args: Any) -> int:
 
 
 def _layer_weight(args: Any, weight: int) -> float:
-    precision = precision_of(args)
-    if precision == "bf16":
+    precision = linear_precision(args)
+    if precision == BF16:
         return weight
-    return 2 * OPERAND_BYTES[precision] + (0 if _is_gathered_low(args) else weight)
+    return 2 * precision.operand_bytes + (0 if _is_gathered_low(args) else weight)
 
 
 def _is_gathered_low(args: Any) -> bool:
