@@ -84,7 +84,7 @@ Megatron-Bridge (16 x 1, 128).
 def test_published_jobs_are_advised_to_combine_passes(capsys: Capture, name: str) -> None:
     gpu, flags = PUBLISHED[name]
     own = ("--nodes", "32", "--gpu", gpu, "--quick")
-    check_the_advice_is_what_is_shortest(capsys, shlex.split(COMMON + flags), *own)
+    check_the_advice_is_what_is_shortest(capsys, shlex.split(f"{COMMON} {flags}"), *own)
 
 
 @pytest.mark.full
@@ -92,7 +92,7 @@ def test_a_published_job_is_told_what_memory_pairs_need(capsys: Capture) -> None
     """It recomputes its experts as a whole, which megatron-core's combined schedule excludes."""
     gpu, flags = PUBLISHED["DeepSeek-V3, 256 H100"]
     flags = flags.replace("mla_up_proj mlp", "mla_up_proj moe mlp")
-    printed = text(capsys, shlex.split(COMMON + flags), "--nodes", "32", "--gpu", gpu, "--quick")
+    printed = text(capsys, shlex.split(f"{COMMON} {flags}"), "--nodes", "32", "--gpu", gpu, "--quick")
     (reason,) = (line for line in printed.splitlines() if "are refused for one reason: " in line)
     assert "recompute_modules to be without moe" in reason
     assert re.search(r"Without it, .* with pairs, [\d,.]+ ms: \d+ GiB on the fullest rank, of which 72 GiB", reason)
@@ -146,5 +146,6 @@ def test_the_environment_of_this_machine_does_not_matter(capsys: Capture, monkey
     found = []
     for queues in ("1", "32", None):
         set_queues(monkeypatch, queues)
-        found.append(advice(capsys, EXPERTS, *APART, "--quick"))
+        found.append(advice(capsys, EXPERTS, *APART, "--quick", "--memory-limit", "1.2p"))
     assert found[0] == found[1] == found[2]
+    assert any(row["environment"] for row in found[0]["advice"])
