@@ -6,6 +6,7 @@ same two processes, one after the other.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,11 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Log]:
             BridgeRun("distributed zb-h1", under("zb-h1"), DISTRIBUTED),
             BridgeRun("moe stock", {}, EXPERTS | BF16 | RECOMPUTED),
             BridgeRun("moe zb-h1", under("zb-h1"), EXPERTS | BF16 | RECOMPUTED),
+            BridgeRun("divided vocabulary", under("zb-h1") | DIVIDED, UNCLIPPED | stock),
             BridgeRun("lora stock", {}, tuned | {"checkpoint.save": str(folder / "adapters")}, has_adapters=True),
             BridgeRun("lora zb-h1", under("zb-h1"), tuned, has_adapters=True),
             BridgeRun("unclipped lora stock", {}, adapted | UNCLIPPED, has_adapters=True),
             BridgeRun("lora zb-v", under("zb-v"), adapted | UNCLIPPED, has_adapters=True),
-            BridgeRun("divided vocabulary", under("zb-h1") | DIVIDED, UNCLIPPED | stock),
         ],
         folder,
     )
@@ -138,4 +139,10 @@ def test_layers_that_do_not_divide_are_balanced(logs: dict[str, Log]) -> None:
 
 
 def test_a_divided_vocabulary_gives_the_same_losses(logs: dict[str, Log]) -> None:
-    assert logs["divided vocabulary"].figures == logs["unclipped stock"].figures
+    """Up to rounding, because sums are in another order."""
+    ours, stock = (_losses(logs[name]) for name in ("divided vocabulary", "unclipped stock"))
+    assert len(stock) > 5 and ours == pytest.approx(stock, rel=1e-5)
+
+
+def _losses(log: Log) -> list[float]:
+    return [float(loss) for line in log.figures for loss in re.findall(r"loss(?: value)?: ([0-9.]+E[-+][0-9]+)", line)]
