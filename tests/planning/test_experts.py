@@ -116,6 +116,14 @@ def test_shorter_plans_that_cannot_run_are_barred_with_the_reason() -> None:
     assert not advised(changes, today)[0].barred
 
 
+def test_jobs_of_other_sizes_have_pairs_too() -> None:
+    """Such as one without full recomputation."""
+    changes, today = pairs_of()
+    pipeline = JobChanges(today.timeline.schedule.placement, today.costs, math.inf, 1e6)
+    names = {change.name for change in pipeline.quick_changes(today.timeline.schedule)}
+    assert {change.name for change in changes} <= names
+
+
 def advised(changes: list[Change], today: Today, **more: Any) -> tuple[Advice, list[AdviceRow]]:
     adviser = Adviser(today, "span", None, lambda *_: None, 0.01, **more)
     return adviser.advise(changes), adviser.rows

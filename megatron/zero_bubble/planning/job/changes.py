@@ -88,10 +88,11 @@ class JobChanges:
     setup: Setup = STOCK
 
     def quick_changes(self, schedule: Schedule) -> Iterator[Change]:
-        """Yield its own schedule, those by name, and searches without and with two stages per rank."""
+        """Yield its own schedule, those by name, with pairs too, and searches without and with two stages per rank."""
         given = Given(schedule.name, PlanFile(schedule))
         yield Change(schedule.name, self._asking(given, self.placement, 0.0), self.setup, self.placement)
         yield from self._named()
+        yield from self._paired()
         for change in self._searched():
             if name_of(change.placement) in ("linear", "vee"):
                 yield change
