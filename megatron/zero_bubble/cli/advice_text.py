@@ -325,7 +325,7 @@ def _how_to_measure(schedule: Schedule) -> str:
     return (
         f"These are estimates. To measure, run the job with --zero-bubble-schedule {name} --zero-bubble-record-costs "
         f"costs.json {more} added, which ends it after {_MEASURED} iterations; then ask again "
-        "with --costs costs.json."
+        "with --costs costs.json. With the time of an iteration in the log of any run, give --measured-ms."
     )
 
 
