@@ -137,3 +137,36 @@ def test_users_ddp_config_is_not_changed() -> None:
 def test_w_out_of_order_is_rejected() -> None:
     with split() as store, pytest.raises(AssertionError, match="must run in the order of B"):
         Run(Layers, False, store).passes("F0 F1 B0 B1 W1")
+
+
+class _Turbo(engine.Linear):
+    """Inherits TransformerEngine's linear, and multiplies by itself."""
+
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        y = x @ self.weight.t()
+        return (y, self.bias if self.use_bias else None) if self.return_bias else y
+
+
+class _Derived(Layers):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.second = _Turbo(IN, OUT, return_bias=True, **options)
+
+
+@pytest.mark.parametrize("order", [SPLIT_ORDER, "F0 F1 BW0 F2 B1 F3 W1 BW2 B3 W3"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_that_multiplies_by_itself_runs_its_backward_in_b(bias: bool, order: str) -> None:
+    def make() -> torch.nn.Module:
+        return _Derived(bias=bias)
+
+    expected, lines = stock(make, order), []
+    with split(lines.append) as store:
+        own = Run(make, False, store)
+        assert_same_bits(own.passes(order), gradients(expected))
+        assert sorted(own.ddp.ready) == sorted(expected.ddp.ready)
+        assert not len(store)
+        own.passes(order)
+    (line,) = lines  # it is known from then on
+    assert line.startswith(
+        "_Turbo is a linear of TransformerEngine but its weights are multiplied by something else, such"
+    )

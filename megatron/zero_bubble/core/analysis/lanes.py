@@ -124,8 +124,8 @@ class QueueingLanes(Lanes):
     def end(self) -> None:
         """Wait for what is queued. An op has the rank until the next one computes, even if its last parts end later."""
         self.free = max(self.free, self._lane_free.get(COMPUTE, 0.0))
-        untils = pairwise((*(begin for _, begin, _ in self._boxes), math.inf))
-        for (works, begin, end), (_, until) in zip(self._boxes, untils, strict=True):
+        nexts = pairwise((*(begin for _, begin, _ in self._boxes), math.inf))
+        for (works, begin, end), (_, until) in zip(self._boxes, nexts, strict=True):
             for p, start, ends_at in divided(works, begin, end):
                 self.spans.append(Span(p, min(start, until), min(ends_at, until)))
 
