@@ -72,19 +72,20 @@ def test_flags_are_exactly_the_listed_ones() -> None:
             "--replica-bandwidth", "--tensor-bandwidth", "--pairs", "--equal-passes", "--all", "--format",
         ],
         "advise": [
-            "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--link-bandwidth",
-            "--network-bandwidth", "--link-latency", "--network-latency", "--memory-limit",
-            "--host-bandwidth", "--write", "--row", "--may-change", "--quick", "--format",
+            "--help", "--nodes", "--gpus-per-node", "--gpu", "--tflops", "--efficiency", "--gpu-memory", "--costs",
+            "--measured-ms", "--link-bandwidth", "--network-bandwidth", "--link-latency", "--network-latency",
+            "--memory-limit", "--host-bandwidth", "--write", "--row", "--may-change", "--quick", "--format",
         ],
         "playground": [
             "--help", "--port", "--no-browser", "--static", "--config", "--nodes", "--gpus-per-node", "--gpu",
-            "--gpu-memory", "--costs", "--link-bandwidth", "--network-bandwidth", "--link-latency", "--network-latency",
-            "--num-ranks",
+            "--tflops", "--efficiency", "--gpu-memory", "--costs", "--measured-ms", "--link-bandwidth",
+            "--network-bandwidth", "--link-latency", "--network-latency", "--num-ranks",
         ],
         "trace": ["--help", "--iteration", "--format", "--output"],
         "dry-run": [
-            "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--link-bandwidth",
-            "--network-bandwidth", "--link-latency", "--network-latency", "--megatron-lm", "--launch-command",
+            "--help", "--nodes", "--gpus-per-node", "--gpu", "--tflops", "--efficiency", "--gpu-memory", "--costs",
+            "--link-bandwidth", "--network-bandwidth", "--link-latency", "--network-latency", "--megatron-lm",
+            "--launch-command",
         ],
         "report": ["--help", "--format"],
     }  # fmt: skip

@@ -44,7 +44,7 @@ _ALIKE = 1.01
 
 
 class Barred(NamedTuple):
-    """A plan that the job cannot run, and what stands in the way, as a sentence."""
+    """A plan that the job cannot run: its length in ms, and what stands in the way, as a sentence."""
 
     name: str
     ms: float
