@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,17 +31,19 @@ HEADER_TIMEOUT_S = 20.0
 class HostQueues:
     """The hosts of a pipeline in one process: a queue of numbers per channel and tag."""
 
-    queues: defaultdict[tuple[Channel, int], SimpleQueue[list[int]]] = field(
-        default_factory=lambda: defaultdict(SimpleQueue)
-    )
+    queues: dict[tuple[Channel, int], SimpleQueue[list[int]]] = field(default_factory=dict)
 
     def send(self, channel: Channel, numbers: Sequence[int], tag: int, _failure: Any) -> Numbers:
-        self.queues[channel, tag].put(list(numbers))
+        self._queue(channel, tag).put(list(numbers))
         return Numbers(list)
 
     def receive(self, channel: Channel, _count: int, tag: int, _failure: Any) -> Numbers:
-        queue = self.queues[channel, tag]
+        queue = self._queue(channel, tag)
         return Numbers(lambda: queue.get(timeout=HEADER_TIMEOUT_S))
+
+    def _queue(self, channel: Channel, tag: int) -> SimpleQueue[list[int]]:
+        # Both hosts may be the first to ask; a defaultdict could give each a queue of its own.
+        return self.queues.setdefault((channel, tag), SimpleQueue())
 
 
 class Numbers:
