@@ -16,7 +16,8 @@ import pytest
 from megatron.zero_bubble.cli.plan import add_plan, question_of
 from megatron.zero_bubble.core.analysis.validate import validate
 from megatron.zero_bubble.core.ir import Schedule
-from megatron.zero_bubble.planning.answer import CHOOSERS, answer
+from megatron.zero_bubble.planning.answer import answer
+from megatron.zero_bubble.planning.choosers import CHOOSERS
 from megatron.zero_bubble.planning.offer import Ask, Offer
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt

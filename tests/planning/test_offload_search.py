@@ -89,7 +89,7 @@ def test_searches_that_admit_nothing_are_reported_unless_all_do() -> None:
 def test_limits_of_searches() -> None:
     assert search_limits(figures(), 2.0) == (2.0, 3.0, 4.0, 8.0)
     assert search_limits(figures(), 4.0) == (4.0, 6.0, 8.0)
-    assert search_limits(figures(), 2.0, vocabulary=True) == (2.0, 4.0)
+    assert search_limits(figures(), 2.0, inserts=True) == (2.0, 4.0)
     assert search_limits(figures(), 9.0) == (9.0, 13.5, 18.0)
 
 

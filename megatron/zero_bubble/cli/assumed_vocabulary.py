@@ -47,7 +47,7 @@ def with_others(
 def _with_other(size: int, today: Today, costs: Figures, best: AdviceRow | None, objective: Metric) -> OtherVocabulary:
     timeline = today.timeline
     idle = idle_of(timeline, today.costs.on(timeline.schedule.placement)[0]).total / timeline.makespan_ms
-    if best is None or best.plan.offloaded is not None or best.plan.shards is not None:
+    if best is None or not best.plan.is_plain:
         return OtherVocabulary(size, idle, None)
     schedule = best.timeline.schedule
     own = timeline_of(schedule, *_costs_of(best, costs).on(schedule.placement))

@@ -56,7 +56,7 @@ class Contenders:
         if not fewer:
             return None
         (_, name, first), (_, other, second) = (self._shortest[messages] for _, messages in (ranked[0], fewer[0]))
-        if any(made.offloaded is not None or made.shards is not None for made in (first, second)):
+        if not (first.is_plain and second.is_plain):
             return None  # their plans are made for their costs
         if any(made.costs.halves(made.schedule.placement) for made in (first, second)):
             return None  # the length of one is a lower bound

@@ -122,7 +122,7 @@ def compare(options: argparse.Namespace) -> str:
     setup = setup_of_flags(vars(options), vocabulary=divided and divided.algorithm)
     choices, moving, replicas = variants(costs, divided), None, None
     if moves:
-        limits = search_limits(costs, limit, vocabulary=divided is not None)
+        limits = search_limits(costs, limit, divided is not None)
         # Without --memory-limit, offloading saves as much as it can; the table marks what is above the default.
         moving = Offloading(limits, limit if options.memory_limit else None, host_limits(options, costs))
     if sharded:

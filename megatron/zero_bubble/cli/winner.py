@@ -55,9 +55,9 @@ def has_name(question: Question, vocabulary: int | None, needed_layout: str | No
     Args:
         vocabulary, needed_layout: the algorithm of vocabulary parallelism and the layout that its plan has.
     """
-    setup = question.setup
-    more = question.by_cost or setup.pairs or setup.cuts or setup.offload or setup.shards
-    return isinstance(setup.order, Named) and not (question.adapts or more or vocabulary or needed_layout)
+    setup = replace(question.setup, vocabulary=None)  # which may have been open
+    more = question.adapts or setup.adds or setup.cuts or vocabulary or needed_layout
+    return isinstance(setup.order, Named) and not more
 
 
 def flags_of_name(question: Question) -> tuple[str, ...]:

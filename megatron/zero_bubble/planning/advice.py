@@ -92,7 +92,7 @@ class Advice:
         if there is none, or where all-to-alls, copies or collectives take part.
         """
         best, (timeline, costs, _) = self.best, self.today
-        if best is None or best.plan.offloaded is not None or best.plan.shards is not None:
+        if best is None or not best.plan.is_plain:
             return None
         schedules = (timeline.schedule, costs), (best.plan.schedule, best.plan.costs)
         before, after = ((schedule, of.on(schedule.placement)[0]) for schedule, of in schedules)
@@ -159,7 +159,7 @@ class Adviser:
             if isinstance(change, DroppedVariant):
                 self.dropped.append(change)
             elif change.searches:
-                saves_weights = change.question.setup.shards is not None  # of use also where it is slower
+                saves_weights = change.question.replicas is not None  # of use also where it is slower
                 waiting.append((0.0 if saves_weights else self._least(change), change))
             else:
                 self._plan(change)
@@ -224,7 +224,7 @@ class Adviser:
             UserError: it is refused.
         """
         change, tried = row.change, None if self.tried is None else self.tried(row)
-        if tried is None or row.plan.offloaded is not None or row.plan.shards is not None:
+        if tried is None or not row.plan.is_plain:
             own = row
             if runs is not None and (refused := refusal_of(row.plan, runs)) is not None:
                 if not change.searches:

@@ -14,15 +14,12 @@ from megatron.zero_bubble.core.formats.plan import Certificate
 from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.ir.workload import Workload
-from megatron.zero_bubble.planning.choosers import layout, offload, schedules, shards, slices, vocabulary
+from megatron.zero_bubble.planning.choosers import CHOOSERS
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, Feasibility
 from megatron.zero_bubble.planning.offer import Ask, Chooser, Offer, score
 from megatron.zero_bubble.planning.plans import bound, peak_memory
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, attempt, best
-
-CHOOSERS: tuple[Chooser, ...] = (offload, vocabulary, layout, shards, slices, schedules)
-"""Who chooses what, in this order: a chooser sees what those after it offer for each of its values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +50,7 @@ class Answer(Offer):
         overlap.
         """
         limit, objective = self.question.limit, self.question.objective
-        if limit is None or self.shards is not None or self.schedule.overlaps:
+        if limit is None or self.question.replicas is not None or self.schedule.overlaps:
             return None
         moves = self.question.setup.offload is not None
         least = bound(self.costs, Workload.of(self.schedule), self.question.goal, moves)
@@ -102,7 +99,7 @@ def _found(question: Question, ask: Ask) -> tuple[Best[Offer], float | None]:
             left = [
                 DroppedVariant(found.offer.schedule.name, refused) if each is found.offer else each for each in left
             ]
-        if not peaks or question.setup.vocabulary or asked.limit is None or not question.is_search:
+        if not peaks or question.setup.inserts or asked.limit is None or not question.is_search:
             if reason:
                 raise PlanError(reason)
             raise UserError(next(each.reason for each in left if isinstance(each, DroppedVariant)))

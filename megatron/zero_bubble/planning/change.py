@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -29,8 +29,8 @@ MESSAGES = 4
 """Messages per stage of a rank that a plan leaves room for: two that it sends, and two that it receives."""
 LARGE = 20_000
 """Passes of a large plan."""
-_WITH_VOCABULARY = 10
-"""Plans of a search into which passes of the vocabulary are inserted, one after the other, each in several ways."""
+_INSERTED = 10
+"""Plans of a search into which passes are inserted, one after the other, each in several ways."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Change:
         """The passes of the plans that it searches among, by which the work of a search is counted."""
         question = self.question
         searches = 1 if question.offloading is None else len(question.offloading.limits)
-        plans = searches * (_WITH_VOCABULARY if question.setup.vocabulary else 1)
+        plans = searches * (_INSERTED if question.setup.inserts else 1)
         return plans * 3 * self.placement.num_stages * question.costs.num_microbatches
 
     @property
@@ -130,9 +130,7 @@ def need_of(timeline: Timeline, costs: Figures, large: int = LARGE) -> Need:
 def need_of_plan(plan: Answer, large: int = LARGE) -> Need:
     """The memory of an answer; the arguments are those of ``need_of``."""
     own = need_of(plan.timeline, plan.costs, large)
-    if plan.shards is None:
-        return own
-    return Need(plan.shards.activations, own.messages, plan.shards.static or own.weights)
+    return replace(own, weights=plan.static or own.weights)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megatron.zero_bubble.planning.cuts import with_candidates
 from megatron.zero_bubble.planning.experts import hidden
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import lay_out
-from megatron.zero_bubble.planning.offer import Ask, Offer, score
+from megatron.zero_bubble.planning.offer import Ask, Chooser, Offer, score
 from megatron.zero_bubble.planning.offload import AUTO, plan_offload
 from megatron.zero_bubble.planning.plans import auto, fitted, with_units
 from megatron.zero_bubble.planning.question import Offloading, Question
@@ -140,7 +140,7 @@ def _moved(question: Question, moving: Offloading, offer: Offer) -> Offer:
     costs, memory = offer.costs.on(offer.schedule.placement)
     replicas, limit, choice = question.replicas, moving.limit, question.setup.offload
     if limit is not None and replicas is not None and replicas.counts_weights:
-        limit -= offer.static
+        limit -= max(offer.static or (0.0,))
     share = AUTO if choice is None or choice.share is None else choice.share
     found = plan_offload(offer.timeline, costs, memory, share, limit, moving.host, offer.added)
     units = None if offer.shards is None else offer.shards.on(found.timeline, memory)
@@ -300,3 +300,7 @@ def _only_slices(question: Question) -> Slices | None:
 
 def _best(question: Question, offers: Iterable[Offer | DroppedVariant]) -> Best[Offer]:
     return best(offers, partial(score, question))
+
+
+CHOOSERS: tuple[Chooser, ...] = (offload, vocabulary, layout, shards, slices, schedules)
+"""Who chooses what, in this order: a chooser sees what those after it offer for each of its values."""

@@ -9,7 +9,6 @@ from functools import partial
 
 from megatron.zero_bubble.core.analysis.bounds import least_memory
 from megatron.zero_bubble.core.analysis.score import ROUNDING, is_less, within
-from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.costs.layers import LayerCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import layout_text
@@ -26,7 +25,6 @@ from megatron.zero_bubble.planning.plans import quick_bound
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt, best
 from megatron.zero_bubble.planning.setup import Named, Searched
-from megatron.zero_bubble.planning.shards import figures_of, lowered
 
 _MOST_ROUNDS = 3
 """How often a schedule is made again for the best layout, and the best layout found again for that schedule."""
@@ -101,9 +99,8 @@ def searches_drafts(question: Question) -> bool:
     """Whether schedules of whole sequences are searched for, which takes long, and have a lower bound. A schedule for
     equal passes is no draft of one whose passes of the vocabulary are inserted after it was refitted.
     """
-    setup = question.setup
-    fits = question.adapts and setup.vocabulary is None
-    return setup.cuts is None and not setup.pairs and (question.is_search or fits)
+    fits = question.adapts and not question.setup.inserts
+    return question.setup.cuts is None and (question.is_search or fits)
 
 
 def _draft(question: Question) -> Question:
@@ -204,7 +201,7 @@ class _Desk:
     def trials(self, offer: Offer) -> LayoutTrials:
         """Rate other layouts for an offer; by its whole plan, if that is more than the passes of its stages."""
         how = self.layers, offer.schedule, self.rated.goal
-        if offer.shards is None and offer.schedule.make_flow is chain_of and not offer.schedule.overlaps:
+        if offer.is_plain and offer.schedule.make_flow is chain_of and not offer.schedule.overlaps:
             return LayoutTrials(*how, _EFFORT_BESIDES_SEARCH if self.drafts else 1.0)
 
         plan = plan_without_messages(offer.schedule, offer.added)
@@ -260,13 +257,7 @@ class _Desk:
         Args:
             plan: what is simulated; None to lower the schedule for it.
         """
-        costs = self.costs(layout)
-        if offer.shards is None:
-            timeline = None if plan is None else simulate(plan, *costs.on(self.placement))
-            return self.of_offer(layout, Offer(offer.schedule, costs, simulated=timeline))
-        sharding, replicas = offer.shards.sharding, offer.shards.replicas
-        units = figures_of(costs, plan or lowered(offer.schedule, sharding), sharding, replicas)
-        return self.of_offer(layout, Offer(offer.schedule, costs, shards=units, simulated=units.timeline))
+        return self.of_offer(layout, offer.with_costs(self.costs(layout), plan))
 
     def costs(self, layout: Layout) -> Figures:
         """The costs of a layout."""

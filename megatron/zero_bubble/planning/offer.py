@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
-from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.plan import Additions
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
@@ -16,7 +17,7 @@ from megatron.zero_bubble.planning.offload import OffloadPlan
 from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant, Score
-from megatron.zero_bubble.planning.shards import ShardPlan
+from megatron.zero_bubble.planning.shards import ShardPlan, figures_of, lowered
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,27 @@ class Offer:
         return self.simulated if self.simulated is not None else vars(self).get("timeline")
 
     @property
-    def static(self) -> float:
-        """The most bytes of shards, and of weights and gradients that are whole at a time; 0 if unknown."""
-        return 0.0 if self.shards is None or self.shards.static is None else max(self.shards.static)
+    def is_plain(self) -> bool:
+        """Whether its plan is its schedule, without copies and collectives."""
+        return self.offloaded is None and self.shards is None
+
+    @property
+    def static(self) -> tuple[float, ...] | None:
+        """Bytes per rank of shards, and of weights and gradients that are whole at a time; None without, or unknown."""
+        return None if self.shards is None else self.shards.static
+
+    def with_costs(self, costs: Figures, plan: Plan | None = None) -> Offer:
+        """The same schedule and units with other costs, without what moves.
+
+        Args:
+            plan: what is simulated; None to lower the schedule for it.
+        """
+        if self.shards is None:
+            timeline = None if plan is None else simulate(plan, *costs.on(self.schedule.placement))
+            return Offer(self.schedule, costs, simulated=timeline)
+        sharding, replicas = self.shards.sharding, self.shards.replicas
+        units = figures_of(costs, plan or lowered(self.schedule, sharding), sharding, replicas)
+        return Offer(self.schedule, costs, shards=units, simulated=units.timeline)
 
 
 Ask = Callable[[Question], Iterable[Offer | DroppedVariant]]
@@ -71,6 +90,6 @@ def score(question: Question, offer: Offer) -> Score:
     """How good an offer is. Of plans with offloading that are equally long, the one with the lowest peak is better."""
     peak = peak_memory(offer.timeline, offer.costs) if question.limit is not None or offer.offloaded else 0.0
     if question.replicas is not None and question.replicas.counts_weights:
-        peak += offer.static
+        peak += max(offer.static or (0.0,))
     value = question.goal.value(offer.timeline, peak)
     return value if offer.offloaded is None else (*value, peak)

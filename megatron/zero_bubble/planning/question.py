@@ -107,8 +107,7 @@ class Question:
     @property
     def adds_nothing(self) -> bool:
         """Whether the answer is the schedule that a search finds, without passes or ops that are inserted later."""
-        setup = self.setup
-        return not (setup.vocabulary or setup.offload or setup.shards or self.by_cost or setup.pairs or self.known)
+        return not (self.setup.adds or self.known)
 
     @property
     def adapts(self) -> bool:
@@ -119,7 +118,7 @@ class Question:
     @property
     def searches(self) -> bool:
         """Whether the answer needs a search, which takes seconds."""
-        return self.by_cost or self.is_search or self.adapts or self.setup.shards is not None
+        return self.by_cost or self.is_search or self.adapts or self.replicas is not None
 
     @property
     def is_named(self) -> bool:
@@ -158,10 +157,10 @@ def asked(
     if setup.offload is None:
         return Question(costs, setup, limit, replicas=replicas)
     limits: tuple[float | None, ...] = (None,) if limit is None else (None, limit)
-    if setup.shards is not None and limit is not None:
+    if replicas is not None and limit is not None:
         limits = None, *search_limits(costs, limit)  # larger units may be within it once activations move
     if is_search and limit is not None:
-        limits = search_limits(costs, limit, vocabulary=setup.vocabulary is not None)
+        limits = search_limits(costs, limit, setup.inserts)
     return Question(costs, setup, limit, Offloading(limits, limit, host), replicas)
 
 
@@ -177,18 +176,18 @@ def replicas_of(setup: Setup, costs: Figures, memory_limit: str | None, count: i
     return Replicas(count, setup.unit, None if whole == "auto" else whole, limit, activations)
 
 
-def search_limits(costs: Figures, limit: float, vocabulary: bool = False) -> tuple[float, ...]:
+def search_limits(costs: Figures, limit: float, inserts: bool = False) -> tuple[float, ...]:
     """Return the memory limits to search with for schedules that ``limit`` bounds after offloading; itself first.
 
     Twice the peak of 1F1B is enough for every schedule without idle time.
 
     Args:
-        vocabulary: return every second one, because each search also inserts the passes of the vocabulary.
+        inserts: return every second one, because passes of the vocabulary are inserted into what each search finds.
     """
     of_1f1b = costs.peak_of_1f1b
     larger = {1.5 * limit, 2.0 * limit, of_1f1b, 2.0 * of_1f1b}
     found = limit, *sorted(each for each in larger if not within(each, limit))
-    return found[::2] if vocabulary else found
+    return found[::2] if inserts else found
 
 
 def of_run(costs: Figures, setup: Setup, runs: Feasibility | None = None) -> Question:

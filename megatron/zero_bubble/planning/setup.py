@@ -266,6 +266,16 @@ class Setup:
         """Whether the all-to-all of experts runs beneath computation."""
         return self.pairs or (self.plan is not None and self.plan.schedule.overlaps)
 
+    @property
+    def inserts(self) -> bool:
+        """Whether its schedules have passes of a divided vocabulary, or pairs, once their order is made."""
+        return self.vocabulary is not None or self.pairs
+
+    @property
+    def adds(self) -> bool:
+        """Whether it decides more than an order of passes on the job's stages."""
+        return self.inserts or any((self.offload, self.shards, self.layout))
+
     def having(self, num_slices: int, algorithm: Algorithm | None, overlaps: bool) -> Setup:
         """The same with what its schedules have: slices, passes of the vocabulary, and pairs."""
         return replace(
