@@ -198,7 +198,7 @@ def _layout_of_0_1(args: argparse.Namespace, common: dict[str, Any]) -> str:
     uneven = args.num_layers % args.placement.num_stages
     if not (common and uneven and "layers" not in common and _loads_optimizer_by_rank(args, common)):
         return ""
-    layout = uneven_layout(args, args.placement, vocabulary=None)
+    layout = uneven_layout(args, args.placement, None)
     return f", with --pipeline-model-parallel-layout '{layout}' if it was saved by version 0.1"
 
 

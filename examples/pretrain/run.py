@@ -199,7 +199,7 @@ def _tracer(
 ) -> tuple[Tracer, Recorder]:
     from megatron.zero_bubble.engine.measure.recorder import Recorder
     from megatron.zero_bubble.integration.adapter.tracer import Packing, Tracer, end_of_run
-    from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
+    from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
     from megatron.zero_bubble.planning.job.balance import length_cost
 
     def end(first: int) -> int:
@@ -209,16 +209,16 @@ def _tracer(
     name = args.run.setup.name if args.run.has_schedule else "stock 1f1b"
     packing = None
     if loads is not None:
-        cost = length_cost(args.run.balance, args, known_vocabulary(args))
+        cost = length_cost(args.run.balance, args, known_vocab_size(args))
         packing = Packing(cost.whole(args.seq_length), loads)
     facts = partial(_facts, args)
     return Tracer(recorder, name, number, end, args.run.observations.trace_iterations, packing, facts), recorder
 
 
 def _facts(args: argparse.Namespace, gpu: str) -> Facts:
-    from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
+    from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
 
-    return facts_of(args, gpu_kind(gpu), known_vocabulary(args))
+    return facts_of(args, gpu_kind(gpu), known_vocab_size(args))
 
 
 def _print_start(

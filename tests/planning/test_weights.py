@@ -32,7 +32,7 @@ def figures() -> Figures:
 
 
 def test_a_rank_with_more_layers_has_more_weights() -> None:
-    costs, ends = figures(), 18.0 * MODEL.vocabulary * MODEL.hidden
+    costs, ends = figures(), 18.0 * MODEL.vocab_size * MODEL.hidden
     layer = 18.0 * MODEL.layer_weights
     assert costs.weights_on(ON) == pytest.approx((3 * layer + ends, 3 * layer, 3 * layer, 3 * layer + ends))
     laid_out = costs.laid_out(ON, UNEVEN)
@@ -43,7 +43,7 @@ def test_a_rank_with_more_layers_has_more_weights() -> None:
 
 def test_all_ranks_have_equal_parts_of_a_divided_vocabulary() -> None:
     (variant,) = variants(figures(), Divided(2))
-    layer, part = 18.0 * MODEL.layer_weights, 18.0 * 2 * MODEL.vocabulary * MODEL.hidden / 4
+    layer, part = 18.0 * MODEL.layer_weights, 18.0 * 2 * MODEL.vocab_size * MODEL.hidden / 4
     assert variant.costs.weights_on(ON) == pytest.approx((3 * layer + part,) * 4)
     laid_out = variant.costs.laid_out(ON, UNEVEN)
     assert laid_out.weights_on(ON) == pytest.approx([count * layer + part for count in UNEVEN])
@@ -57,7 +57,7 @@ def test_weights_of_layers_may_have_a_size_of_their_own() -> None:
     costs = figures()
     assert isinstance(costs.weights, ModelWeights)
     own = replace(costs, weights=replace(costs.weights, parts=ParameterBytes(2.0, 4.0, 12.0, 4.0)))
-    layer, ends = 20.0 * MODEL.layer_weights, 18.0 * MODEL.vocabulary * MODEL.hidden
+    layer, ends = 20.0 * MODEL.layer_weights, 18.0 * MODEL.vocab_size * MODEL.hidden
     assert own.weights_on(ON) == pytest.approx((3 * layer + ends, 3 * layer, 3 * layer, 3 * layer + ends))
     sizes, plain = own.sizes_on(ON), costs.sizes_on(ON)
     assert sizes is not None and plain is not None and sizes.gradients == plain.gradients

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.zero_bubble.core.costs.lengths import LengthCost, Load, SequenceShape
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.planning.balance import Microbatches, balance
-from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
+from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
 from megatron.zero_bubble.planning.job.balance import length_cost
 from pretrain.data.documents import padded_length
 
@@ -63,7 +63,7 @@ class Balance:
             parallel_state.get_data_parallel_rank(),
             args.data_parallel_size,
             args.pipeline_model_parallel_size,
-            length_cost(args.run.balance, args, known_vocabulary(args)),
+            length_cost(args.run.balance, args, known_vocab_size(args)),
             args.micro_batch_size * args.seq_length,
             args.tensor_model_parallel_size if args.sequence_parallel else 1,
             args.source.make,

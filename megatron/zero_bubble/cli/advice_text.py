@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabulary, remark
+from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabSize, remark
 from megatron.zero_bubble.core.analysis.idle import Idle, idle_of
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.search.placements import name_of
@@ -186,7 +186,7 @@ def text_of(
     argv: Sequence[str],
     unread: Sequence[str] = (),
     behind: Remedied | None = None,
-    others: Sequence[OtherVocabulary] = (),
+    others: Sequence[OtherVocabSize] = (),
 ) -> str:
     """Return what ``advise`` prints after planning: a table, the flags of each row, and one sentence of advice.
 

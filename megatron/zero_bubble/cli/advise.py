@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.advice_text import content_of, text_of, text_of_job
-from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabulary, with_others
+from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabSize, with_others
 from megatron.zero_bubble.cli.gpu_memory import beyond
 from megatron.zero_bubble.cli.hardware import device_of
 from megatron.zero_bubble.cli.job_as_is import JobAsIs, add_job_flags, capacity_of, paced, read_job
-from megatron.zero_bubble.cli.job_figures import assumes_vocabulary
+from megatron.zero_bubble.cli.job_figures import assumes_vocab_size
 from megatron.zero_bubble.cli.job_runs import SEVERAL, job_runs, with_more_queues
 from megatron.zero_bubble.cli.job_variants import VARIANTS, SizeVariant, chosen_variants
 from megatron.zero_bubble.cli.job_words import job_words
@@ -133,7 +133,7 @@ def advise(options: argparse.Namespace) -> str:
     own, found = asked.job, asked.advice
     if options.write is not None:
         _write(options, found)
-    others, now, unread = _with_other_vocabularies(options, argv, own, found), own.parsed.setup, own.read.unread
+    others, now, unread = _with_other_vocab_sizes(options, argv, own, found), own.parsed.setup, own.read.unread
     behind = remedied(found, partial(_with_remedy, options, argv, asked))
     if options.format == "json":
         content = content_of(found, own.batch, now, argv, unread, behind)
@@ -228,16 +228,16 @@ def defaults() -> argparse.Namespace:
     return parser.parse_args([])
 
 
-def _with_other_vocabularies(
+def _with_other_vocab_sizes(
     options: argparse.Namespace, argv: Sequence[str], own: JobAsIs, found: Advice
-) -> tuple[OtherVocabulary, ...]:
+) -> tuple[OtherVocabSize, ...]:
     """The advice with other vocabularies, where the job does not say which it has."""
 
     def job(size: int) -> tuple[Today, Figures]:
         other = read_job(options, changed(argv, ["--vocab-size", str(size)], ()))
         return other.today, other.costs
 
-    if not assumes_vocabulary(own.read.args, options.costs):
+    if not assumes_vocab_size(own.read.args, options.costs):
         return ()
     return with_others(job, found.best, own.objective)
 

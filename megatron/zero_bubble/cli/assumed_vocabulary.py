@@ -12,7 +12,7 @@ from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.change import AdviceRow, Today
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE
+from megatron.zero_bubble.planning.job.model import GPT2_VOCAB_SIZE
 from megatron.zero_bubble.planning.setup import Divided
 from megatron.zero_bubble.planning.vocabulary import divided_costs
 
@@ -20,7 +20,7 @@ OTHER_SIZES = (32_000, 256_000)
 """Vocabularies of Llama 2, and about those of Gemma and of Llama 4: the range of public models."""
 
 
-class OtherVocabulary(NamedTuple):
+class OtherVocabSize(NamedTuple):
     """A job with another vocabulary than the assumed one.
 
     Attributes:
@@ -35,7 +35,7 @@ class OtherVocabulary(NamedTuple):
 
 def with_others(
     jobs: Callable[[int], tuple[Today, Figures]], best: AdviceRow | None, objective: Metric
-) -> tuple[OtherVocabulary, ...]:
+) -> tuple[OtherVocabSize, ...]:
     """Return the job and the advised change, with the same orders of passes, under each of ``OTHER_SIZES``.
 
     Args:
@@ -44,14 +44,14 @@ def with_others(
     return tuple(_with_other(size, *jobs(size), best, objective) for size in OTHER_SIZES)
 
 
-def _with_other(size: int, today: Today, costs: Figures, best: AdviceRow | None, objective: Metric) -> OtherVocabulary:
+def _with_other(size: int, today: Today, costs: Figures, best: AdviceRow | None, objective: Metric) -> OtherVocabSize:
     timeline = today.timeline
     idle = idle_of(timeline, today.costs.on(timeline.schedule.placement)[0]).total / timeline.makespan_ms
     if best is None or not best.plan.is_plain:
-        return OtherVocabulary(size, idle, None)
+        return OtherVocabSize(size, idle, None)
     schedule = best.timeline.schedule
     own = timeline_of(schedule, *_costs_of(best, costs).on(schedule.placement))
-    return OtherVocabulary(size, idle, 1 - length_ms(own, objective) / length_ms(timeline, objective))
+    return OtherVocabSize(size, idle, 1 - length_ms(own, objective) / length_ms(timeline, objective))
 
 
 def _costs_of(row: AdviceRow, costs: Figures) -> Figures:
@@ -63,12 +63,12 @@ def _costs_of(row: AdviceRow, costs: Figures) -> Figures:
     return own if layouts is None else own.laid_out(schedule.placement, layouts.best.layout)
 
 
-def remark(others: Iterable[OtherVocabulary]) -> str:
+def remark(others: Iterable[OtherVocabSize]) -> str:
     """What the advice rests on, in words."""
     words = (
         f"with {each.size:,}, its ranks idle {each.idle:.1%}"
         + ("" if each.gain is None else f" and the change makes {-each.gain:+.1%}")
         for each in others
     )
-    assumed = f"This rests on an assumed vocabulary of {GPT2_VOCABULARY_SIZE:,}"
+    assumed = f"This rests on an assumed vocabulary of {GPT2_VOCAB_SIZE:,}"
     return f"{assumed}: {'; '.join(words)}, and another change may be the best; give --vocab-size."

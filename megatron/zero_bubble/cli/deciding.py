@@ -43,7 +43,7 @@ from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, name_of
 from megatron.zero_bubble.planning.change import ROUNDED, AdviceRow
 from megatron.zero_bubble.planning.codecs import Difference, flag_of, parse
 from megatron.zero_bubble.planning.decisions import DECISIONS
-from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
+from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
 from megatron.zero_bubble.planning.job.facts import facts_of, job_facts
 from megatron.zero_bubble.planning.job.flags import as_given, given_in, retired
 from megatron.zero_bubble.planning.setup import AUTO_LIMIT, Named, Searched, Setup
@@ -205,7 +205,7 @@ def _facts(
     with explaining(f"{_SCHEDULE} {AUTO} could not decide: "):
         args = checked_megatron_job(others, *_sizes(environment)).args
         name = "cpu" if given.get("device") == "cpu" else gpu.name
-        of_job = {**facts_of(args, name, known_vocabulary(args)), **job_facts(args)}
+        of_job = {**facts_of(args, name, known_vocab_size(args)), **job_facts(args)}
     return {
         **of_job,
         "gpus_per_node": _sizes(environment)[1],

@@ -23,9 +23,9 @@ from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 from megatron.zero_bubble.planning.job.facts import facts_of
-from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE, division_of, rank_model, unestimated_kinds
+from megatron.zero_bubble.planning.job.model import GPT2_VOCAB_SIZE, division_of, rank_model, unestimated_kinds
 from megatron.zero_bubble.planning.job.parameters import optimizer_replicas, parameter_bytes
-from megatron.zero_bubble.planning.job.vocabulary import tokenizers_vocabulary
+from megatron.zero_bubble.planning.job.vocab_size import tokenizers_vocab_size
 from megatron.zero_bubble.planning.vocabulary import are_divided, divided_costs
 from megatron.zero_bubble.planning.weights import ModelWeights, on_stages
 
@@ -65,18 +65,18 @@ def job_figures(
     costs: CostsInput | None,
 ) -> Figures:
     """Return costs and memory for checked ``args``, with ``layers`` per stage; see ``Figures`` for their meaning."""
-    from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
+    from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
 
     sizes = args.pipeline_model_parallel_size, args.batch_sizes.final // args.batch_sizes.granule
     others = unestimated_kinds(args)
     estimated, predictions = not others, job_predictions(args)
     model = rank_model(args, layers)
-    vocabulary = known_vocabulary(args)  # as the run, too, knows it before it has a tokenizer
-    division, facts = replace(division_of(args, vocabulary), given=layers), facts_of(args, device.name, vocabulary)
-    asked = tokenizers_vocabulary(args) if vocabulary is None else None
-    vocabulary = asked.size if asked is not None else vocabulary
-    if vocabulary is not None:
-        model = replace(model, vocabulary=vocabulary)
+    vocab_size = known_vocab_size(args)  # as the run, too, knows it before it has a tokenizer
+    division, facts = replace(division_of(args, vocab_size), given=layers), facts_of(args, device.name, vocab_size)
+    asked = tokenizers_vocab_size(args) if vocab_size is None else None
+    vocab_size = asked.size if asked is not None else vocab_size
+    if vocab_size is not None:
+        model = replace(model, vocab_size=vocab_size)
     if costs is not None:
         read = costs.file
         facts = {**facts, **({"gpu": read.facts["gpu"]} if "gpu" in read.facts else {})}  # measured, not assumed
@@ -89,10 +89,10 @@ def job_figures(
         figures = _estimated(sizes, model, device, predictions, division)
         if asked is not None:
             figures = _noting(figures, f"The vocabulary of {asked.size:,} is that of {asked.source}, padded.")
-        elif vocabulary is None:
+        elif vocab_size is None:
             figures = _noting(
                 figures,
-                f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed, since Megatron-LM asks the tokenizer: give "
+                f"A vocabulary of {GPT2_VOCAB_SIZE:,} is assumed, since Megatron-LM asks the tokenizer: give "
                 "--vocab-size, because gains depend on it.",
             )
     else:
@@ -105,12 +105,12 @@ def job_figures(
     return _with_weights(figures, args, model, predictions, division)
 
 
-def assumes_vocabulary(args: argparse.Namespace, costs_file: str | None) -> bool:
+def assumes_vocab_size(args: argparse.Namespace, costs_file: str | None) -> bool:
     """Whether estimates are for a vocabulary that neither the flags of a job nor its tokenizer give."""
-    from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
+    from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
 
     is_estimated = costs_file is None and not unestimated_kinds(args)
-    return is_estimated and known_vocabulary(args) is None and tokenizers_vocabulary(args) is None
+    return is_estimated and known_vocab_size(args) is None and tokenizers_vocab_size(args) is None
 
 
 def gpu_bytes(text: str) -> int:

@@ -11,7 +11,7 @@ from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.sizes import MOST_LAYERS, check_size
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.job.facts import facts_of
-from megatron.zero_bubble.planning.job.model import GPT2_VOCABULARY_SIZE, division_of, model_of, stated_vocabulary
+from megatron.zero_bubble.planning.job.model import GPT2_VOCAB_SIZE, division_of, model_of, stated_vocab_size
 
 
 def read_model(
@@ -51,9 +51,9 @@ def read_model(
     check_size(p, count if num_microbatches is None else num_microbatches)
     if not any_layers:
         _check_divided(args, p, file)
-    division = Division(args.num_layers) if any_layers else division_of(args, stated_vocabulary(args))
+    division = Division(args.num_layers) if any_layers else division_of(args, stated_vocab_size(args))
     model = model_of(args, division.on(Placement.linear(p)), flash)
-    assumed = [] if args.vocab_size else [f"A vocabulary of {GPT2_VOCABULARY_SIZE:,} is assumed."]
+    assumed = [] if args.vocab_size else [f"A vocabulary of {GPT2_VOCAB_SIZE:,} is assumed."]
     if args.global_batch_size:
         assumed.append(
             f"One data-parallel rank is assumed to run the global batch of {batch}; --num-microbatches overrides this."

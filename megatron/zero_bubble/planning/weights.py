@@ -69,7 +69,7 @@ class ModelWeights:
 
     def of_layers(self) -> ModelWeights:
         """See ``Weights``."""
-        return replace(self, model=replace(self.model, vocabulary=0))
+        return replace(self, model=replace(self.model, vocab_size=0))
 
     def _held(self, weight: float, replicas: int) -> float:
         return weight + self.parts.gradient + self.parts.optimizer / replicas
@@ -101,8 +101,8 @@ class DividedWeights:
     def of_ranks(self, placement: Placement, layout: Layout | None = None) -> tuple[float, ...]:
         """See ``Weights``."""
         layers = self.of_layers().of_ranks(placement, layout)
-        vocabulary = sum(self.undivided.of_ranks(placement, layout)) - sum(layers)
-        return tuple(own + vocabulary / placement.num_ranks for own in layers)
+        ends = sum(self.undivided.of_ranks(placement, layout)) - sum(layers)
+        return tuple(own + ends / placement.num_ranks for own in layers)
 
     def of_stages(self, placement: Placement, layout: Layout | None = None) -> StageBytes:
         """See ``Weights``."""

@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.costs.tensor import TensorParallelModel
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 
-MODEL = Model((3, 5), 1024, 4096, 16, 8, 64, sequence=2048, microbatch=2, vocabulary=32_000)
+MODEL = Model((3, 5), 1024, 4096, 16, 8, 64, sequence=2048, microbatch=2, vocab_size=32_000)
 A100, RATE = DEVICES["a100"], 300e6  # bytes per ms
 
 

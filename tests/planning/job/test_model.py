@@ -10,7 +10,7 @@ from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import stage_layers
 from megatron.zero_bubble.planning.job.arguments.parser import parse
-from megatron.zero_bubble.planning.job.model import model_of, stated_vocabulary, uneven_layout
+from megatron.zero_bubble.planning.job.model import model_of, stated_vocab_size, uneven_layout
 
 SHAPES = "--hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 --num-layers 18"
 LINEAR = Placement.linear(4)
@@ -80,11 +80,11 @@ def test_a_list_of_layers_with_experts_has_one_entry_per_layer() -> None:
         uneven_layout(experts, LINEAR, 1024)
 
 
-def test_the_stated_vocabulary_is_padded() -> None:
+def test_the_stated_size_of_the_vocabulary_is_padded() -> None:
     tensor = job("--tensor-model-parallel-size 2 --tokenizer-type NullTokenizer --vocab-size 255")
-    assert stated_vocabulary(tensor) == 256
-    assert stated_vocabulary(job("--vocab-size 257", tokenizer_type="HuggingFaceTokenizer")) == 384
-    assert stated_vocabulary(job()) is None
+    assert stated_vocab_size(tensor) == 256
+    assert stated_vocab_size(job("--vocab-size 257", tokenizer_type="HuggingFaceTokenizer")) == 384
+    assert stated_vocab_size(job()) is None
 
 
 def test_too_few_layers_are_rejected() -> None:

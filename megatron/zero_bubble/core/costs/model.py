@@ -47,7 +47,7 @@ class Model:
     head_size: int
     sequence: int
     microbatch: int
-    vocabulary: int
+    vocab_size: int
     gated: bool = False
     flash: bool = True
     recompute: Recompute = "none"
@@ -150,7 +150,7 @@ class Model:
             UserError: as ``layers_on``.
         """
         per_stage = self._sums(placement, self.weights_of)
-        ends = self.vocabulary * self.hidden / self.tensor_parallel
+        ends = self.vocab_size * self.hidden / self.tensor_parallel
         last = placement.num_stages - 1
         return tuple(own + ends * ((stage == 0) + (stage == last)) for stage, own in enumerate(per_stage))
 

@@ -56,7 +56,7 @@ def prediction_weights(model: Model, counts: Sequence[int]) -> tuple[float, ...]
     """
     split, last = model.tensor_parallel, _last_layer(model)
     each = last.weights_of(last.kinds[0]) + 2 * model.hidden**2 / split
-    copies = [model.vocabulary * model.hidden / split if count and stage else 0 for stage, count in enumerate(counts)]
+    copies = [model.vocab_size * model.hidden / split if count and stage else 0 for stage, count in enumerate(counts)]
     return tuple(count * each + copy for count, copy in zip(counts, copies, strict=True))
 
 

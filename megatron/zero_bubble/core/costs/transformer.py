@@ -132,8 +132,8 @@ def _with_tensors(m: Model, tensors: list[Tensor]) -> LayerWork:
 
 def output_layer(m: Model) -> LayerWork:
     """Compute the figures of the output layer: logits in 4 bytes for the loss, their bf16 gradient, and the input."""
-    operations = 2.0 * m.tokens * m.hidden * m.vocabulary
-    logits = m.tokens * m.vocabulary / m.tensor_parallel
+    operations = 2.0 * m.tokens * m.hidden * m.vocab_size
+    logits = m.tokens * m.vocab_size / m.tensor_parallel
     states = m.message_bytes
     return LayerWork(
         operations,

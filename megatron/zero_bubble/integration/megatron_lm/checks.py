@@ -28,7 +28,7 @@ from megatron.zero_bubble.planning.job.hybrid import (
     is_hybrid,
     pattern_of,
 )
-from megatron.zero_bubble.planning.job.model import stated_vocabulary, uneven_layout
+from megatron.zero_bubble.planning.job.model import stated_vocab_size, uneven_layout
 from megatron.zero_bubble.planning.job.options import check_softmax
 from megatron.zero_bubble.planning.job.rules import check_job, check_optimizer, check_schedule
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
@@ -82,7 +82,7 @@ def configure(args: Any, run: RunOptions) -> Configured:
     if layout is not None:
         check_layout(layout, ranks, _layers_of(args), placement.num_stages, args.mtp_num_layers or 0)
     if is_hybrid(args):
-        divide_pattern(args, placement, stated_vocabulary(args))
+        divide_pattern(args, placement, stated_vocab_size(args))
     elif asked is None and layout is None:
         _ask_for(chunks, placement, args)
     return Configured(config, source, switched_off)
@@ -216,7 +216,7 @@ def _ask_for(chunks: int, placement: Placement, args: Any) -> None:
         if chunks > 1:
             args.num_virtual_stages_per_pipeline_rank = chunks
         return
-    args.pipeline_model_parallel_layout = uneven_layout(args, placement, stated_vocabulary(args))
+    args.pipeline_model_parallel_layout = uneven_layout(args, placement, stated_vocab_size(args))
     # The layout already includes embedding and loss, and Megatron accepts either the layout or these flags.
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
 

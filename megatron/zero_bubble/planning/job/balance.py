@@ -17,17 +17,17 @@ FIXED_PART = 1 / 16
 that are too short to fill the device; without it, no two samples would share a microbatch."""
 
 
-def length_cost(balance: Balance, job: Any, vocabulary: int | None) -> LengthCost:
+def length_cost(balance: Balance, job: Any, vocab_size: int | None) -> LengthCost:
     """The cost of samples, from ``--zero-bubble-attention-share`` if given, else from the shapes of the model.
 
     Args:
-        vocabulary: the padded size of the vocabulary, if it is known.
+        vocab_size: the padded size of the vocabulary, if it is known.
     """
     length = job.seq_length
     if balance.attention_share is not None:
         return LengthCost.of_share(balance.attention_share, length, FIXED_PART * length)
     model = model_of(job, (job.num_layers,))
-    if vocabulary is not None:
-        model = replace(model, vocabulary=vocabulary)
+    if vocab_size is not None:
+        model = replace(model, vocab_size=vocab_size)
     costs, _ = estimate(model, DEVICES["a100"], Placement.linear(1))
     return LengthCost.of_passes(costs, length, FIXED_PART * length)

@@ -20,16 +20,16 @@ def gpu_kind(name: str) -> str:
     return next((known for known in DEVICES if re.search(rf"\b{known}\b", name, re.IGNORECASE)), name)
 
 
-def facts_of(args: Any, gpu: str | None = None, vocabulary: int | None = None) -> Facts:
+def facts_of(args: Any, gpu: str | None = None, vocab_size: int | None = None) -> Facts:
     """Return what the passes of a job follow from.
 
     Args:
         args: its checked flags, in our loop, in Megatron-LM or in planning.
         gpu: its GPU; None if unknown.
-        vocabulary: its vocabulary, if ``args`` do not say it.
+        vocab_size: that of its vocabulary, if ``args`` do not say it.
     """
     model = model_of(args, (args.num_layers,))
-    size = args.vocab_size or vocabulary  # without the padding, which depends on the version of Megatron-LM
+    size = args.vocab_size or vocab_size  # without the padding, which depends on the version of Megatron-LM
     facts: dict[str, str | int | bool | None] = {
         "num_layers": args.num_layers,
         "layer_kinds": _kinds(args, model),

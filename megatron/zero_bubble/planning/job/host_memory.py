@@ -40,7 +40,7 @@ def check_host_memory(
     if any(getattr(args, name, None) for name in _UNSURE) or unestimated_kinds(args):
         return
     sequence = args.seq_length // args.context_parallel_size
-    model = replace(model_of(args, layers), sequence=sequence, vocabulary=0)
+    model = replace(model_of(args, layers), sequence=sequence, vocab_size=0)
     _, memory = estimate(model, DEVICES["a100"], schedule.placement)
     needs = host_peaks(offload(Plan.bare(schedule), select(schedule)), memory)
     fullest = max(range(len(needs)), key=needs.__getitem__)

@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.formats.layout import stage_layers
 from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.search.cut import cut
-from megatron.zero_bubble.planning.job.model import stated_vocabulary, work_of_kinds
+from megatron.zero_bubble.planning.job.model import stated_vocab_size, work_of_kinds
 from megatron.zero_bubble.planning.job.pattern import FLAG, Pattern, name_of, pattern_of
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
 
@@ -60,7 +60,7 @@ def chunks_of_pattern(args: Any, pattern: Pattern) -> int | None:
     chunks, rest = divmod(len(pattern.stages), ranks)
     if rest:
         placement = Placement.interleaved(ranks, max(1, chunks))
-        instead = divided(args, pattern, placement, stated_vocabulary(args))
+        instead = divided(args, pattern, placement, stated_vocab_size(args))
         raise UserError(
             f"{pattern.flag} must have equally many stages on every pipeline rank, got {len(pattern.stages)} stages "
             f"and {ranks} ranks in {pattern.text!r}; give {pattern.flag} '{instead}'"
@@ -74,11 +74,11 @@ def is_hybrid(args: Any) -> bool:
     return pattern_of(args) is not None or bool(getattr(args, "is_hybrid_model", False)) or specified
 
 
-def divide_pattern(args: Any, placement: Placement, vocabulary: int | None) -> None:
+def divide_pattern(args: Any, placement: Placement, vocab_size: int | None) -> None:
     """Let a hybrid model have the stages of ``placement``: by Megatron where it can, or else by their work.
 
     Args:
-        vocabulary: the padded size of the vocabulary; None if it is not known yet.
+        vocab_size: the padded size of the vocabulary; None if it is not known yet.
 
     Raises:
         UserError: several stages per rank where Megatron has one only, or too few layers to fill every stage.
@@ -100,7 +100,7 @@ def divide_pattern(args: Any, placement: Placement, vocabulary: int | None) -> N
     ]
     if chunks == 1 and (ends or len(pattern.layers) % placement.num_ranks == 0):
         return
-    instead = divided(args, pattern, placement, vocabulary)
+    instead = divided(args, pattern, placement, vocab_size)
     if ends:
         raise UserError(
             f"a hybrid model has several stages per rank only by the | of its pattern; got {ends[0]}; drop the flag, "
@@ -155,20 +155,20 @@ def check_stages_of_pattern(args: Any, placement: Placement, takes_chunks: bool)
     is_looped = takes_chunks and placement.num_stages > placement.num_ranks and is_megatrons_own(placement)
     if is_looped and len(pattern.stages) > placement.num_ranks:
         return
-    instead = divided(args, pattern, placement, stated_vocabulary(args))
+    instead = divided(args, pattern, placement, stated_vocab_size(args))
     raise UserError(
         f"the schedule has {placement.num_stages} stages, and {pattern.flag} {len(pattern.stages)} in "
         f"{pattern.text!r}; give {pattern.flag} '{instead}'"
     )
 
 
-def divided(args: Any, pattern: Pattern, placement: Placement, vocabulary: int | None) -> str:
+def divided(args: Any, pattern: Pattern, placement: Placement, vocab_size: int | None) -> str:
     """Return the pattern with ``|`` between the stages of ``placement``, with the least work for the busiest rank.
 
     Raises:
         UserError: for too few layers to fill every stage.
     """
-    work, embedding, loss = work_of_kinds(args, vocabulary)
+    work, embedding, loss = work_of_kinds(args, vocab_size)
     predictions = sum(loss + sum(work[kind] for kind in letters) for letters in pattern.predictions)
     of_layers = [work[kind] for kind in pattern.layers]
     return pattern.cut(cut(placement, of_layers, embedding, loss + predictions))

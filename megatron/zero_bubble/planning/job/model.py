@@ -23,7 +23,7 @@ from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.job.kept import kept_of, latent_of, linear_precision
 from megatron.zero_bubble.planning.job.pattern import pattern_of
 
-GPT2_VOCABULARY_SIZE = 50_304
+GPT2_VOCAB_SIZE = 50_304
 """Size of GPT-2's vocabulary, padded to a multiple of 128."""
 _SHAPES = ("hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 _EMBEDDING = 0.02
@@ -59,7 +59,7 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
         head_size=args.kv_channels or args.hidden_size // args.num_attention_heads,
         sequence=args.seq_length,
         microbatch=args.micro_batch_size,
-        vocabulary=args.vocab_size or GPT2_VOCABULARY_SIZE,
+        vocab_size=args.vocab_size or GPT2_VOCAB_SIZE,
         gated=args.swiglu,
         flash=flash and backend not in ("unfused", "local"),
         recompute=_recompute(args),
@@ -117,11 +117,11 @@ def unestimated_kinds(args: Any) -> tuple[str, ...]:
     return tuple(sorted(HYBRID_KINDS[kind] for kind in kinds))
 
 
-def division_of(args: Any, vocabulary: int | None) -> Division:
+def division_of(args: Any, vocab_size: int | None) -> Division:
     """Return how the flags ``args`` divide the layers.
 
     Args:
-        vocabulary: its padded size; None if it is not known yet.
+        vocab_size: its padded size; None if it is not known yet.
 
     Raises:
         UserError: when ``on`` of the result is called: as ``uneven_layout``.
@@ -129,7 +129,7 @@ def division_of(args: Any, vocabulary: int | None) -> Division:
 
     @cache
     def otherwise(placement: Placement) -> tuple[int, ...]:
-        return layout_layers(uneven_layout(args, placement, vocabulary))
+        return layout_layers(uneven_layout(args, placement, vocab_size))
 
     layout = args.pipeline_model_parallel_layout
     return Division(
@@ -143,16 +143,16 @@ def division_of(args: Any, vocabulary: int | None) -> Division:
     )
 
 
-def uneven_layout(args: Any, placement: Placement, vocabulary: int | None) -> str:
+def uneven_layout(args: Any, placement: Placement, vocab_size: int | None) -> str:
     """Return the ``--pipeline-model-parallel-layout`` with the least work for the busiest rank (``cut``).
 
     The work of layers and of the output layer is estimated from the job's shapes. Without them, or without
-    ``vocabulary``, the embedding and the output layer count as one layer each. Multi-token prediction is on the last
+    ``vocab_size``, the embedding and the output layer count as one layer each. Multi-token prediction is on the last
     stage, and counts as a layer, a projection and an output layer each time.
 
     Args:
         args: the job's flags, in our loop or in Megatron-LM.
-        vocabulary: the padded size of the vocabulary; None if it is not known yet.
+        vocab_size: the padded size of the vocabulary; None if it is not known yet.
 
     Raises:
         UserError: for too few layers to fill every stage, and for a list of layers with experts that has not one entry
@@ -163,9 +163,9 @@ def uneven_layout(args: Any, placement: Placement, vocabulary: int | None) -> st
     def text(work: Sequence[float], embedding: float, last: float) -> str:
         return layout_text(cut(placement, work, embedding, last))[:-1] + "m" * predictions + "L"
 
-    if vocabulary is None or not all(getattr(args, name, None) for name in _SHAPES):
+    if vocab_size is None or not all(getattr(args, name, None) for name in _SHAPES):
         return text((1.0,) * args.num_layers, 1.0, 1.0 + 2.0 * predictions)
-    dense = replace(_without_experts(args, (1,)), vocabulary=vocabulary)
+    dense = replace(_without_experts(args, (1,)), vocab_size=vocab_size)
     device = DEVICES["a100"]
     costs, kinds = layer_costs(dense, device), has_experts(args)
     models = dense, _active(dense, args)
@@ -186,19 +186,19 @@ def mamba_of(args: Any) -> Mamba:
     )
 
 
-def work_of_kinds(args: Any, vocabulary: int | None) -> tuple[dict[str, float], float, float]:
+def work_of_kinds(args: Any, vocab_size: int | None) -> tuple[dict[str, float], float, float]:
     """Return the work of a hybrid model's layers by letter, of the embedding and of the output layer, in any unit.
 
     Layers with experts count as their active part. Kinds that are not estimated count as the kind that they replace:
-    gated delta nets as Mamba, other attention as attention. Without shapes or ``vocabulary``, all count as one layer.
+    gated delta nets as Mamba, other attention as attention. Without shapes or ``vocab_size``, all count as one layer.
 
     Args:
         args: the flags of a Megatron-LM job.
-        vocabulary: the padded size of the vocabulary; None if it is not known yet.
+        vocab_size: the padded size of the vocabulary; None if it is not known yet.
     """
-    if vocabulary is None or not all(getattr(args, name, None) for name in _SHAPES):
+    if vocab_size is None or not all(getattr(args, name, None) for name in _SHAPES):
         return dict.fromkeys(HYBRID_KINDS, 1.0), 1.0, 1.0
-    dense = replace(_without_experts(args, (3,)), vocabulary=vocabulary, pattern="M*-")
+    dense = replace(_without_experts(args, (3,)), vocab_size=vocab_size, pattern="M*-")
     device = DEVICES["a100"]
     costs = layer_costs(dense, device)
     mamba, attention, mlp = (layer.work_ms for layer in costs.layers)
@@ -242,7 +242,7 @@ def _num_experts(args: Any) -> int | None:
     return None if count is None else int(count)
 
 
-def stated_vocabulary(args: Any) -> int | None:
+def stated_vocab_size(args: Any) -> int | None:
     """Return the padded size of the vocabulary in ``--padded-vocab-size`` or ``--vocab-size``; None without them, since
     it is the tokenizer's.
     """
@@ -250,10 +250,10 @@ def stated_vocabulary(args: Any) -> int | None:
         return int(padded)
     if not (size := getattr(args, "vocab_size", None)):
         return None
-    return padded_vocabulary(args, size + (args.tokenizer_type == "NullTokenizer"))
+    return padded_size(args, size + (args.tokenizer_type == "NullTokenizer"))
 
 
-def padded_vocabulary(args: Any, size: int) -> int:
+def padded_size(args: Any, size: int) -> int:
     """Return the size to which a job pads its vocabulary."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return int(-(-size // multiple) * multiple)

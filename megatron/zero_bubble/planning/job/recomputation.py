@@ -62,7 +62,7 @@ def _of_layers(args: Any, schedule: Schedule) -> float:
     """Return the bytes of the layers' activations on the fullest rank."""
     layout = even(schedule.placement, args.num_layers)
     sequence = args.seq_length // args.context_parallel_size
-    model = replace(model_of(args, layout), sequence=sequence, vocabulary=0)
+    model = replace(model_of(args, layout), sequence=sequence, vocab_size=0)
     _, memory = layer_costs(model, DEVICES["a100"]).on(layout)
     return max(peaks_in_order(schedule, memory))
 

@@ -17,7 +17,7 @@ from megatron.zero_bubble.core.ir.sizes import MOST_LAYERS, check_size
 from megatron.zero_bubble.planning.job.arguments.batch_sizes import BatchSizes
 from megatron.zero_bubble.planning.job.arguments.data_checks import check_data, check_tokenizer
 from megatron.zero_bubble.planning.job.arguments.model_checks import check_config
-from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocabulary
+from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
 from megatron.zero_bubble.planning.job.effects import Job
 from megatron.zero_bubble.planning.job.host_memory import check_host_memory
 from megatron.zero_bubble.planning.job.model import uneven_layout
@@ -156,7 +156,7 @@ def _check_layers(args: Any) -> None:
     if even and layers >= ranks * each:
         return
     if not given and not counted and args.run.has_schedule:
-        args.pipeline_model_parallel_layout = uneven_layout(args, args.placement, known_vocabulary(args))
+        args.pipeline_model_parallel_layout = uneven_layout(args, args.placement, known_vocab_size(args))
         return
     stages = ranks * each
     what = f"{layers} layers{' (embedding or loss included)' if counted else ''}"

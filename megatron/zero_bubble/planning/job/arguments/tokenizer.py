@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from megatron.zero_bubble.planning.job.model import stated_vocabulary
+from megatron.zero_bubble.planning.job.model import padded_size, stated_vocab_size
 
 
 class ByteLevelTokenizer:
@@ -53,11 +53,10 @@ def build_tokenizer(args: Any) -> Tokenizer:
 
 def padded_vocab_size(args: Any, tokenizer: Tokenizer) -> int:
     """The vocabulary rounded up to a multiple of ``--make-vocab-size-divisible-by`` times the tensor-parallel size."""
-    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return -(-tokenizer.vocab_size // multiple) * multiple
+    return padded_size(args, tokenizer.vocab_size)
 
 
-def known_vocabulary(args: Any) -> int | None:
+def known_vocab_size(args: Any) -> int | None:
     """Return the padded size of the vocabulary, or None if only Megatron-LM knows the job's tokenizer."""
     is_ours = args.tokenizer_type == "ByteLevelTokenizer"
-    return padded_vocab_size(args, build_tokenizer(args)) if is_ours else stated_vocabulary(args)
+    return padded_vocab_size(args, build_tokenizer(args)) if is_ours else stated_vocab_size(args)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.zero_bubble.planning.job.model import stated_vocabulary
-from megatron.zero_bubble.planning.job.vocabulary import tokenizers_vocabulary
+from megatron.zero_bubble.planning.job.model import stated_vocab_size
+from megatron.zero_bubble.planning.job.vocab_size import tokenizers_vocab_size
 
 
 def args(kind: str | None, model: Path | None = None, **more: Any) -> Namespace:
@@ -36,14 +36,14 @@ def args(kind: str | None, model: Path | None = None, **more: Any) -> Namespace:
 )
 def test_a_folder_says_it(tmp_path: Path, file: str, content: dict[str, Any], size: int) -> None:
     (tmp_path / file).write_text(json.dumps(content))
-    assert tokenizers_vocabulary(args("HuggingFaceTokenizer", tmp_path)) == (size, str(tmp_path / file))
+    assert tokenizers_vocab_size(args("HuggingFaceTokenizer", tmp_path)) == (size, str(tmp_path / file))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 3}', '{"model": {"vocab": {}}}', "[" * 100_000])
 def test_another_file_says_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)
-    assert tokenizers_vocabulary(args("HuggingFaceTokenizer", tmp_path)) is None
-    assert tokenizers_vocabulary(args("Llama2Tokenizer", tmp_path)) == (32_000, "Llama2Tokenizer")
+    assert tokenizers_vocab_size(args("HuggingFaceTokenizer", tmp_path)) is None
+    assert tokenizers_vocab_size(args("Llama2Tokenizer", tmp_path)) == (32_000, "Llama2Tokenizer")
 
 
 def message(field: int, content: bytes) -> bytes:
@@ -78,21 +78,21 @@ def test_a_file_says_it(tmp_path: Path, name: str, content: bytes | None, size: 
     if content is not None:
         file.write_bytes(content)
     expected = None if size is None else (size, str(file))
-    assert tokenizers_vocabulary(args("SentencePieceTokenizer", file)) == expected
-    assert tokenizers_vocabulary(args("BertWordPieceCase", vocab_file=str(file))) == expected
+    assert tokenizers_vocab_size(args("SentencePieceTokenizer", file)) == expected
+    assert tokenizers_vocab_size(args("BertWordPieceCase", vocab_file=str(file))) == expected
     if name in ("tokenizer.model", "vocab.json"):
-        assert tokenizers_vocabulary(args("HuggingFaceTokenizer", tmp_path)) == expected
+        assert tokenizers_vocab_size(args("HuggingFaceTokenizer", tmp_path)) == expected
 
 
 def test_a_cut_vocabulary_is_not_that_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"a": 300}')
-    assert tokenizers_vocabulary(args("TikTokenizer", tmp_path / "tokenizer.json")) == (131_072, "TikTokenizer")
+    assert tokenizers_vocab_size(args("TikTokenizer", tmp_path / "tokenizer.json")) == (131_072, "TikTokenizer")
 
 
 def test_a_padded_size_is_taken_as_it_is() -> None:
-    assert stated_vocabulary(args("HuggingFaceTokenizer", padded_vocab_size=129, vocab_size=7)) == 129
-    assert stated_vocabulary(args("HuggingFaceTokenizer", padded_vocab_size=None, vocab_size=7)) == 256
+    assert stated_vocab_size(args("HuggingFaceTokenizer", padded_vocab_size=129, vocab_size=7)) == 129
+    assert stated_vocab_size(args("HuggingFaceTokenizer", padded_vocab_size=None, vocab_size=7)) == 256
 
 
 def test_nothing_is_known_of_others() -> None:
-    assert tokenizers_vocabulary(args("HuggingFaceTokenizer")) is None and tokenizers_vocabulary(args(None)) is None
+    assert tokenizers_vocab_size(args("HuggingFaceTokenizer")) is None and tokenizers_vocab_size(args(None)) is None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.planning.job.model import padded_vocabulary
+from megatron.zero_bubble.planning.job.model import padded_size
 
 _SIZES = {"Llama2Tokenizer": 32_000, "GPT2BPETokenizer": 50_257, "TikTokenizer": 131_072}
 """Of the kinds of tokenizers that have one size."""
@@ -21,14 +21,14 @@ _VARINT, _BYTES, _FIXED = 0, 2, {1: 8, 5: 4}
 """Wire types of protocol buffers, and the sizes of those that are fixed."""
 
 
-class JobVocabulary(NamedTuple):
+class VocabSize(NamedTuple):
     """A vocabulary: its padded size, and where it is from."""
 
     size: int
     source: str
 
 
-def tokenizers_vocabulary(args: Any) -> JobVocabulary | None:
+def tokenizers_vocab_size(args: Any) -> VocabSize | None:
     """Return what the tokenizer in the flags of a job has; None if it is not known here."""
     kind = args.tokenizer_type
     named = [Path(model) for flag in _FLAGS if (model := getattr(args, flag, None)) is not None]
@@ -36,8 +36,8 @@ def tokenizers_vocabulary(args: Any) -> JobVocabulary | None:
     if kind != "TikTokenizer":  # which cuts the vocabulary of its file
         for file in files:
             if (size := _read(file)) is not None:
-                return JobVocabulary(padded_vocabulary(args, size), str(file))
-    return JobVocabulary(padded_vocabulary(args, _SIZES[kind]), kind) if kind in _SIZES else None
+                return VocabSize(padded_size(args, size), str(file))
+    return VocabSize(padded_size(args, _SIZES[kind]), kind) if kind in _SIZES else None
 
 
 def _read(file: Path) -> int | None:
@@ -55,8 +55,8 @@ def _size_of_json(content: bytes) -> Any:
     """
     found = json.loads(content)
     if "model" in found:
-        vocabulary = found["model"]["vocab"]
-        last = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        vocab = found["model"]["vocab"]
+        last = max(vocab.values()) if isinstance(vocab, dict) else len(vocab) - 1
         return int(1 + max([last, *(token["id"] for token in found.get("added_tokens") or ())]))
     if "vocab_size" in found or "text_config" in found:
         return found.get("vocab_size", (found.get("text_config") or {}).get("vocab_size"))
