@@ -10,8 +10,7 @@ import pytest
 
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.advise import changed
-from tests.cli.test_advise import SMALL, Capture, advice, check_rows
-from tests.cli.test_advised_rows import set_queues
+from tests.cli.test_advise import SMALL, Capture, advice, check_rows, set_queues
 from tests.helpers.recipes import COMMON, DEEPSEEK, KIMI
 
 EXPERTS = [

@@ -31,7 +31,7 @@ from megatron.zero_bubble.planning.job.arguments import parser
 from megatron.zero_bubble.planning.job.changes import JobChanges
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.setup import Searched, Setup, Validated
-from tests.cli.test_advise import SMALL, Capture, advice, check_rows, job_of
+from tests.cli.test_advise import SMALL, Capture, advice, check_rows, job_of, set_queues
 from tests.cli.test_joint_search import random_pipeline
 from tests.helpers.recipes import RECIPES
 
@@ -39,14 +39,11 @@ from tests.helpers.recipes import RECIPES
 @pytest.mark.full
 @pytest.mark.parametrize("queues", ["1", None])
 @pytest.mark.parametrize("name", RECIPES)
-def test_rows_run_as_they_are_advised(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, name: str, queues: str | None
-) -> None:
+def test_rows_run_as_they_are_advised(capsys: Capture, name: str, queues: str | None) -> None:
     """With searches: where the launch script sets the hardware queues, and where CUDA's default holds."""
-    set_queues(monkeypatch, queues)
     flags, own = job_of(name)
     found = advice(capsys, flags, *own)
-    check_rows(capsys, found, flags, *own)
+    check_rows(capsys, found, flags, *own, queues=queues)
 
 
 TENSOR = [*SMALL, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -70,14 +67,6 @@ def test_rows_run_where_megatron_wants_one_queue(
     if job is TENSOR and gpu == "h100":
         assert not any(row["environment"] for row in found["advice"])
     check_rows(capsys, found, flags, *own)
-
-
-def set_queues(monkeypatch: pytest.MonkeyPatch, number: str | None) -> None:
-    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
-    if number is None:
-        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", number)
 
 
 def test_what_needs_more_queues_says_so_or_drops_out() -> None:
