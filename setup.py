@@ -1,6 +1,7 @@
-"""Packaging of ``megatron.zero_bubble``, which shares the namespace package ``megatron`` with ``megatron.core``.
+"""The compiled parts of ``megatron.zero_bubble`` and its page on a registry; the rest is in ``pyproject.toml``.
 
-Version ranges here are those that the code supports; ``scripts/constraints.txt`` pins the tested versions.
+``ZB_BUILD`` selects the compiled ops, see ``_ops``. ``ZB_PROJECT_URL`` is the address of the project's repository, to
+which links lead from the page on a registry.
 """
 
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension, find_namespace_packages, setup
+from setuptools import Extension, setup
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent
@@ -23,9 +24,8 @@ CUDA_PACKAGES = {
     "crt/host_defines.h": "nvidia-cuda-crt",
     "nv/target": "nvidia-cuda-cccl",
 }
-(VERSION,) = re.findall(
-    r'^__version__ = "(.+)"$', (ROOT / "megatron/zero_bubble/__init__.py").read_text(), re.MULTILINE
-)
+PAGES = {"Homepage": "", "Documentation": "/blob/HEAD/docs/index.md", "Changelog": "/blob/HEAD/CHANGELOG.md"}
+_LINK = re.compile(r"(!?\[([^]]*)\])\((?!https?:|#)([^)\s]+)\)")  # relative ones: [text](target), ![text](target)
 
 
 def _headers(folder: str) -> list[str]:
@@ -174,65 +174,31 @@ def _say(text: str) -> list[Extension]:
     return []
 
 
+def _readme(url: str) -> str:
+    """README.md for a registry's page, where relative links lead nowhere: they lead to this version of the project.
+
+    Args:
+        url: address of the project's repository; without one, links become their text and pictures are left out.
+    """
+    text = (ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else ""
+    (version,) = re.findall(
+        r'^__version__ = "(.+)"$', (ROOT / "megatron/zero_bubble/__init__.py").read_text(), re.MULTILINE
+    )
+    if url:
+        return _LINK.sub(
+            lambda link: f"{link[1]}({url}/{'raw' if link[1][0] == '!' else 'blob'}/v{version}/{link[3]})", text
+        )
+    return _LINK.sub(lambda link: "" if link[1][0] == "!" else link[2], text)
+
+
 OPS, COMMANDS = _ops()
+URL = os.environ.get("ZB_PROJECT_URL", "").rstrip("/")
 setup(
-    name="megatron-zero-bubble",
-    version=VERSION,
-    description="Zero-bubble pipeline schedules for stock megatron-core, on GPUs or CPU cores",
-    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
-    long_description_content_type="text/markdown",
     license="Apache-2.0",
-    author="The Zero Bubble for Megatron contributors",
-    keywords=["megatron", "pipeline parallelism", "zero bubble", "distributed training", "large language models"],
-    classifiers=[
-        "Development Status :: 4 - Beta",
-        "Environment :: GPU :: NVIDIA CUDA",
-        "Intended Audience :: Science/Research",
-        "Operating System :: POSIX :: Linux",
-        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
-        "Programming Language :: C++",
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-        "Typing :: Typed",
-    ],
-    python_requires=">=3.10",
-    packages=find_namespace_packages(include=["megatron.zero_bubble", "megatron.zero_bubble.*"]),
-    package_data={
-        PACKAGE: ["py.typed"],
-        f"{PACKAGE}.core.search": ["*.pyi"],
-        f"{PACKAGE}.integration.patching": ["*.json"],
-        f"{PACKAGE}.core.render.page": ["*.css", "*.js"],
-        f"{PACKAGE}.cli.playground.page": ["*.html", "*.css", "*.js"],
-    },
+    long_description=_readme(URL),
+    long_description_content_type="text/markdown",
+    project_urls={name: URL + path for name, path in PAGES.items()} if URL else {},
     ext_modules=[*_planner(), *OPS],
     cmdclass=COMMANDS,
     options={"build_ext": {"force": True}},  # a build for another torch, or without CUDA, would look up to date
-    install_requires=["pyyaml"],  # planning needs the standard library only; a job's flags may come from YAML
-    extras_require={
-        "train": [
-            "torch>=2.8",  # the newest that was tested is 2.15
-            "megatron-core>=0.13,<0.21",  # the minor versions of integration/patching/seams.py
-            "numpy",
-            "psutil",  # for megatron-core's checkpoint writers; without it, a save never ends
-            'triton; platform_system == "Linux"',  # megatron-core imports it even if it launches no kernel
-        ],
-        "te": ["transformer-engine[pytorch]>=2.8"],
-        "dev": [
-            "build",
-            "codespell",
-            "hypothesis",
-            "import-linter",
-            "mypy",
-            "pytest",
-            "pytest-timeout",
-            "pytest-xdist",
-            "ruff",
-            "selenium",
-            "types-pyyaml",
-            "viztracer",
-        ],
-        "docs": ["mkdocs-material", "mkdocstrings[python]"],  # scripts/docs.sh
-        "exact": ["ortools"],  # optional; tests compare the bounds with the optima of this solver
-        "tensorboard": ["tensorboard"],
-    },
-    entry_points={"console_scripts": ["zero-bubble = megatron.zero_bubble.__main__:main"]},
 )

@@ -3,6 +3,8 @@
 #
 #   bash scripts/check_packages.sh [PYTHON ...]    default: those of python3.10 to python3.13 that are installed
 #
+# ZB_PROJECT_URL   address of the project's repository, for the links of the registry's page (default: none)
+#
 # What was built lies in dist/. A wheel holds the planner's compiled loops and no torch ops: those are compiled against
 # the torch of the training environment, see docs/installation.md.
 set -euo pipefail
@@ -22,6 +24,7 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 
 unset PYTHONPATH  # only what pip installs counts
+export ZB_BUILD=none
 rm -rf dist
 python -m build --sdist --outdir dist . >"$work/sdist.log" 2>&1 || { cat "$work/sdist.log"; exit 1; }
 for python in "${pythons[@]}"; do
@@ -31,7 +34,14 @@ for python in "${pythons[@]}"; do
     "$venv/bin/pip" --quiet --disable-pip-version-check wheel --no-deps --wheel-dir "$venv/dist" dist/*.tar.gz
     "$venv/bin/pip" --quiet --disable-pip-version-check install "$venv"/dist/*.whl
     cp "$venv"/dist/*.whl dist/
+    rm -r "$venv/dist"
     # In another folder: the checkout's own package must not be found.
     (cd "$work" && "$venv/bin/python" - "$venv/bin/zero-bubble" <"$OLDPWD/scripts/try_package.py")
+    "$venv/bin/pip" --quiet --disable-pip-version-check uninstall --yes megatron-zero-bubble
+    left="$(find "$venv" -path '*zero_bubble*' -o -name 'zero-bubble*')"
+    [[ -z "$left" ]] || { printf 'check_packages.sh: uninstalling leaves\n%s\n' "$left" >&2; exit 1; }
 done
+python -m venv "$work/twine"
+"$work/twine/bin/pip" --quiet --disable-pip-version-check install twine
+"$work/twine/bin/twine" check --strict dist/*
 ls -l dist

@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
 
 if ! python -c 'import material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null; then
-    # The extra "docs" of setup.py, without building the package again.
+    # The extra "docs" of pyproject.toml, without building the package again.
     mapfile -t needed < <(python - <<'PYTHON'
 from importlib.metadata import requires
 

@@ -10,6 +10,12 @@ from urllib.request import urlopen
 
 COSTS = "--num-ranks 4 --num-microbatches 8 --forward-ms 10 --backward-ms 11 --wgrad-ms 7".split()
 
+JOB = (
+    "--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
+    "--micro-batch-size 1 --global-batch-size 16 --pipeline-model-parallel-size 4 --bf16 --vocab-size 32000 "
+    "--tokenizer-type NullTokenizer --train-iters 10 --lr 1e-4 --mock-data"
+).split()
+
 
 def run(*arguments: str) -> str:
     """The output of one command, which must succeed."""
@@ -36,6 +42,7 @@ for schedule in ("zb-h1", "zb-v", "zb-auto"):
     memory = ["--memory-limit", "1p"] if schedule == "zb-auto" else []
     assert json.loads(run("plan", "--schedule", schedule, *COSTS, *memory, "--format", "json"))
 assert "zb-h2" in run("compare", *COSTS)
+assert "ranks idle" in run("advise", "--nodes", "1", "--gpu", "h100", "--quick", "--", *JOB)
 playground()
 report = json.loads(run("report", "--format", "json"))
 assert report["torch"] == "not installed"
@@ -43,4 +50,4 @@ refused = subprocess.run(
     [sys.executable, "-c", "from megatron.zero_bubble import apply"], capture_output=True, text=True, check=False
 )
 assert "[train]" in refused.stderr, refused.stderr
-print(f"list, plan, compare, playground and report work; planner: {report['planner']}")
+print(f"list, plan, compare, advise, playground and report work; planner: {report['planner']}")

@@ -12,7 +12,8 @@ import yaml
 from megatron.zero_bubble import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
-YAML_FILES = ["CITATION.cff", ".pre-commit-config.yaml", ".github/workflows/ci.yml"]
+WORKFLOWS = sorted(path.relative_to(ROOT) for path in ROOT.glob(".github/workflows/*.yml"))
+YAML_FILES = ["CITATION.cff", ".pre-commit-config.yaml", *map(str, WORKFLOWS)]
 
 
 def read(name: str) -> str:
@@ -64,4 +65,4 @@ def test_files_that_prove_the_promises_exist() -> None:
 def test_ci_covers_every_supported_python() -> None:
     workflow: Any = yaml.safe_load(read(".github/workflows/ci.yml"))
     assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == ["3.10", "3.11", "3.12", "3.13"]
-    assert 'python_requires=">=3.10"' in read("setup.py")
+    assert 'requires-python = ">=3.10"' in read("pyproject.toml")

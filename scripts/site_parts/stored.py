@@ -63,12 +63,12 @@ def results() -> str:
 
 
 def compatibility() -> str:
-    """What the package works with, from setup.py's ranges and the seams, and what of it was verified how."""
-    setup = (_ROOT / "setup.py").read_text()
+    """What the package works with, from pyproject.toml's ranges and the seams, and what of it was verified how."""
+    project = (_ROOT / "pyproject.toml").read_text()
     minors = _minors()
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (_ROOT / "scripts/constraints.txt").read_text(), re.MULTILINE))
-    (torch,) = re.findall(r'"torch>=([\d.]+)"', setup)
-    (engine,) = re.findall(r'"transformer-engine\[pytorch\]>=([\d.]+)"', setup)
+    (torch,) = re.findall(r'"torch>=([\d.]+)"', project)
+    (engine,) = re.findall(r'"transformer-engine\[pytorch\]>=([\d.]+)"', project)
     rows = [
         ("megatron-core", f"{minors[0]} to {minors[-1]}", f"all minors; most tests run on {pins['megatron-core']}"),
         (
