@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
-from functools import partial
 
 from megatron.zero_bubble.__main__ import parser as command_line
 from megatron.zero_bubble.planning.decision import TIERS
@@ -27,14 +26,13 @@ def ours() -> str:
     for tier, text in TIERS.items():
         own = [actions[option.dest] for option in DECISIONS if option.tier == tier]
         own += [actions[_HELP_ALL]] if tier == "core" else []
-        parts.append(f"### {tier.capitalize()}\n\n{text}\n\n{_table(own)}")
+        parts.append(f"## {tier.capitalize()}\n\n{text}\n\n{_table(own)}")
     return "\n\n".join(parts)
 
 
-def of_verb(name: str) -> str:
-    """What ``zero-bubble NAME`` takes."""
-    verb = verbs()[name]
-    return _table(verb._actions)
+def of_command() -> str:
+    """What every verb of ``zero-bubble`` takes, a section each."""
+    return "\n\n".join(f"## zero-bubble {name}\n\n{_table(verb._actions)}" for name, verb in verbs().items())
 
 
 def of_verbs() -> str:
@@ -94,5 +92,5 @@ PARTS: dict[str, Callable[[], str]] = {
     "flags": ours,
     "flags-training": of_training,
     "verbs": of_verbs,
-    **{f"flags-{name}": partial(of_verb, name) for name in verbs()},
+    "flags-command": of_command,
 }

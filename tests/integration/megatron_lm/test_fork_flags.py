@@ -76,6 +76,8 @@ def test_every_translation_is_reported_once() -> None:
         ("--offload-chunk-num 2", "give --zero-bubble-offload with the share of the chunks, 50% for example"),
         ("--offload-time 0.7", "--offload-time of .* no equivalent; drop it: --zero-bubble-offload needs no time"),
         ("--auto-offload-time", "drop it: --zero-bubble-offload needs no time"),
+        ("--cpu-offload", "no equivalent; give --zero-bubble-offload auto"),
+        ("--recompute-lgd", "give --recompute-granularity selective and --recompute-modules layernorm mlp"),
         ("--offload-overlap-sr", "drop it: --zero-bubble-offload runs all copies in order"),
         ("--enable-zero-bubble --zero-bubble-schedule zb-h1", "got both; drop the fork's"),
         (f"--enable-zero-bubble --zero-bubble-max-pending-backward x {PIPELINE}", "got 'x' and .* 8; give"),

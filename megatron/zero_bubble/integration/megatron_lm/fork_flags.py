@@ -26,6 +26,8 @@ _NEEDLESS_WITH_VALUE = {
 }
 _REFUSED_SWITCHES = {
     "--enable-1f1b-v": "give --zero-bubble-schedule v-half",
+    "--cpu-offload": "give --zero-bubble-offload auto",
+    "--recompute-lgd": "give --recompute-granularity selective and --recompute-modules layernorm mlp",
     "--auto-offload-time": "drop it: --zero-bubble-offload needs no time",
     "--offload-overlap-sr": "drop it: --zero-bubble-offload runs all copies in order",
 }
@@ -49,7 +51,7 @@ def modernize(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises:
         UserError: a flag of the fork has no equivalent, or both its flags and ours select a schedule.
     """
-    options, others = _parser().parse_known_args(list(arguments))
+    options, others = build_parser().parse_known_args(list(arguments))
     old = vars(options)
     for flag, remedy in (_REFUSED | _REFUSED_SWITCHES).items():
         if _given(old, flag):
@@ -72,7 +74,8 @@ def modernize(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return (others + rewritten, said) if said else (list(arguments), said)
 
 
-def _parser() -> StrictParser:
+def build_parser() -> StrictParser:
+    """The flags of the fork, and the size of the pipeline."""
     parser = StrictParser(add_help=False, allow_abbrev=False)
     switches = ("--enable-zero-bubble", "--zero-bubble-v-schedule", *_RENAMED, *_NEEDLESS, *_REFUSED_SWITCHES)
     for flag in switches:
