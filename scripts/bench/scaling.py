@@ -38,6 +38,7 @@ from megatron.zero_bubble.core.costs.estimate import estimate
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.formats.costs import read_costs_file
 from megatron.zero_bubble.core.formats.files import json_object, read_file
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.core.search import fit, zb_auto
 from megatron.zero_bubble.core.search.loops import loops
@@ -285,7 +286,7 @@ def lengths_ms(schedule: Schedule, costs: PassCosts) -> dict[Metric, float]:
     rows, lengths = None, {}
     for metric in OPTIMIZERS:
         unlimited = (math.inf,) * schedule.num_ranks
-        problem = Problem.of(on, schedule.num_microbatches, costs, PassMemory.uniform(on), unlimited, metric)
+        problem = Problem.of(Workload(on, schedule.num_microbatches), costs, PassMemory.uniform(on), unlimited, metric)
         loop = loops(problem)
         rows = loop.pack(problem.rows(schedule)) if rows is None else rows
         lengths[metric] = loop.evaluate(rows)[0]

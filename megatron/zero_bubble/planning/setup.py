@@ -12,8 +12,8 @@ from typing import Literal
 
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.formats.plan import CSV, PlanFile
-from megatron.zero_bubble.core.ir import Placement, Slices
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.core.plan import PostReceives
 from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS, Ctas
 from megatron.zero_bubble.core.schedules import ZB_AUTO
@@ -276,13 +276,21 @@ class Setup:
         """Whether it decides more than an order of passes on the job's stages."""
         return self.inserts or any((self.offload, self.shards, self.layout))
 
-    def having(self, num_slices: int, algorithm: Algorithm | None, overlaps: bool) -> Setup:
-        """The same with what its schedules have: slices, passes of the vocabulary, and pairs."""
+    @classmethod
+    def of(cls, schedule: Schedule) -> Setup:
+        """What a schedule decides besides its order: slices, passes of the vocabulary, and pairs."""
+        algorithm = algorithm_of(schedule)
+        divided = None if algorithm is None else Divided(algorithm)
+        return cls(cuts=Cuts(among=(schedule.slices,)), vocabulary=divided, pairs=schedule.overlaps)
+
+    def running(self, decided: Setup) -> Setup:
+        """The same with what its schedules decide (see ``of``)."""
+        number = 1 if decided.cuts is None else len(decided.cuts.among[0])
         return replace(
             self,
-            cuts=Cuts(num_slices, "even") if num_slices > 1 else None,
-            vocabulary=None if algorithm is None else self.vocabulary or Divided(algorithm),
-            pairs=overlaps,
+            cuts=Cuts(number, "even") if number > 1 else None,
+            vocabulary=decided.vocabulary and (self.vocabulary or decided.vocabulary),
+            pairs=decided.pairs,
         )
 
     @property

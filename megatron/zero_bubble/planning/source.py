@@ -30,7 +30,7 @@ from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.cuts import slices_of
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, ONE_QUEUE, Feasibility
 from megatron.zero_bubble.planning.figures import Figures, measured
-from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT, Cuts, Divided, Given, Named, Searched, Setup
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT, Cuts, Given, Named, Searched, Setup
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, with_collectives
 from megatron.zero_bubble.planning.unit_sizes import smallest, unit_sizes
@@ -127,9 +127,8 @@ class ScheduleSource:
     @classmethod
     def of_plan(cls, path: str, plan: PlanFile) -> ScheduleSource:
         """The schedule of a plan that was read from ``path``, and what it moves."""
-        schedule, divided = plan.schedule, None if plan.vocabulary is None else Divided(plan.vocabulary)
-        setup = Setup(Given(path, plan), None, Cuts(among=(schedule.slices,)), divided, pairs=schedule.overlaps)
-        return cls(setup, schedule.placement, lambda _: schedule)
+        setup = replace(Setup.of(plan.schedule), order=Given(path, plan))
+        return cls(setup, plan.schedule.placement, lambda _: plan.schedule)
 
 
 def _named(setup: Setup, order: Named, num_ranks: int, costs: CostsFile | None) -> ScheduleSource:

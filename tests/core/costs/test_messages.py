@@ -91,7 +91,7 @@ def test_the_loops_of_the_search_agree_with_the_simulation(data: st.DataObject, 
     planned, fast = simulate(schedule, costs, memory), timed(schedule, costs, memory)
     assert (fast.spans, fast.messages, fast.work_ms) == (planned.spans, planned.messages, planned.work_ms)
     limit = (math.inf,) * schedule.num_ranks
-    problem = Problem.of(schedule.placement, schedule.num_microbatches, costs, memory, limit, "makespan")
+    problem = Problem.of(Workload(schedule.placement, schedule.num_microbatches), costs, memory, limit, "makespan")
     if any(p.kind not in (F, B, W) for p in schedule.passes()):
         return
     for loop in (loops(problem), Reference(problem)):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.blocks import Bent, Thinned, vee_block
 from megatron.zero_bubble.core.search.problem import Problem, Rows
 
@@ -19,7 +20,7 @@ V_MIN, V_HALF = (1, 1, 0, 1), (2, 1, 3, 2)
 def problem(num_ranks: int, num_microbatches: int, limit: float) -> Problem:
     on = Placement.vee(num_ranks)
     costs, memory = PassCosts.uniform(on, 1, 1, 1), PassMemory.uniform(on, 1.0, 1.0)
-    return Problem.of(on, num_microbatches, costs, memory, (limit,) * num_ranks, "span")
+    return Problem.of(Workload(on, num_microbatches), costs, memory, (limit,) * num_ranks, "span")
 
 
 def peak(question: Problem, rows: Rows) -> float:

@@ -14,6 +14,7 @@ from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.validate import validate
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search import auto
 from megatron.zero_bubble.core.search.auto import zb_auto
 from megatron.zero_bubble.core.search.extend import Extension, enough
@@ -41,7 +42,7 @@ def figures(num_ranks: int, times: tuple[float, float, float, float] = TIMES) ->
 
 def problem_of(placement: Placement, num_microbatches: int, limit: float = math.inf) -> Problem:
     num_ranks = placement.num_ranks
-    return Problem.of(placement, num_microbatches, *figures(num_ranks), (limit,) * num_ranks, "span")
+    return Problem.of(Workload(placement, num_microbatches), *figures(num_ranks), (limit,) * num_ranks, "span")
 
 
 def test_small_problems_are_searched_with_all_microbatches() -> None:
@@ -118,7 +119,7 @@ def test_extended_rows_fit_in_the_same_memory_and_cost_at_least_their_work(
     most = (max(1.0, limit * num_ranks),) * num_ranks
     few, many = 4 * num_ranks + 8, 4 * num_ranks + 68
     short = zb_auto(costs, memory, num_ranks, few, most, placement="vee" if is_vee else "linear", effort=0.05)
-    extension = Extension(Problem.of(placement, many, costs, memory, most, "span"), few)
+    extension = Extension(Problem.of(Workload(placement, many), costs, memory, most, "span"), few)
     rows = extension.short.rows(short)
     cost = Extension(extension.short, few).cost(rows)
     longer = extension.of(rows)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
 from megatron.zero_bubble.core import search
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.blocks import vee_block
 from megatron.zero_bubble.core.search.loops import Loops, Reference, compiled, loops
 from megatron.zero_bubble.core.search.problem import Problem
@@ -45,9 +46,8 @@ def problems(draw: st.DrawFn) -> Problem:
         memory = replace(memory, wgrad=draw(st.tuples(*[st.floats(0.1, 8.0)] * stages)))
     limit = (draw(st.floats(2.0, 4.0 * num_ranks)),) * num_ranks
     most = 9 if stages <= 2 * num_ranks else 4
-    return Problem.of(
-        placement, draw(st.integers(1, most)), costs, memory, limit, draw(st.sampled_from(["span", "makespan"]))
-    )
+    work = Workload(placement, draw(st.integers(1, most)))
+    return Problem.of(work, costs, memory, limit, draw(st.sampled_from(["span", "makespan"])))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_compiled_loops_equal_the_reference_on_many_ranks(make: Callable[[Proble
     """Above 32 ranks, compaction looks further ahead."""
     p, m = 48, 60
     costs, memory = PassCosts.uniform(Placement.vee(p), 10.0, 10.0, 10.0), PassMemory.uniform(Placement.vee(p))
-    problem = Problem.of(Placement.vee(p), m, costs, memory, (0.75 * p,) * p, "span")
+    problem = Problem.of(Workload(Placement.vee(p), m), costs, memory, (0.75 * p,) * p, "span")
     fast, slow = make(problem), Reference(problem)
     rows = vee_block(problem, period=6, down=1, up=2, top=0, bottom=1)
     for backwards in (False, True):
@@ -101,7 +101,7 @@ def test_compiled_loops_equal_the_reference_on_many_ranks(make: Callable[[Proble
 
 def equal_passes(placement: Placement, num_microbatches: int) -> Problem:
     costs, memory = PassCosts.uniform(placement, 1.0, 1.0, 1.0), PassMemory.uniform(placement)
-    return Problem.of(placement, num_microbatches, costs, memory, (9.0,) * placement.num_ranks, "span")
+    return Problem.of(Workload(placement, num_microbatches), costs, memory, (9.0,) * placement.num_ranks, "span")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate, validate
 from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search import zb_auto
 from megatron.zero_bubble.core.search.placements import placements
 from megatron.zero_bubble.core.search.problem import Problem
@@ -44,7 +45,7 @@ def test_a_number_of_stages_that_a_placement_cannot_have_is_refused(choice: str,
 def problem(p: int, m: int, v: int) -> Problem:
     on = Placement.interleaved(p, v)
     costs, memory = PassCosts.uniform(on, 3.0, 4.0, 2.0), PassMemory.uniform(on)
-    return Problem.of(on, m, costs, memory, (float(m),) * p, "span")
+    return Problem.of(Workload(on, m), costs, memory, (float(m),) * p, "span")
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 2), (3, 7, 3), (5, 3, 4), (4, 9, 2), (1, 2, 2)])

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.blocks import vee_block
 from megatron.zero_bubble.core.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.core.search.portfolio import Derivation, PricedRows, Workbench, draft
@@ -20,7 +21,7 @@ def test_compaction_looks_as_far_ahead_as_a_warm_up_of_many_ranks_is_long(p: int
     """With three quarters of 1F1B's memory, a block compacts to the least possible length (docs/planning.md)."""
     m, held = 2 * p, 3 * p // 2
     costs, memory = PassCosts.uniform(Placement.vee(p), 2.0, 2.0, 2.0), PassMemory.uniform(Placement.vee(p))
-    bench = Workbench(Problem.of(Placement.vee(p), m, costs, memory, (held / 2,) * p, "span"), 1e12)
+    bench = Workbench(Problem.of(Workload(Placement.vee(p), m), costs, memory, (held / 2,) * p, "span"), 1e12)
     seed = partial(vee_block, period=6, down=1, up=2, top=0, bottom=1)
     steps = [found.cost for found in bench.derive(Derivation(seed, 0.0, None, 3))]
     assert min(steps) == 6 * m + 6 * p - 3 * held - 1
@@ -47,7 +48,7 @@ def test_the_search_ends_at_a_bound(p: int, monkeypatch: pytest.MonkeyPatch) -> 
     on = Placement.vee(p)
     costs = PassCosts(tuple(4.0 + stage for stage in range(2 * p)), (5.0,) * 2 * p, (3.0,) * 2 * p, 0.4)
     memory = PassMemory.uniform(on)
-    problem = Problem.of(on, 5, costs, memory, (float(p),) * p, "makespan")
+    problem = Problem.of(Workload(on, 5), costs, memory, (float(p),) * p, "makespan")
     many, cost = polished(monkeypatch, problem, -INFEASIBLE)
     assert many > 0
     assert polished(monkeypatch, problem, cost) == (0, pytest.approx(cost))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.problem import NONE, Problem
 from megatron.zero_bubble.core.search.seeds import serial
 
@@ -18,7 +19,7 @@ def code_of(p: Pass) -> int:
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_tables_equal_the_schedules_dependencies(placement: Placement) -> None:
     costs, memory = PassCosts.uniform(placement, 1.0, 1.0, 1.0), PassMemory.uniform(placement)
-    problem = Problem.of(placement, 1, costs, memory, (9.0,) * placement.num_ranks, "span")
+    problem = Problem.of(Workload(placement, 1), costs, memory, (9.0,) * placement.num_ranks, "span")
     schedule, tables = problem.schedule("serial", serial(problem)), problem.tables
     fed: dict[int, set[int]] = {code_of(p): set() for p in schedule.passes()}
     for p in schedule.passes():

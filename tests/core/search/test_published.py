@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import SCHEDULES, PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search import fit, zb_auto
 from megatron.zero_bubble.core.search.placements import PlacementChoice, name_of
 from megatron.zero_bubble.core.search.problem import Problem
@@ -22,7 +23,7 @@ times = st.floats(0.5, 20).map(lambda ms: round(ms, 1))
 def problem(placement: Placement, num_microbatches: int) -> Problem:
     costs, memory = PassCosts.uniform(placement, 1, 1, 1), PassMemory.uniform(placement, 1, 1)
     limit = (float(num_microbatches),) * placement.num_ranks
-    return Problem.of(placement, num_microbatches, costs, memory, limit, "span")
+    return Problem.of(Workload(placement, num_microbatches), costs, memory, limit, "span")
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 5), (4, 3), (5, 12), (6, 24)])

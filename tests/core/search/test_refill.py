@@ -7,6 +7,7 @@ from itertools import islice
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.portfolio import Derivation, PricedRows, Workbench
 from megatron.zero_bubble.core.search.problem import F, Problem, Rows, W
 from megatron.zero_bubble.core.search.refill import Eagerness, refill
@@ -19,7 +20,7 @@ UNLIMITED = float("inf")
 def question(p: int, m: int) -> Problem:
     on = Placement.vee(p)
     costs, memory = PassCosts.uniform(on, 18.5, 18.1, 9.3, 0.6), PassMemory.uniform(on, 1.0, 0.4325)
-    return Problem.of(on, m, costs, memory, (1.5 * p,) * p, "span")
+    return Problem.of(Workload(on, m), costs, memory, (1.5 * p,) * p, "span")
 
 
 def num_wgrads(row: list[int]) -> tuple[int, int]:

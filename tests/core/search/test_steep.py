@@ -19,7 +19,7 @@ from tests.helpers.rows import some
 def question(p: int, share: float, placement: Placement | None = None) -> Problem:
     on = placement or Placement.vee(p)
     costs, memory = PassCosts.uniform(on, 10.0, 10.0, 10.0), PassMemory.uniform(on)
-    return Problem.of(on, 2 * p, costs, memory, (share * p,) * p, "span")
+    return Problem.of(Workload(on, 2 * p), costs, memory, (share * p,) * p, "span")
 
 
 PROFILES = [
@@ -52,7 +52,7 @@ def test_many_ranks_start_from_what_was_best_on_a_part_of_them(monkeypatch: pyte
     """Without a miniature, the budget ends before the best seeds were tried, and the bubble has two more points."""
     p, on = 128, Placement.vee(128)
     costs, memory = PassCosts.uniform(on, 29.7, 29.4, 19.9, 0.53), PassMemory.uniform(on)
-    problem = Problem.of(on, 2 * p, costs, memory, (1.5 * p,) * p, "span")
+    problem = Problem.of(Workload(on, 2 * p), costs, memory, (1.5 * p,) * p, "span")
 
     def cost() -> float:
         draft = steep_draft(problem, 0.5)

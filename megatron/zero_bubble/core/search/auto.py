@@ -92,7 +92,7 @@ def zb_auto(
     limit = _limits(memory_limit, num_ranks)
     find = figures or partial(_fitted, costs=costs, memory=memory, linear=linear)
     of = _figures_of(placements(placement, num_ranks, num_chunks), find)
-    problems = [Problem.of(on, num_microbatches, *own, limit, objective) for on, own in of.items()]
+    problems = [Problem.of(Workload(on, num_microbatches), *own, limit, objective) for on, own in of.items()]
     feasible = [problem for problem in problems if problem.is_feasible]
     if not feasible:
         raise UserError(_too_tight(problems, limit, memory_limit))

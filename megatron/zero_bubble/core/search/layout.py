@@ -26,6 +26,7 @@ from megatron.zero_bubble.core.costs.layers import LayerCosts
 from megatron.zero_bubble.core.ir import Kind, Schedule
 from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.core.ir.schedule import chain_of
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.cut import least_layers, transfers
 from megatron.zero_bubble.core.search.loops import compiled, loops
 from megatron.zero_bubble.core.search.problem import Problem
@@ -210,7 +211,7 @@ def _by_loops(schedule: Schedule, objective: Metric, with_memory: bool) -> Ratin
         if True in fused:  # the search runs a fused backward as a B and a W: here, the B takes all of its time
             whole = tuple(b + w for b, w in zip(costs.backward_ms, costs.wgrad_ms, strict=True))
             costs = replace(costs, backward_ms=whole, wgrad_ms=(0.0,) * len(whole))
-        problem = Problem.of(placement, m, costs, memory, unlimited, objective)
+        problem = Problem.of(Workload(placement, m), costs, memory, unlimited, objective)
         rows = problem.rows(schedule) if rows is None else rows
         loop = loops(problem)
         kept = (*memory.activation, *memory.wgrad)

@@ -25,6 +25,7 @@ from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Chain, Kind, Pass, Placement, Schedule
+from megatron.zero_bubble.core.ir.workload import Workload
 
 Rows = list[list[int]]
 """The codes of each rank, first to last."""
@@ -99,15 +100,10 @@ class Problem:
 
     @classmethod
     def of(
-        cls,
-        placement: Placement,
-        num_microbatches: int,
-        costs: PassCosts,
-        memory: PassMemory,
-        limit: Sequence[float],
-        objective: Metric,
+        cls, work: Workload, costs: PassCosts, memory: PassMemory, limit: Sequence[float], objective: Metric
     ) -> Problem:
-        """Make the problem for ``placement``; ``costs`` and ``memory`` are converted to its stages."""
+        """Make the problem of ordering this work; ``costs`` and ``memory`` are converted to its stages."""
+        placement = work.placement
         costs, memory = costs.fit(placement), memory.fit(placement)
         messages = tuple(map(sum, costs.messages_on(placement)))
         forward, backward = (tuple(map(add, ms, messages)) for ms in (costs.forward_ms, costs.backward_ms))
@@ -118,7 +114,7 @@ class Problem:
         starts = tuple(arrival[placement.stages_of(rank)[0]] for rank in range(placement.num_ranks))
         return cls(
             placement,
-            num_microbatches,
+            work.num_microbatches,
             forward,
             backward,
             costs.wgrad_ms,

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.blocks import vee_block
 from megatron.zero_bubble.core.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.core.search.extend import Extension, repeated
@@ -116,7 +117,7 @@ def on_equal_passes(on: Placement, num_microbatches: int, limit: float = math.in
     """A problem whose passes all take one unit and keep one unit; the limit is in these units."""
     ones = (1.0,) * on.num_stages
     costs, memory = PassCosts(ones, ones, ones), PassMemory(ones, ones)
-    return Problem.of(on, num_microbatches, costs, memory, (limit,) * on.num_ranks, "span")
+    return Problem.of(Workload(on, num_microbatches), costs, memory, (limit,) * on.num_ranks, "span")
 
 
 def _peak(row: list[int]) -> int:

@@ -13,6 +13,7 @@ from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.core.ir.schedule import chain_of
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.loops import compiled
 from megatron.zero_bubble.core.search.problem import Problem, Rows
 
@@ -34,7 +35,7 @@ def timed(schedule: Schedule, costs: PassCosts, memory: PassMemory) -> Timeline:
     if rows is None:
         return simulate(schedule, costs, memory)
     own = _of_fused(costs, memory) if is_fused else (costs, memory)
-    problem = Problem.of(on, schedule.num_microbatches, *own, (math.inf,) * on.num_ranks, "makespan")
+    problem = Problem.of(Workload(on, schedule.num_microbatches), *own, (math.inf,) * on.num_ranks, "makespan")
     loops = make(problem)
     starts = loops.starts(loops.pack(rows))
     if starts is None:

@@ -17,7 +17,6 @@ from megatron.zero_bubble.core.analysis.validate import validate
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan import (
     Additions,
     LoweringPass,
@@ -106,8 +105,8 @@ def lowered(
 
 
 def as_scheduled(setup: Setup, schedule: Schedule) -> Setup:
-    """A setup with what a schedule has."""
-    return setup.having(schedule.num_slices, algorithm_of(schedule), schedule.overlaps)
+    """A setup with what a schedule decides."""
+    return setup.running(Setup.of(schedule))
 
 
 def check_model(

@@ -85,8 +85,7 @@ def _configured(update: Callable[[Any], None], say: Callable[[str], None]) -> Ca
             return
         config, source = place(cfg.model, run, 60.0 * cfg.dist.distributed_timeout_minutes)
         update(cfg)
-        of_source = run.setup.having(len(source.slices), source.vocabulary, source.overlaps)
-        run_of_source = replace(run, setup=of_source)
+        run_of_source = replace(run, setup=run.setup.running(source.setup))
         switched_off = settle_options(_options_of(cfg), run_of_source, is_megatrons_own(source.placement))
         check_schedule(run, source, source.placement.num_ranks, num_microbatches(_batches(cfg), has_ramps()), cfg.model)
         if not is_megatrons_own(source.placement):

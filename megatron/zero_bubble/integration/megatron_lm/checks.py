@@ -14,10 +14,7 @@ from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.formats.layout import check_ends
 from megatron.zero_bubble.core.formats.layout_string import check_layout, read_layout
 from megatron.zero_bubble.core.ir import Placement
-from megatron.zero_bubble.core.schedules import sliced
-from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.integration.megatron_lm.batches import check_batch_size, last_iteration
-from megatron.zero_bubble.planning.cuts import slices_of
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.effects import Job
 from megatron.zero_bubble.planning.job.host_memory import check_host_memory
@@ -73,8 +70,8 @@ def configure(args: Any, run: RunOptions) -> Configured:
     if source.overlaps:  # Megatron's forward steps then return a plan of their layers
         args.overlap_moe_expert_parallel_comm = True
     # Before Megatron changes the options or rejects their combination.
-    of_source = run.setup.having(_num_slices(config), source.vocabulary, source.overlaps)
-    switched_off = settle_options([args], replace(run, setup=of_source), is_megatrons_own(placement))
+    of_source = replace(run, setup=run.setup.running(source.setup))
+    switched_off = settle_options([args], of_source, is_megatrons_own(placement))
     check_optimizer(run.setup.step, args)
     chunks = placement.num_stages // ranks
     check_ends(args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers, chunks)
@@ -124,14 +121,6 @@ def check_offload(
         return
     layers = (args.num_layers // source.placement.num_stages,) * source.placement.num_stages
     check_host_memory(args, layers, config.host_memory, source.make(num_microbatches), select, node_size)
-
-
-def _num_slices(config: ZeroBubbleConfig) -> int:
-    """The slices of a sequence, before the job's numbers of microbatches are known."""
-    if config.setup.plan is not None:
-        return config.setup.plan.schedule.num_slices
-    by_default = len(DEFAULT_SLICES) if config.setup.name in sliced() else 1
-    return by_default if (cuts := slices_of(config.setup.cuts)) is None else len(cuts)
 
 
 def _check_layers(args: Any, is_sliced: bool) -> None:

@@ -76,8 +76,7 @@ def check_schedule(
             source.make(count)
     check_optimizer(setup.step, job)
     check_slices(source.slices, _ends(setup.cuts), job)
-    of_source = setup.having(len(source.slices), source.vocabulary, source.overlaps)
-    check_options(job, replace(run, setup=of_source), is_megatrons_own(source.placement))
+    check_options(job, replace(run, setup=setup.running(source.setup)), is_megatrons_own(source.placement))
     if setup.shards is not None:
         check_chunks(source.placement)
     if run.observations.record_costs and any(source.make(count).fused for count in counts):
