@@ -78,8 +78,8 @@ def test_the_plans_decide_each_thing(folder: Path) -> None:
     assert {len(plan.schedule.slices) for plan in plans} >= {1, 3}
     assert any(plan.recompute_logits for plan in plans)
     assert any(plan.schedule.pairs for plan in plans) and any(plan.schedule.overlap_experts for plan in plans)
-    assert any(plan.moves for plan in plans) and any(plan.offload and not plan.moves for plan in plans)
-    assert {None, 1} < {plan.sharding and plan.sharding.open_chunks for plan in plans}
+    assert any(plan.added.moves for plan in plans) and any(plan.offload and not plan.added.moves for plan in plans)
+    assert {None, 1} < {plan.added.sharding and plan.added.sharding.open_chunks for plan in plans}
     assert sum(plan.layout is not None for plan in plans) >= 3
 
 

@@ -101,7 +101,7 @@ DECISIONS = (
             True,
         ),
         in_run=True,
-        planned=lambda plan, _: plan.offload or ("its moves" if plan.moves else None),
+        planned=lambda plan, _: plan.offload or ("its moves" if plan.added.moves else None),
     ),
     Decision(
         "vocabulary-parallel",
@@ -158,7 +158,7 @@ DECISIONS = (
             "shard weights and gradients over replicas, as --zero-bubble-shard-weights does: gather weights and "
             "reduce gradients once per unit; needs 2 or more stages per rank",
         ),
-        planned=lambda plan, _: True if plan.sharding else None,
+        planned=lambda plan, _: True if plan.added.sharding else None,
         by_auto=True,
     ),
     Decision(
@@ -261,7 +261,7 @@ DECISIONS = (
             "microbatches of a unit of zero-pp, and after which --shard-weights reduces gradients (default: auto, for "
             "zero-pp those of the shortest schedule within the memory limit, else one microbatch per rank)",
         ),
-        planned=lambda plan, _: plan.sharding and plan.sharding.unit_microbatches,
+        planned=lambda plan, _: plan.added.sharding and plan.added.sharding.unit_microbatches,
     ),
     Decision(
         "costs",
@@ -290,7 +290,7 @@ DECISIONS = (
             "within the memory limit, chosen together with the units (default: auto where --memory-limit includes "
             f"weights, that is in bytes with --config, else {DEFAULT_OPEN_CHUNKS})",
         ),
-        planned=lambda plan, _: plan.sharding and plan.sharding.open_chunks,
+        planned=lambda plan, _: plan.added.sharding and plan.added.sharding.open_chunks,
     ),
     Decision(
         "balance-microbatches",

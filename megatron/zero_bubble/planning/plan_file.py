@@ -22,13 +22,12 @@ from megatron.zero_bubble.planning.shards import ShardPlan, least_ms
 
 def decided(plan: Answer) -> PlanFile:
     """Return what a run takes from the file that ``written`` returns."""
-    schedule, offloaded, shards = plan.timeline.schedule, plan.offloaded, plan.shards
+    schedule = plan.timeline.schedule
     return PlanFile(
         schedule,
         plan.costs.needed_layout(schedule.placement) if plan.layouts is None else plan.layouts.best.text,
-        None if offloaded is None else offloaded.choice,
-        () if offloaded is None else offloaded.moves,
-        None if shards is None else shards.sharding,
+        None if plan.offloaded is None else plan.offloaded.choice,
+        plan.added,
         plan.recompute_logits,
         plan.costs.facts,
     )

@@ -259,7 +259,8 @@ class Setup:
     @property
     def moves_by_plan(self) -> bool:
         """Whether the file that it runs says what moves to host memory."""
-        return self.plan is not None and bool(self.plan.moves) and (self.offload is None or self.offload.share is None)
+        is_open = self.offload is None or self.offload.share is None
+        return self.plan is not None and bool(self.plan.added.moves) and is_open
 
     @property
     def overlaps(self) -> bool:

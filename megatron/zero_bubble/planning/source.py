@@ -91,7 +91,7 @@ class ScheduleSource:
     @property
     def moves(self) -> tuple[Move, ...]:
         """What moves to host memory between forward and backward by the schedule file."""
-        return () if self.setup.plan is None else self.setup.plan.moves
+        return () if self.setup.plan is None else self.setup.plan.added.moves
 
     @property
     def overlaps(self) -> bool:

@@ -24,13 +24,13 @@ def written(content: dict[str, Any]) -> str:
 
 def test_moves_are_read_as_written() -> None:
     moves = tuple(move._replace(after=1) for move in select_longest(SCHEDULE, 0.5))
-    assert plan_from_json(written(moves_content(moves))) == PlanFile(SCHEDULE, moves=moves)
+    assert plan_from_json(written(moves_content(moves))) == PlanFile(SCHEDULE, added=Additions(moves=moves))
     assert plan_from_json(written({})) == PlanFile(SCHEDULE)
 
 
 def test_moves_that_just_fit_can_be_lowered() -> None:
     """Between 0F0 and 0B0 of ZB-H2 on two ranks are two passes, 0F1 and 0F2."""
-    moves = plan_from_json(written({"moves": [["0F0", 1, 1, 0]]})).moves
+    moves = plan_from_json(written({"moves": [["0F0", 1, 1, 0]]})).added.moves
     assert plan_of(SCHEDULE, Additions(moves=tuple(moves))).ops
 
 

@@ -29,8 +29,7 @@ from megatron.zero_bubble.core.ir import Flow, Placement, Schedule, Slices
 from megatron.zero_bubble.core.ir.schedule import chain_of
 from megatron.zero_bubble.core.ir.sizes import check_size
 from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Algorithm, algorithm_of
-from megatron.zero_bubble.core.plan.offload import Move
-from megatron.zero_bubble.core.plan.shard import Sharding
+from megatron.zero_bubble.core.plan.plan_of import NOTHING, Additions
 
 CSV = ".csv"
 KEY_VOCABULARY = "vocabulary"
@@ -121,9 +120,8 @@ class PlanFile:
         schedule: the passes in their order, with their placement, slices and algorithm of vocabulary parallelism.
         layout: the layers of every stage, as ``--pipeline-model-parallel-layout``; None for those that the flags of a
             job give.
-        offload: the choice for which the plan moves ``moves``, such as ``auto``; None for a plan without offloading.
-        moves: what moves to host memory between forward and backward.
-        sharding: how chunks are sharded over their replicas; None if each replica has all of them.
+        offload: the choice that its moves are for, such as ``auto``; None for a plan without offloading.
+        added: what the plan has in addition to the passes: moves to host memory, and sharded chunks.
         recompute_logits: whether the divided output layer computes its logits again for the weight gradient.
         facts: those of the job that the plan was made for; empty if they are unknown.
     """
@@ -131,8 +129,7 @@ class PlanFile:
     schedule: Schedule
     layout: str | None = None
     offload: str | None = None
-    moves: tuple[Move, ...] = ()
-    sharding: Sharding | None = None
+    added: Additions = NOTHING
     recompute_logits: bool = False
     facts: Facts = field(default_factory=dict, compare=False)
 
@@ -154,8 +151,7 @@ def plan_from_json(text: str) -> PlanFile:
         schedule,
         layout_from(content, schedule.placement),
         offload_from(content),
-        moves_from(content, schedule),
-        sharding_from(content, schedule.placement),
+        Additions(moves=moves_from(content, schedule), sharding=sharding_from(content, schedule.placement)),
         _recomputes_logits(content),
         facts_from(content),
     )

@@ -373,7 +373,7 @@ class Pipeline:
             plan = self._plan(schedule, lowerings, forward_only, lengths.need_headers)
             check_queues(group, plan)
             self._connect(group, plan)
-            prepared = self._prepared[key] = PreparedPlan.of(schedule, lowerings, plan, group.rank(), forward_only)
+            prepared = self._prepared[key] = PreparedPlan(schedule, lowerings, plan, group.rank(), forward_only)
         return prepared
 
     def _plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,32 +55,39 @@ class PreparedPlan:
     """A plan, and the facts about it that one rank needs in every iteration.
 
     Attributes:
+        schedule: that the plan was made of.
         lowerings: what parts have added to the plan.
-        break_even: see ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length.
-        steps: see ``staging.steps_of``.
+        forward_only: whether the plan is that of an evaluation.
     """
 
     schedule: Schedule
     lowerings: tuple[Lowering, ...]
     plan: Plan
     rank: int
-    stages: tuple[StageFacts, ...]
-    break_even: float
-    vocabulary: VocabularyFacts | None
-    steps: frozenset[Hashable]
+    forward_only: bool
 
-    @classmethod
-    def of(
-        cls, schedule: Schedule, lowerings: tuple[Lowering, ...], plan: Plan, rank: int, forward_only: bool
-    ) -> PreparedPlan:
-        own = schedule.placement.stages_of(rank)
-        facts = tuple(StageFacts.of(plan.schedule, stage) for stage in own)
-        even = 0.0  # a plan without a drain validates nothing
-        if plan.drain:
-            even = break_even(simulate(plan.schedule, even_costs(plan.schedule.placement)))
-        vocabulary = VocabularyFacts.of(plan.schedule, rank)
-        steps = steps_of(plan, forward_only, {each for own in lowerings for each in own.what})
-        return cls(schedule, lowerings, plan, rank, facts, even, vocabulary, steps)
+    @cached_property
+    def stages(self) -> tuple[StageFacts, ...]:
+        """The facts about the stages of the rank."""
+        return tuple(StageFacts.of(self.plan.schedule, stage) for stage in self.schedule.placement.stages_of(self.rank))
+
+    @cached_property
+    def vocabulary(self) -> VocabularyFacts | None:
+        """The facts about the passes of the vocabulary; None without them."""
+        return VocabularyFacts.of(self.plan.schedule, self.rank)
+
+    @cached_property
+    def break_even(self) -> float:
+        """See ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length."""
+        if not self.plan.drain:  # a plan without a drain validates nothing
+            return 0.0
+        return break_even(simulate(self.plan.schedule, even_costs(self.plan.schedule.placement)))
+
+    @cached_property
+    def steps(self) -> frozenset[Hashable]:
+        """See ``staging.steps_of``."""
+        of_parts = {step for lowering in self.lowerings for step in lowering.what}
+        return steps_of(self.plan, self.forward_only, of_parts)
 
     @property
     def last_stage_rank(self) -> int:
