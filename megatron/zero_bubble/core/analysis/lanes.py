@@ -42,7 +42,6 @@ class Lanes:
         self.begin()
 
     def begin(self) -> None:
-        """Begin an iteration."""
         self.ends: list[float] = []
         self.spans: list[Span] = []
         self.others: list[LaneSpan] = []

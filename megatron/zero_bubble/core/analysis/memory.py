@@ -62,7 +62,6 @@ def message_peaks(plan: Plan) -> tuple[float, ...]:
 
 
 def _of_messages(row: Sequence[Effects], shares: Sequence[float]) -> Iterator[float]:
-    """Return the changes of the memory of messages by the ops of one rank."""
     last = {value: place for place, effects in enumerate(row) for value in effects.uses}
     received: set[Value] = set()
     for place, effects in enumerate(row):

@@ -63,7 +63,6 @@ class Latent:
     value_size: int = 128
 
     def of(self, hidden: int, heads: int) -> Attention:
-        """Attention of a model with these sizes."""
         queries, values = heads * (self.head_size + self.position_size), heads * self.value_size
         up = self.rank * heads * (self.head_size + self.value_size) + (self.query_rank or hidden) * queries
         down = hidden * (self.rank + self.position_size + (self.query_rank or 0))

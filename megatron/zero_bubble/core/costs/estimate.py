@@ -62,7 +62,6 @@ def layer_costs(model: Model, device: Device) -> LayerCosts:
 
 
 def _experts(kind: str, model: Model, device: Device) -> ExpertParts:
-    """Return the all-to-alls and the experts of a layer, as far as it has any."""
     if (own := model.experts_of(kind)) is None:
         return NO_EXPERTS
     sent = own.all_to_all_ms(model.message_bytes, device)
@@ -105,7 +104,6 @@ def _rate(model: Model, device: Device, precision: Precision = BF16) -> float:
 
 
 def _milliseconds(layer: LayerWork, model: Model, device: Device) -> tuple[float, float, float]:
-    """Return the times of F, B and W."""
     rate, sweep = _rate(model, device), device.memory_tbs * 1e9  # bytes per ms
     added = 1 / _rate(model, device, model.precision) - 1 / rate  # ms per operation, what the precision adds or saves
     # F quantizes the inputs of linear layers, B the gradients of their outputs: each half of what W takes.

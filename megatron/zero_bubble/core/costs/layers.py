@@ -158,7 +158,6 @@ class LayerCosts:
         return found
 
     def _experts_on(self, layout: Sequence[int]) -> Iterator[ExpertParts]:
-        """Yield the sum of the experts on each stage."""
         for start, end in pairwise(accumulate(layout, initial=0)):
             yield ExpertParts._make(map(fsum, zip(NO_EXPERTS, *self.experts[start:end], strict=True)))
 
@@ -267,7 +266,6 @@ def _amounts(part: LayerFigures) -> dict[str, float]:
 
 
 def _part(amounts: Mapping[str, float]) -> LayerFigures:
-    """The inverse of ``_amounts``."""
     shares = {
         share: min(1.0, amounts[share] / amounts[ms]) if amounts[ms] else 0.0 for share, ms in _WEIGHED_BY.items()
     }

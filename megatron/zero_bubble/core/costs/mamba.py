@@ -36,7 +36,6 @@ class Mamba:
         return 2 * hidden if self.heads is None else self.heads * self.head_size
 
     def weights(self, hidden: int) -> int:
-        """Number of weights in the two matrices."""
         return hidden * (self._projected(hidden) + self.inner(hidden))
 
     def work(self, tokens: int, hidden: int, split: int, whole: int, kept: Kept = IN_16_BITS) -> LayerWork:

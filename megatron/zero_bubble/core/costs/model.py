@@ -65,7 +65,6 @@ class Model:
 
     @property
     def tokens(self) -> int:
-        """Tokens per microbatch."""
         return self.sequence * self.microbatch
 
     @property
@@ -80,12 +79,10 @@ class Model:
 
     @property
     def attention_weights(self) -> int:
-        """Number of weights in the matrices of attention."""
         return self.attention.weights
 
     @property
     def attention(self) -> Attention:
-        """The shapes of attention."""
         if self.latent is not None:
             return self.latent.of(self.hidden, self.heads)
         return Attention.of_heads(self.hidden, self.heads, self.groups, self.head_size)
@@ -102,12 +99,10 @@ class Model:
 
     @property
     def mlp_weights(self) -> int:
-        """Number of weights in the matrices of an MLP."""
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of every layer, in model order."""
         if self.pattern:
             return tuple(self.pattern)
         number = sum(self.layers)

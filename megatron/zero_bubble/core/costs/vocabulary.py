@@ -44,7 +44,6 @@ class VocabularyCosts:
         embedding_wgrad_ms: float = 0.0,
         collective_ms: float = 0.0,
     ) -> VocabularyCosts:
-        """Use the same figures on every rank."""
         s, t, i, j = (
             (figure,) * num_ranks for figure in (output_ms, output_wgrad_ms, embedding_ms, embedding_wgrad_ms)
         )

@@ -53,7 +53,6 @@ class Collective(Op):
 
     @property
     def lane(self) -> str:  # type: ignore[override]
-        """One lane per kind of collective."""
         return f"{NET} {self.value.producer.kind}:{self.value.name}"
 
     @property
@@ -70,7 +69,6 @@ class Collective(Op):
         return Token("started", (self.key, rank))
 
     def arrival(self) -> tuple[Token, ...]:
-        """The tokens of all other ranks."""
         key = self.key
         return tuple([Token("started", (key, rank)) for rank in range(self.num_ranks) if rank != self.rank])
 

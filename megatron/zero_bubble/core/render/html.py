@@ -49,7 +49,6 @@ _LARGEST = 10
 
 
 def render_html(compared: ComparedIteration) -> str:
-    """Build the page."""
     schedule, difference = compared.measured.timeline.schedule, compared.difference
     title = f"{schedule.name}, iteration {compared.iteration}"
     files = resources.files("megatron.zero_bubble.core.render") / "page"

@@ -139,7 +139,6 @@ def zoomable(svg: str) -> str:
 
 
 def _panel(timeline: Timeline, title: str, scale: float, top: float) -> tuple[str, float]:
-    """Draw the title and rows of one timeline; return them and their height."""
     pitch = 26 if len(timeline.spans) <= 16 else 18
     lines = [f'<text class="title" x="{_LEFT}" y="{top + 22:g}">{escape(_titled(timeline, title))}</text>\n']
     lanes = timeline.timed_lanes
@@ -255,7 +254,6 @@ def _has_chunks(schedule: Schedule) -> bool:
 
 
 def _legend(entries: Sequence[tuple[str | None, str]], width: int, y: float) -> tuple[str, int]:
-    """Draw the legend in as many lines as it needs; return it and their number."""
     parts, x, lines = [], _LEFT, 1
     for style, text in entries:
         mark = 0 if style is None else 18

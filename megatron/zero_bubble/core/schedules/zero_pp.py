@@ -66,7 +66,6 @@ def _row(rank: int, num_ranks: int, num_chunks: int, sizes: Sequence[int]) -> It
 
 
 def _taken(passes: deque[Pass], number: int) -> list[Pass]:
-    """Remove the first ``number`` passes."""
     taken = list(islice(passes, number))
     for _ in taken:
         passes.popleft()

@@ -199,7 +199,6 @@ def _repeated(problem: Problem, period: int, starts: dict[int, int], run: int | 
 
 
 def _without_every(number: int, row: list[int]) -> list[int]:
-    """Drop the passes of every ``number``-th slot."""
     seen = dict.fromkeys(row, 0)
     kept = []
     for code in row:

@@ -69,7 +69,6 @@ class _Run:
         self.may_fuse = [change > 0 for change in problem.tables.delta[B::3]]
 
     def finish(self) -> bool:
-        """Run all passes; return whether all of them ran."""
         tables = self.problem.tables
         rank_of, duration, hop, successor = tables.rank, tables.duration, tables.hop, tables.successor
         count, arrivals, kept, position, rows = self.count, self.arrivals, self.kept, self.position, self.rows
@@ -138,7 +137,6 @@ class _Run:
         return code % 3 == self.opens and self.may_fuse[code // 3]
 
     def _inputs(self, code: int) -> list[float]:
-        """The arrivals of the inputs of fused backwards."""
         return self.arrivals[code]
 
     def _pull(self, rank: int, code: int, to: int) -> None:

@@ -149,7 +149,6 @@ class _Reachable:
         return (self._sums[-1] + self._embedding + self._loss) / self._num_ranks
 
     def most(self, layout: Sequence[int]) -> float:
-        """Return the largest work of a rank."""
         ends = [0, *accumulate(layout)]
         stages = [self._sums[b] - self._sums[a] for a, b in pairwise(ends)]
         stages[0] += self._embedding
@@ -203,7 +202,6 @@ class _Reachable:
         return kept
 
     def _traced(self, reach: list[dict[int, int]], end: tuple[int, int], bound: float) -> tuple[int, ...]:
-        """Follow the states back to the start."""
         front, back = end
         fronts: list[int] = []
         backs: list[int] = []

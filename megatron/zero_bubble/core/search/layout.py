@@ -131,13 +131,11 @@ def best_layout(trials: LayoutTrials, num_layers: int, starts: Iterable[Layout])
 
 
 def number_of_layouts(num_layers: int, least: Sequence[int]) -> int:
-    """Return how many layouts have at least ``least`` layers per stage."""
     free = num_layers - sum(least)
     return math.comb(free + len(least) - 1, len(least) - 1) if free >= 0 else 0
 
 
 def layouts(num_layers: int, least: Sequence[int]) -> Iterator[Layout]:
-    """Yield all layouts with at least ``least`` layers per stage."""
     if len(least) == 1:
         yield (num_layers,)
         return
@@ -186,8 +184,6 @@ Rating = Callable[[PassCosts, PassMemory], tuple[float, float]]
 
 
 def _by_simulation(schedule: Schedule, objective: Metric) -> Rating:
-    """Simulate any schedule."""
-
     @without_gc()
     def run(costs: PassCosts, memory: PassMemory) -> tuple[float, float]:
         timeline = simulate(schedule, costs, memory)

@@ -59,7 +59,6 @@ def placements(choice: Placements, num_ranks: int, num_chunks: NumChunks = None)
 
 
 def name_of(placement: Placement) -> PlacementName | None:
-    """Return the name of a placement; None if it has none."""
     ranks = placement.num_ranks
     chunks, rest = divmod(placement.num_stages, ranks)
     names = (name for name in PLACEMENTS if not rest and (name != "wave" or chunks % 2 == 0))

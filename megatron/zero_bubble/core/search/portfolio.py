@@ -92,7 +92,6 @@ class Workbench:
         self._raw: dict[Seed, Packed] = {}
 
     def given(self, rows: Rows) -> PricedRows:
-        """Evaluate rows of any origin."""
         return self._priced(self._loops.pack(rows))
 
     def unpack(self, found: PricedRows) -> Rows:

@@ -137,7 +137,6 @@ class Problem:
 
     @property
     def is_line(self) -> bool:
-        """Whether every rank has one stage."""
         return self.num_stages == self.num_ranks
 
     @cached_property
@@ -287,7 +286,6 @@ class Problem:
         return [[3 * p.stage + code for p in row for code in codes[p.kind]] for row in schedule.order]
 
     def schedule(self, name: str, rows: Rows) -> Schedule:
-        """Convert codes to a ``Schedule``."""
         order = []
         for row in rows:
             passes = {

@@ -154,7 +154,6 @@ class _Search:
             yield Pass(stage, kind, microbatch, slice_)
 
     def run(self) -> Schedule | None:
-        """Place all passes; None if the limit is too small for that."""
         for p in list(self._left):
             # Forwards of a stage run in the order of the data, whatever arrives first.
             if p.kind is F and not p.slice and p.microbatch:

@@ -162,6 +162,5 @@ def _tightened(workbench: Workbench, filled: FilledRows, floor: float) -> list[F
 
 
 def _distinct(pool: Sequence[FilledRows], count: int) -> list[FilledRows]:
-    """Return the best ``count`` with different costs."""
     of = {id(filled.found): filled for filled in pool}
     return [of[id(found)] for found in distinct([filled.found for filled in pool], count)]

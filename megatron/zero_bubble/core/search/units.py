@@ -95,5 +95,4 @@ def _zero_pp_row(problem: Problem, rank: int, sizes: Sequence[int]) -> Iterator[
 
 
 def _taken(codes: deque[int], number: int) -> list[int]:
-    """Remove the first ``number`` codes."""
     return [codes.popleft() for _ in range(min(number, len(codes)))]

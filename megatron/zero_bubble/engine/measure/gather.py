@@ -227,7 +227,6 @@ class _Transfers:
         self.collectives: dict[Kind, list[float]] = {}
 
     def add(self, timeline: Timeline) -> None:
-        """Add the transfers of an iteration."""
         ends = {p: box.end_ms for box in _boxes(timeline) for p in box.works}
         stage_to_rank = timeline.schedule.placement.stage_to_rank
         for rank, row in enumerate(timeline.spans):

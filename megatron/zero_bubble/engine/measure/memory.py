@@ -53,7 +53,6 @@ class MemoryMeter(IterationObserver):
         self._deferred: dict[Pass, list[_Kept]] = {}
 
     def begin_iteration(self, start: IterationStart) -> None:
-        """Start to measure."""
         self._watches = not self._done and start.saved is not None
         if start.saved is not None and self._watches:
             self._start()
@@ -62,7 +61,6 @@ class MemoryMeter(IterationObserver):
             self._tensors.counter = self._count_saved
 
     def end_iteration(self, completed: bool) -> None:
-        """Stop measuring."""
         self._done = self._done or (completed and self._watches)
         self._watches = False
         if self._tensors is not None:

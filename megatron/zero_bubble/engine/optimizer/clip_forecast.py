@@ -22,7 +22,6 @@ class ClipForecast:
         self._logs: deque[float] = deque(maxlen=_RECENT)
 
     def add(self, norm: float) -> None:
-        """Add the norm of a step that was not skipped."""
         if norm > 0 and math.isfinite(norm):  # a norm of zero says nothing about the next one
             self._logs.append(math.log(norm))
 

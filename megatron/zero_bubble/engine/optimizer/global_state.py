@@ -90,7 +90,6 @@ class DecidingRanks:
         return flag.item() > 0
 
     def close(self) -> None:
-        """Destroy the process group."""
         destroy(self._group)
         del self._group
 

@@ -192,7 +192,6 @@ class PostValidatedOptimizer(OptimizerSurface):
 
     @property
     def is_pending(self) -> bool:
-        """Whether the last step is not final."""
         return self._pending is not None
 
     @property

@@ -22,7 +22,6 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Restore the states that ``capture`` returned."""
     random.setstate(states["random_rng_state"])
     numpy.random.set_state(states["np_rng_state"])
     torch.set_rng_state(states["torch_rng_state"])

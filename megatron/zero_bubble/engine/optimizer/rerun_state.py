@@ -30,7 +30,6 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Restore the state that ``capture`` returned."""
     _machine().update(state)
 
 

@@ -55,7 +55,6 @@ class SnapshotRollback:
         self._forget()
 
     def is_safe(self) -> bool:
-        """Always true."""
         return True
 
     def keep(self) -> None:

@@ -124,7 +124,6 @@ class PartialState:
     waits: bool = False
 
     def add(self, square: float, found_inf: bool, waits: bool) -> None:
-        """Add the state of other ranks."""
         self.square += square
         self.found_inf |= found_inf
         self.waits |= waits

@@ -131,7 +131,6 @@ class OptimizerSurface(ABC):
 
     @property
     def state(self) -> Any:
-        """The optimizer's states, by parameter."""
         self._refuse_while_pending("state")
         return self._optimizer.state
 

@@ -185,7 +185,6 @@ def _missed(op: Collective, needed_by: object, reason: str) -> PeerError:
 
 
 def collective_kinds(plan: Plan) -> set[str]:
-    """The kinds of collectives in ``plan``, one lane for each."""
     return {op.lane for row in plan.stem.ops for op in row if isinstance(op, Collective)}
 
 

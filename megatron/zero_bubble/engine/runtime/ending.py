@@ -9,7 +9,6 @@ import threading
 
 
 def report(line: str) -> None:
-    """Print ``line`` on stderr."""
     # One write, because other ranks print too; not to sys.stderr, which torch.distributed buffers after an error.
     print(f"zero-bubble: {line}\n", end="", file=sys.__stderr__, flush=True)
 

@@ -103,7 +103,6 @@ class Executor:
         return True
 
     def _await(self, op: Op, reads: Sequence[int], inputs: list[Any]) -> None:
-        """Wait for all inputs of ``op``."""
         for place, held in enumerate(inputs):
             if isinstance(held, Awaited):
                 inputs[place] = self._table[reads[place]] = held.wait(op)  # another op may read it too

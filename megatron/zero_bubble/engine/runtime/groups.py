@@ -155,7 +155,6 @@ def backend_of(group: dist.ProcessGroup) -> str:
 
 
 def device_type(backend: str) -> str:
-    """The type of the devices whose memory a backend sends."""
     return "cpu" if backend == "gloo" else "cuda"
 
 

@@ -56,7 +56,6 @@ class Hosts:
 
     @property
     def rank(self) -> int:
-        """The pipeline rank."""
         return self._transport.rank
 
     @property

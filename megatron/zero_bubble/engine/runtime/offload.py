@@ -221,7 +221,6 @@ class _Away:
         self._starts = dict(zip(self._moving, starts, strict=True))
 
     def out(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The (target, source) of each copy to the host."""
         return [pair for place in self._moving for pair in self._with_host(place)]
 
     def back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -258,7 +258,6 @@ class _Sharded:
 
     @property
     def num_whole(self) -> int:
-        """Bytes of whole weights and gradients."""
         return sum(whole.untyped_storage().nbytes() for whole in (*self.chunk.weights, *self.chunk.gradients))
 
     def allocate_weights(self, pool: MemoryPool = _COMMON) -> None:

@@ -108,7 +108,6 @@ class SymmetricExchange:
         return sums
 
     def close(self) -> None:
-        """Free the memory."""
         self._shards.clear()
         self._parts.clear()
 

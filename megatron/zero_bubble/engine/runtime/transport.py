@@ -120,7 +120,6 @@ class Transport:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups for messages."""
         return tuple(self._directions.groups.values())
 
     def _connect(self, channels: Iterable[Channel]) -> None:

@@ -73,7 +73,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wait(self, work: Waiting, failure: Callable[[str], PeerError]) -> Any:
@@ -99,7 +98,6 @@ class Watchdog:
         return self._waits[0].failure(f"the GPU has waited {waited_s:.0f} s") if waited_s >= self._limit_s else None
 
     def close(self) -> None:
-        """Stop the thread."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(_PERIOD_S)

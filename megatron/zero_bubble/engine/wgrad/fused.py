@@ -53,7 +53,6 @@ class FusedAccumulator(GradAccumulator):
 
     @torch.no_grad()
     def _add_alone(self, uses: Sequence[Sequence[Product | ComputedGradient]], ready: bool) -> None:
-        """Accumulate the gradients of ``uses`` one by one."""
         for use in uses:
             self.add_gradient(use[0].weight, sum_of(use), ready)
             if use[0].bias is not None:

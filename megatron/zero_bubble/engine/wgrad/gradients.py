@@ -29,12 +29,10 @@ class Product(NamedTuple):
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The gradient of the weight, computed."""
         return self.grad_output.t().matmul(self.x)
 
     @property
     def bias_gradient(self) -> torch.Tensor:
-        """The gradient of the bias, computed."""
         return self.grad_output.sum(dim=0)
 
 
@@ -108,7 +106,6 @@ class DeferredGradient:
         """Do nothing."""
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """The gradient."""
         return () if self._gradient is None else (self._gradient,)
 
     operands = tensors
@@ -119,7 +116,6 @@ class DeferredGradient:
             self._gradient = copied(self._gradient, written)
 
     def run(self) -> Iterable[ComputedGradient]:
-        """The gradient."""
         gradient, self._gradient = self._gradient, None
         assert gradient is not None
         return (ComputedGradient(self.weight, gradient),)

@@ -112,7 +112,6 @@ class Use:
         return DeferredLinear(self.weight, self.bias, x, grad_output, self._fused, self._tp_group)
 
     def _compute(self, grad_output: torch.Tensor, answer: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Compute the gradients now."""
         deferred = self._deferred(grad_output)
         deferred.prefetch()
         for product in deferred.run():
@@ -164,7 +163,6 @@ class DeferredLinear:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of the weight."""
         return self.weight.numel()
 
     @property

@@ -80,7 +80,6 @@ def _has_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def in_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have one storage."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 

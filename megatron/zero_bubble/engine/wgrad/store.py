@@ -186,7 +186,6 @@ class WgradStore:
         return True
 
     def name_of(self, weight: torch.nn.Parameter) -> str:
-        """The name of a weight, for a message."""
         for chunk in self._chunks:
             for name, parameter in chunk.named_parameters():
                 if parameter is weight:

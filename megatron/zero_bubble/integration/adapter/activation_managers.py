@@ -34,7 +34,6 @@ class ActivationManagers(Part):
 
     @contextmanager
     def iteration(self, iteration: IterationFacts) -> Iterator[None]:
-        """See ``Part``."""
         config, trains = iteration.call.step.config, not iteration.forward_only
         if getattr(config, "moe_paged_stash", False):
             stash = paged_stash()

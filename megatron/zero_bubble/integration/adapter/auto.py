@@ -80,7 +80,6 @@ class AutoOptions:
 
     @property
     def order(self) -> Searched:
-        """What is searched."""
         assert isinstance(self.setup.order, Searched), "zb-auto searches"
         return self.setup.order
 

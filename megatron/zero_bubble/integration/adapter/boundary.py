@@ -77,11 +77,9 @@ class Boundary:
         return cls(received[0], sent[0], sequences, config.pipeline_dtype, device, ends or (length,))
 
     def new(self, shape: Sequence[int]) -> torch.Tensor:
-        """An uninitialized tensor."""
         return torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
 
     def new_buffer(self, message: Message) -> torch.Tensor | None:
-        """An uninitialized tensor for ``message``."""
         return self.new(self.shape(message))
 
     def channels(self, transport: Transport, _hosts: Hosts | None) -> Channels:
@@ -136,7 +134,6 @@ class ShapedBoundary(Boundary):
         return self.microbatches[message.producer.microbatch].shape(message)
 
     def channels(self, transport: Transport, _hosts: Hosts | None) -> Channels:
-        """See ``Boundary``."""
         return _ShapedChannels(transport, self.shape)
 
 
@@ -148,7 +145,6 @@ class HeaderedBoundary(Boundary):
         """None: the channels make the buffers."""
 
     def channels(self, transport: Transport, hosts: Hosts | None) -> Channels:
-        """See ``Boundary``."""
         assert hosts is not None, "microbatches of different lengths have hosts"
         return HeaderedChannels(transport, hosts, self.new)
 

@@ -83,7 +83,6 @@ class Connection:
         return True
 
     def open_messages(self, plan: Plan) -> None:
-        """Connect the channels of another plan."""
         self._links.transport.open(plan.channels)
 
     def open_collectives(self, plan: Plan) -> None:
@@ -99,7 +98,6 @@ class Connection:
             self.reports = LossReports(self._group, wait, self._timeout)
 
     def new_losses(self) -> list[Any]:
-        """An empty list for the losses of an iteration."""
         return [] if self.reports is None else LossReportList()
 
     def deliver(self, losses: list[Any], holder: int, device: torch.device, trains: bool) -> list[Any]:

@@ -43,7 +43,6 @@ class Deciders:
         return all(group.rank() == 0 for group in self.groups)
 
     def number(self, own: int) -> int:
-        """The number of the first rank."""
         for group in self.groups:
             box = self._box(group, own)
             dist.broadcast(box, ranks_of(group)[0], group)

@@ -20,7 +20,6 @@ class DropoutNotice(Part):
         self._say = say
 
     def begin(self, call: Call) -> None:
-        """See ``Part``."""
         config = call.step.config
         drops = config.hidden_dropout > 0 or config.attention_dropout > 0
         if self._say is not None and drops and len(call.chunks) > 1 and not call.step.forward_only:

@@ -41,7 +41,6 @@ class EqualCounts(Part):
         self._comparison.check(together)
 
     def close(self) -> None:
-        """See ``Part``."""
         if self._comparison is not None:
             self._comparison.close()
             self._comparison = None

@@ -42,7 +42,6 @@ class ExpertOverlap(Part):
         self._stages: dict[int, LayeredStage] = {}
 
     def check(self, config: Any, schedule: Schedule) -> None:
-        """See ``Part``."""
         if schedule.overlaps:
             refuse_excluded(RunOptions(as_scheduled(self._setup, schedule)))
             if not getattr(config, "overlap_moe_expert_parallel_comm", False):
@@ -55,7 +54,6 @@ class ExpertOverlap(Part):
             check_layer_plans(config)
 
     def stages(self, iteration: IterationFacts, chunks: Sequence[StageParts]) -> Mapping[int, LayeredStage]:
-        """See ``Part``."""
         if not iteration.prepared.schedule.overlaps:
             return {}
         for own in chunks:

@@ -68,11 +68,9 @@ class Histories:
         return keys, values
 
     def get(self, of: tuple[int, int], layer: int) -> _History:
-        """The history of a layer."""
         return self._kept[of][layer]
 
     def drop_layer(self, of: tuple[int, int], layer: int) -> None:
-        """Free the history of a layer."""
         del self._kept[of][layer]
         if not self._kept[of]:
             del self._kept[of]

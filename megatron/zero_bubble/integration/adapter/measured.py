@@ -82,11 +82,9 @@ class Measured(IterationObserver):
             planner.iteration += 1
 
     def close(self) -> None:
-        """Called at the end of training."""
         for planner in self._planners:
             planner.close()
 
 
 def size_of(schedule: Schedule) -> tuple[int, int]:
-    """The numbers of ranks and microbatches."""
     return schedule.num_ranks, schedule.num_microbatches

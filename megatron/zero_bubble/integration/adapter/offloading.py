@@ -31,19 +31,16 @@ class OffloadPart(Part):
         self._copying: list[Offloader] = []  # closed before their copies ended, which still use their memory
 
     def lowering(self, schedule: Schedule, forward_only: bool) -> Lowering | None:
-        """See ``Part``."""
         moves = () if forward_only else self._select(schedule)
         return Lowering(partial(offload, moves=moves), moves) if moves else None
 
     def connect(self, to: Joined) -> None:
-        """See ``Part``."""
         if self._offloader is None:
             host, lane = to.platform.host_memory(self._host_limit), to.platform.lane
             self._offloader = Offloader(to.saved, host, lane(), lane(), self._say)
 
     @contextmanager
     def iteration(self, iteration: IterationFacts) -> Iterator[None]:
-        """See ``Part``."""
         if self._offloader is None or iteration.forward_only:
             yield
             return
@@ -53,12 +50,10 @@ class OffloadPart(Part):
             yield
 
     def handlers(self, iteration: IterationFacts) -> Mapping[type[Op], Handler]:
-        """See ``Part``."""
         return {} if self._offloader is None else self._offloader.handlers(iteration.observer)
 
     @property
     def num_pending(self) -> int:
-        """Number of forwards that have host memory."""
         return 0 if self._offloader is None else self._offloader.num_away
 
     @property
@@ -67,7 +62,6 @@ class OffloadPart(Part):
         return 0 if self._offloader is None else self._offloader.host_peak
 
     def close(self) -> None:
-        """See ``Part``."""
         offloader, self._offloader = self._offloader, None
         if offloader is not None and not offloader.close():
             self._copying.append(offloader)

@@ -102,7 +102,6 @@ class OnDemand:
             own.complete(sums)
 
     def close(self) -> None:
-        """Stop serving."""
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None

@@ -111,7 +111,6 @@ class Pipeline:
         self._connection: Connection | None = None
 
     def part(self, kind: type[P]) -> P | None:
-        """The part of a class; None if the pipeline has none."""
         return next((each for each in self._parts if isinstance(each, kind)), None)
 
     @property
@@ -169,7 +168,6 @@ class Pipeline:
 
     @property
     def optimizer(self) -> PostValidatedOptimizer | None:
-        """The optimizer whose steps are validated, if any."""
         return self._optimizer
 
     def _settle_reports(self) -> None:
@@ -273,7 +271,6 @@ class Pipeline:
         return self._joined.deliver(losses, prepared.last_stage_rank, boundary.device, not step.forward_only)
 
     def _links(self, prepared: PreparedPlan, call: Call) -> Carriers:
-        """What moves values between ranks in this iteration."""
         validates = not call.step.forward_only and self._optimizer is not None and self._optimizer.is_pending
         steps = prepared.steps | {"validate"} if validates else prepared.steps
         number = self._models.number(call.chunks[0])  # each model has kernels of its own

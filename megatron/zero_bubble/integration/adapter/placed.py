@@ -115,7 +115,6 @@ class PlacedChunks:
             check_ends(self._placement(group), (), ranks_of(group))
 
     def _placement(self, group: torch.distributed.ProcessGroup) -> Placement:
-        """The placement in force on the ranks of ``group``."""
         placement = self._placement_on(group.size())
         assert placement is not None, "a chunk is built for a placement"
         return placement

@@ -50,7 +50,6 @@ class Planner:
         return self._process is None or self._process.poll() is not None
 
     def kill(self) -> None:
-        """Kill the process and remove its files."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -150,7 +150,6 @@ def _settle(parts: Sequence[Any], setup: Setup, say: Callable[[str], None] | Non
 
 
 def loss_rank(schedule: Schedule) -> int:
-    """The rank of the stage that computes the loss."""
     (last,) = schedule.flow.sinks
     return schedule.placement.stage_to_rank[last]
 

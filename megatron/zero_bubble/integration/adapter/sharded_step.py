@@ -119,7 +119,6 @@ class _Step:
             yield from zip(models, views, mains, strict=True)
 
     def _place(self, model: torch.Tensor) -> tuple[BucketPlace, int, int]:
-        """Where the own part of a parameter is."""
         buffer, _, bucket = self._part.model_param_gbuf_map[model]
         within = self._part._get_model_param_range_map(model)["gbuf_local"]
         return self._places[id(self._part.buffers[buffer].buckets[bucket])], within.start, within.end

@@ -148,7 +148,6 @@ class ShardedUnits(Part):
 
     @property
     def steps_shards(self) -> bool:
-        """Whether chunks stay shards between iterations."""
         return self._optimizer is not None
 
     @property
@@ -161,7 +160,6 @@ class ShardedUnits(Part):
         return forward_only and not self.steps_shards
 
     def lowering(self, schedule: Schedule, forward_only: bool) -> Lowering | None:
-        """See ``Part``."""
         if self._leaves_whole(forward_only):
             return None
         sharding = self._sharding(schedule.num_ranks)
@@ -229,7 +227,6 @@ class ShardedUnits(Part):
             self.sharder = Sharder(to.platform.lane(), to.watchdog)
 
     def handlers(self, iteration: IterationFacts) -> Mapping[type[Op], Handler]:
-        """See ``Part``."""
         assert self.sharder is not None, "connect comes first"
         by_op = self.sharder.handlers(iteration.observer)
         release = by_op[ReleaseWeights]
@@ -284,7 +281,6 @@ class ShardedUnits(Part):
             yield
 
     def finalizing(self, finalize: Finalize) -> Finalize:
-        """See ``Part``."""
         return partial(self._finalize, finalize)
 
     def _finalize(self, run: Finalize, chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None) -> None:

@@ -62,7 +62,6 @@ class StepResults:
     forward_data: list[Any]
 
     def clear(self) -> None:
-        """Reset the count and the losses."""
         self.num_tokens.zero_()
         self.forward_data.clear()
 
@@ -181,7 +180,6 @@ class MegatronStage:
         return (work.microbatch, work.slice) not in self._facts.fused
 
     def _forwarded(self, work: Pass, x: torch.Tensor | None, y: torch.Tensor) -> Sequence[Any]:
-        """What F returns."""
         step = self._step
         if self._reports and self._slices.is_last(work):
             self._results.forward_data.append(self._slices.report(self._reports))
@@ -198,7 +196,6 @@ class MegatronStage:
         return inputs[0].detach().requires_grad_(not self._step.forward_only) if self._facts.stage else None
 
     def _run_model(self, work: Pass, x: torch.Tensor | None) -> torch.Tensor:
-        """Run the model's forward; returns its output."""
         step = self._step
         return self._forward_step(work, x, step.forward_step_func, self._reports, step.collect_non_loss_data)
 
@@ -234,7 +231,6 @@ class MegatronStage:
         return y
 
     def _output(self, y: torch.Tensor) -> Sequence[Any]:
-        """What F returns for the next stage."""
         return () if self._facts.is_last else (y.detach(),)
 
     def _backward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -262,7 +258,6 @@ class MegatronStage:
         return schedules.backward_step(x, y, received, config=self._step.config, **of_type)
 
     def _backwarded(self, work: Pass, grad: Any) -> Sequence[Any]:
-        """What a backward returns."""
         output = self._input_gradient(grad)
         assert None not in output, f"{work} has a consumer but no output: no gradient reached the stage's input"
         operands, history = ((None,) if work.kind is Kind.B else ()), ((None,) if work.slice else ())

@@ -82,12 +82,10 @@ class Staging:
 
     @property
     def transport(self) -> Transport:
-        """The messages between hosts."""
         return self._links.transport
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups of everything that is staged."""
         return (self._group, *self._links.groups)
 
     def rejoin(self) -> None:

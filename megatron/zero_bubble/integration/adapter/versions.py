@@ -26,7 +26,6 @@ from megatron.zero_bubble.core.errors import UserError
 
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The parameter names of a function; None if it takes ``**kwargs``."""
     parameters = inspect.signature(function).parameters.values()
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
 

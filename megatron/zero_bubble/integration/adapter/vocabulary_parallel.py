@@ -74,7 +74,6 @@ class VocabularyParallel(Part):
         return {number: _WithVocabulary(stage, vocabulary) for number, stage in stages.items()}
 
     def handlers(self, iteration: IterationFacts) -> Mapping[type[Op], Handler]:
-        """The handlers of the collectives."""
         facts, plan = iteration.prepared.vocabulary, iteration.prepared.plan
         if facts is None:
             return {}

@@ -98,7 +98,6 @@ def _configured(update: Callable[[Any], None], say: Callable[[str], None]) -> Ca
 
 
 def _options_of(cfg: Any) -> list[Any]:
-    """The options of the model, of data parallelism and of the optimizer."""
     found = (cfg.model, getattr(cfg, "ddp", None), getattr(cfg, "optimizer", None))
     return [options for options in found if options is not None]
 

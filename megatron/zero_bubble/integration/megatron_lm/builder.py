@@ -79,7 +79,6 @@ class Builder:
 
     @property
     def _num_chunks(self) -> int:
-        """The number of chunks of this rank."""
         return len(self._placement.stages_of(parallel_state.get_pipeline_model_parallel_group().rank()))
 
     def asked_for_group(self, get_group: Callable[..., Any]) -> Callable[..., Any]:

@@ -109,7 +109,6 @@ def _withdraw() -> None:
 
 
 def report() -> list[str]:
-    """One line per name that is currently replaced."""
     return [*_job.report(), *_placed.report(), *report_schedule()]
 
 

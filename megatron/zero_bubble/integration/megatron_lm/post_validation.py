@@ -103,7 +103,6 @@ class JobSteps:
         self._modes: Counter[str] = Counter()
 
     def replacements(self, seams: LoopSeams) -> list[Replacement]:
-        """The functions of the job's loop to replace."""
         return [
             (seams.built, self._building),
             (seams.step, self._stepping),

@@ -50,7 +50,6 @@ class JobShards:
         self._units, self._args = units, args
 
     def replacements(self, seams: ReaderSeams) -> list[Replacement]:
-        """The functions of the job to replace."""
         return [
             (seams.built, self._building),
             (seams.evaluates, self._evaluating),

@@ -67,7 +67,6 @@ class _Active(Replaced):
     sources: SourceOnRanks | None = None
 
     def revert(self) -> None:
-        """See ``Replaced``."""
         self.pipeline = self.sources = None
         super().revert()
 

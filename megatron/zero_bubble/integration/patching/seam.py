@@ -38,7 +38,6 @@ class Seam:
         return self.name.rpartition(".")[2]
 
     def exists(self) -> bool:
-        """Whether the module exists and has the function."""
         try:
             found: Any = importlib.import_module(self.module)
         except ModuleNotFoundError:
@@ -111,7 +110,6 @@ def _has_instances_with(attribute: str, holder: type) -> bool:
 
 @functools.cache
 def _assigned(method: Callable[..., Any]) -> frozenset[str]:
-    """The attributes that a method assigns to its ``self``."""
     steps = itertools.pairwise(dis.get_instructions(inspect.unwrap(method)))
     pairs = ((before.argval, step.argval) for before, step in steps if step.opname == "STORE_ATTR")
     # From Python 3.13 on, one instruction may load both the value and ``self``.

@@ -38,7 +38,6 @@ class LoopSeams:
 
     @property
     def all(self) -> tuple[Seam, ...]:
-        """All seams of the loop."""
         return (self.built, self.step, self.log, self.training, self.timer, *self.agreed, *self.settled)
 
 
@@ -60,7 +59,6 @@ class ReaderSeams:
 
     @property
     def all(self) -> tuple[Seam, ...]:
-        """All of them."""
         return (self.built, self.evaluates, self.saves, *self.reads)
 
 

@@ -180,7 +180,6 @@ def _by_contradiction(paths: Paths, objective: Metric, best: Bound, pairs: float
 
 
 def _closed_forms(setting: Setting, objective: Metric) -> list[Bound]:
-    """Compute every closed form for every rank."""
     forms = {
         "work": setting.work,
         "work and waits for the first and last backward": by_waits(setting),

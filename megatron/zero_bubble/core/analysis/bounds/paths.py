@@ -54,7 +54,6 @@ class Paths:
         self.size = len(self.length)
 
     def number(self, p: Pass) -> int:
-        """Return the number of a pass."""
         return p.microbatch * self._step + self._number[p._replace(microbatch=0)]
 
     def bound(self, rank: int | None) -> float:

@@ -59,7 +59,6 @@ class Setting:
         limit: tuple[float, ...],
         fused: bool,
     ) -> Setting:
-        """Convert costs and memory to the form that the bounds use."""
         into_forward, into_backward = costs.hops(placement)
         messages = tuple(map(sum, costs.messages_on(placement)))
         f, b = (tuple(map(add, ms, messages)) for ms in (costs.forward_ms, costs.backward_ms))
@@ -86,7 +85,6 @@ class Setting:
         return self.placement.num_ranks
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of ``rank`` in model order."""
         return self.placement.stages_of(rank)
 
     @cached_property

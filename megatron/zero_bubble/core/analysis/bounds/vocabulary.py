@@ -28,7 +28,6 @@ class VocabularyBound(NamedTuple):
 
 
 def by_vocabulary(setting: Setting, costs: PassCosts, algorithm: Algorithm, objective: Metric) -> VocabularyBound:
-    """Return the best of the bounds of all ranks."""
     figures = required(costs.vocabulary)
     bounds = (
         bound

@@ -49,7 +49,6 @@ class Point:
 
     @property
     def module(self) -> str:
-        """The module of the owner."""
         return self.owner.partition(":")[0]
 
 

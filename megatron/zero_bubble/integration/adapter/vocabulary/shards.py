@@ -266,7 +266,6 @@ class _LastOutput(torch.nn.Module):
         return self._output[0](hidden)
 
     def sharded_state_dict(self, prefix: str = "", *_args: Any, **_kwargs: Any) -> dict[str, Any]:
-        """See above."""
         (output,) = self._output
         key = f"{prefix.removesuffix(OUTPUT)}{EMBEDDING}weight" if output.is_tied else f"{prefix}weight"
         return {f"{prefix}weight": sharded(key, output.used_weight, output.rows, output.num_shards, is_copy=True)}
