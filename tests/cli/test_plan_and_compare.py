@@ -117,8 +117,18 @@ def test_zb_auto_uses_costs_per_stage(capsys: Capture, tmp_path: Path) -> None:
     assert "6 GiB: met" in run(capsys, *arguments)
 
 
+ROW_KEYS = frozenset(
+    "schedule placement num_slices span_ms makespan_ms bubble_rate_span bubble_rate_makespan idle_rate_span "
+    "idle_rate_makespan imbalance peak_microbatches peak_memory messages message_bytes speedup_over_1f1b "
+    "speedup_over_interleaved within_limit layout vocabulary offloaded_share host_peak gathers reductions static_bytes "
+    "replica_bytes tensor_parallel tensor_bytes is_lower_bound needed_layout".split()
+)
+"""A contract with those who read the table."""
+
+
 def test_compare_lists_every_schedule_and_sorts_fitting_ones_first(capsys: Capture) -> None:
     table = run_json(capsys, "compare", *SIZES, *TIMES, "--max-chunks", "2", "--all")
+    assert all(row.keys() == ROW_KEYS for row in table["rows"])
     rows = {(row["schedule"], row["placement"]): row for row in table["rows"]}
     names = ("interleaved-1f1b", "breadth-first", "gis", "gis-h", "pipe-offload", "zero-pp", "zb-interleaved")
     looped_names = {f"{name} x2" for name in names}

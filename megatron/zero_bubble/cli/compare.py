@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -28,9 +28,8 @@ from megatron.zero_bubble.core.analysis.bounds import least_memory
 from megatron.zero_bubble.core.analysis.score import Goal, length_ms, within
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.ir import WHOLE, Placement, Slices
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.ir.workload import Workload
-from megatron.zero_bubble.core.search.placements import label_of, name_of, placements
+from megatron.zero_bubble.core.search.placements import label_of, placements
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, comparable, most_chunks
 from megatron.zero_bubble.planning.choosers import with_costs
@@ -166,7 +165,7 @@ def compare(options: argparse.Namespace) -> str:
     table = replace(table, gain_of_vocabulary=_gain(table))
     costs = choices[-1].costs
     if options.format == "json":
-        return json.dumps(asdict(table), indent=2) + "\n"
+        return json.dumps(table.content, indent=2) + "\n"
     text = table_text(table, costs, about_limit)
     text += f"{sentence}\n" if (sentence := verdict(costs, options.objective)) else ""
     if best is None:
@@ -280,8 +279,7 @@ def _row(
         total = [peak + own for peak, own in zip(total, static, strict=True)]
     return ComparedRow(
         schedule=schedule.name,
-        placement=_name(schedule.placement),
-        num_slices=schedule.num_slices,
+        work=Workload.of(schedule),
         span_ms=timeline.span_ms,
         makespan_ms=timeline.makespan_ms,
         bubble_rate_span=timeline.bubble_rate("span"),
@@ -297,7 +295,6 @@ def _row(
         speedup_over_interleaved=None,
         within_limit=within(max(total), limit),
         layout=None if made.layouts is None else made.layouts.best.text,
-        vocabulary=algorithm_of(schedule),
         offloaded_share=None if offload_plan is None else offload_plan.share,
         host_peak=None if offload_plan is None else max(offload_plan.host_peak),
         gathers=None if made.shards is None else max(made.shards.gathers),
@@ -340,9 +337,3 @@ def _gain(table: Table) -> float | None:
 
 def _ratio(baseline: float | None, ms: float) -> float | None:
     return None if baseline is None or ms == 0 else baseline / ms
-
-
-def _name(placement: Placement) -> str:
-    """The name of a placement in the table, where a loop has the name of the schedules that have always been on one."""
-    name = name_of(placement)
-    return "interleaved" if name == "loop" else name or "another one"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, groupby
+from typing import Any
 
 from megatron.zero_bubble.cli.break_even import BreakEven
 from megatron.zero_bubble.cli.divisions import division_lines, mark
@@ -12,9 +13,15 @@ from megatron.zero_bubble.cli.layouts import compared
 from megatron.zero_bubble.cli.plan_text import SLOW
 from megatron.zero_bubble.core.analysis.score import length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.loops import compiled
+from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.candidates import FITTED
 from megatron.zero_bubble.planning.figures import Figures
+
+_OF_WORK = ("placement", "num_slices", "vocabulary")
+"""What of its work a row of ``--format json`` has."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,8 @@ class ComparedRow:
     """One schedule in the table.
 
     Attributes:
-        num_slices: slices per sequence.
+        work: what it puts in order; of it the table has the placement, the slices, and the algorithm of vocabulary
+            parallelism.
         span_ms, makespan_ms: length of an iteration; the longest span of a rank, and the time from the first pass of
             any rank to the last.
         bubble_rate_span, bubble_rate_makespan: share of either in which the busiest rank does not compute.
@@ -35,7 +43,6 @@ class ComparedRow:
         speedup_over_1f1b, speedup_over_interleaved: factor by which the objective is shorter; None without the
             baseline.
         layout: Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost.
-        vocabulary: the algorithm of vocabulary parallelism; None without it.
         offloaded_share: share of the forwards that move to host memory; None without ``--offload``.
         host_peak: the most host memory of a rank, in the unit of the costs; None without ``--offload``.
         gathers, reductions: collectives of a rank per iteration; None where weights are not sharded.
@@ -48,8 +55,7 @@ class ComparedRow:
     """
 
     schedule: str
-    placement: str
-    num_slices: int
+    work: Workload
     span_ms: float
     makespan_ms: float
     bubble_rate_span: float
@@ -65,7 +71,6 @@ class ComparedRow:
     speedup_over_interleaved: float | None
     within_limit: bool
     layout: str | None
-    vocabulary: int | None
     offloaded_share: float | None = None
     host_peak: float | None = None
     gathers: int | None = None
@@ -77,10 +82,32 @@ class ComparedRow:
     is_lower_bound: bool = False
     needed_layout: str | None = None
 
+    @property
+    def placement(self) -> str:
+        """The name of its placement, where a loop has the name of the schedules that have always been on one."""
+        name = name_of(self.work.placement)
+        return "interleaved" if name == "loop" else name or "another one"
+
+    @property
+    def num_slices(self) -> int:
+        """Slices per sequence."""
+        return len(self.work.slices)
+
+    @property
+    def vocabulary(self) -> Algorithm | None:
+        """The algorithm of vocabulary parallelism; None without it."""
+        return self.work.vocabulary
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What ``--format json`` has of it."""
+        figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "work"}
+        return {"schedule": self.schedule, **{name: getattr(self, name) for name in _OF_WORK}, **figures}
+
 
 @dataclass(frozen=True)
 class Table:
-    """The content of ``--format json``; ``lower_bound_ms`` is by placement, ``absent`` explains missing schedules.
+    """What ``--format json`` has; ``lower_bound_ms`` is by placement, ``absent`` explains missing schedules.
 
     ``lower_bound_ms`` is for whole sequences, ``sliced_lower_bound_ms`` for slices; empty unless all are cut alike.
     Both are for equally many layers per stage. ``gain_of_vocabulary`` is the share by which the shortest schedule with
@@ -97,6 +124,11 @@ class Table:
     absent: tuple[str, ...]
     gain_of_vocabulary: float | None
     break_even: BreakEven | None = None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The content of ``--format json``."""
+        return asdict(replace(self, rows=())) | {"rows": [row.content for row in self.rows]}
 
     def shortest(self, *, divided: bool) -> ComparedRow | None:
         """Return the shortest schedule within the limit with a divided vocabulary, or else with a layout by cost and a
