@@ -123,7 +123,7 @@ ROW_KEYS = frozenset(
     "speedup_over_interleaved within_limit layout vocabulary offloaded_share host_peak gathers reductions static_bytes "
     "replica_bytes tensor_parallel tensor_bytes is_lower_bound needed_layout".split()
 )
-"""A contract with those who read the table."""
+"""A contract with programs that read the table."""
 
 
 def test_compare_lists_every_schedule_and_sorts_fitting_ones_first(capsys: Capture) -> None:

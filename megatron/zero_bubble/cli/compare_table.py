@@ -20,9 +20,6 @@ from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.candidates import FITTED
 from megatron.zero_bubble.planning.figures import Figures
 
-_OF_WORK = ("placement", "num_slices", "vocabulary")
-"""What of its work a row of ``--format json`` has."""
-
 
 @dataclass(frozen=True)
 class ComparedRow:
@@ -102,7 +99,8 @@ class ComparedRow:
     def content(self) -> dict[str, Any]:
         """What ``--format json`` has of it."""
         figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "work"}
-        return {"schedule": self.schedule, **{name: getattr(self, name) for name in _OF_WORK}, **figures}
+        of_work = {"placement": self.placement, "num_slices": self.num_slices, "vocabulary": self.vocabulary}
+        return {"schedule": self.schedule, **of_work, **figures}
 
 
 @dataclass(frozen=True)
