@@ -18,7 +18,7 @@ from megatron.zero_bubble.core.search.problem import Problem
 
 @pytest.mark.parametrize("p", [16, 32, 64, 96])
 def test_compaction_looks_as_far_ahead_as_a_warm_up_of_many_ranks_is_long(p: int) -> None:
-    """With three quarters of 1F1B's memory, a block compacts to the least possible length (docs/planning.md)."""
+    """With three quarters of 1F1B's memory, a block compacts to the least possible length."""
     m, held = 2 * p, 3 * p // 2
     costs, memory = PassCosts.uniform(Placement.vee(p), 2.0, 2.0, 2.0), PassMemory.uniform(Placement.vee(p))
     bench = Workbench(Problem.of(Workload(Placement.vee(p), m), costs, memory, (held / 2,) * p, "span"), 1e12)
