@@ -33,6 +33,7 @@ def test_report_names_versions_and_seams() -> None:
     assert facts["megatron-core names (seams)"].startswith("all found: ")
     assert facts["changed functions"] == "none"
     assert facts["CUDA"] == (torch.version.cuda or "torch was built without CUDA")
+    assert facts["to do"] == []
     assert {"megatron-core", "planner", "weight gradients", "device", "apex"} <= set(facts)
 
 
@@ -40,15 +41,28 @@ def test_report_tells_of_an_unknown_megatron_core() -> None:
     before = (
         "import warnings; warnings.simplefilter('ignore'); import megatron.core; megatron.core.__version__ = '0.99.0'; "
     )
-    (line,) = (line for line in command("report", before=before).splitlines() if "(seams)" in line)
-    assert "broken: SeamError" in line
-    assert "0.99.0" in line
+    fact, to_do = (line for line in command("report", before=before).splitlines() if "(seams)" in line)
+    assert "broken: SeamError" in fact and "0.99.0" in fact
+    assert to_do == "- megatron-core names (seams): mend what the error names"
 
 
 def test_report_works_without_torch() -> None:
-    lines = command("report", before=WITHOUT_TORCH).splitlines()
-    assert lines[-1].startswith("training")
-    assert "pip install 'megatron-zero-bubble[train]'" in lines[-1]
+    facts, to_do = (part.splitlines() for part in command("report", before=WITHOUT_TORCH).split("\n\n"))
+    assert facts[-1].split()[:3] == ["training", "not", "available"]
+    assert to_do == ["To do:", "- training: to train, run pip install 'megatron-zero-bubble[train]'"]
+
+
+def test_report_says_what_to_do_without_compiled_parts() -> None:
+    loops = "megatron.zero_bubble.core.search._planner"
+    before = (
+        f"import sys, logging; sys.modules['{loops}'] = None; logging.disable(); "
+        "from megatron.zero_bubble.engine.kernels import implementation; "
+        "implementation._load = lambda: 'not built'; "
+    )
+    found = json.loads(command("report", "--format", "json", before=before))
+    assert found["planner"].startswith("Python") and found["weight gradients"].startswith("plain torch (not built)")
+    assert [line.partition(":")[0] for line in found["to do"]] == ["planner", "weight gradients"]
+    assert all("a C++ compiler" in line and "--no-build-isolation" in line for line in found["to do"])
 
 
 def test_training_without_torch_names_the_extra() -> None:

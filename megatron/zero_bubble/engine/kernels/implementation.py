@@ -28,6 +28,10 @@ class Kernels(NamedTuple):
     ops: Any
     words: str
 
+    @property
+    def is_compiled(self) -> bool:
+        return self.words == _COMPILED
+
 
 @cache
 def select(device_type: str) -> Kernels:
