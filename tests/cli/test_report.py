@@ -43,7 +43,7 @@ def test_report_tells_of_an_unknown_megatron_core() -> None:
     )
     fact, to_do = (line for line in command("report", before=before).splitlines() if "(seams)" in line)
     assert "broken: SeamError" in fact and "0.99.0" in fact
-    assert to_do == "- megatron-core names (seams): mend what the error names"
+    assert to_do == "- megatron-core names (seams): fix what the error names"
 
 
 def test_report_works_without_torch() -> None:

@@ -1,4 +1,4 @@
-"""``zero-bubble report``: the environment, in the form that a bug report needs, and what to mend in it.
+"""``zero-bubble report``: the environment, in the form that a bug report needs, and what to fix in it.
 
 Nothing here needs torch or megatron-core to be installed: what is missing is part of the report.
 """
@@ -56,7 +56,7 @@ def report(form: str = "text") -> str:
             try:
                 facts += part()
             except Exception as error:  # noqa: BLE001 - this report exists for parts that fail, and shows the error
-                facts.append(Fact(name, f"broken: {type(error).__name__}: {error}", "mend what the error names"))
+                facts.append(Fact(name, f"broken: {type(error).__name__}: {error}", "fix what the error names"))
     to_do = [f"{fact.name}: {fact.remedy}" for fact in facts if fact.remedy]
     if form == "json":
         return json.dumps({fact.name: fact.text for fact in facts} | {"to do": to_do}, indent=2) + "\n"
