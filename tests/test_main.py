@@ -87,6 +87,7 @@ def test_flags_are_exactly_the_listed_ones() -> None:
             "--link-bandwidth", "--network-bandwidth", "--link-latency", "--network-latency", "--megatron-lm",
             "--launch-command",
         ],
+        "catalogue": ["--help", "--gpu", "--output"],
         "report": ["--help", "--format"],
     }  # fmt: skip
 

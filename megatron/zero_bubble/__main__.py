@@ -29,6 +29,7 @@ _COMMANDS = {
     "playground": "explore schedules interactively in a browser",
     "trace": "compare a recorded iteration with its plan",
     "dry-run": "check a training job: rank layout, plan and memory",
+    "catalogue": "judge all recipes of a folder of launch scripts",
     "report": "print the environment for a bug report",
 }
 """The commands and their lines in ``--help``; ``cli/`` has a module for each but ``list``."""

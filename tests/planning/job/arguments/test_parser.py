@@ -6,7 +6,7 @@ import pytest
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
 from megatron.zero_bubble.planning.job.arguments.config_file import RIVALS
-from megatron.zero_bubble.planning.job.arguments.parser import build_parser, parse
+from megatron.zero_bubble.planning.job.arguments.parser import build_parser, parse, parse_megatron
 from megatron.zero_bubble.planning.job.flags import full_help, parse_ours
 
 # New flags are deliberate: add them here, and explain in the commit message why no flag of Megatron suffices.
@@ -167,3 +167,22 @@ class TestConfigFile:
     def test_missing_file_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"cannot be read: .*absent\.yaml \(No such file"):
             parse(["--config", str(tmp_path / "absent.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("flags", "word", "flag"),
+    [
+        ("--seed 1 2.4B:320", "2.4B:320", "--seed"),
+        ("--bf16 true --seed 1", "true", "--bf16"),
+        ("--seed=1 2", "2", "--seed"),
+        ("--lr -1 2 --seed 1", "2", "--lr"),
+    ],
+)
+def test_words_that_belong_to_no_flag_are_refused_as_megatron_does(flags: str, word: str, flag: str) -> None:
+    with pytest.raises(UserError, match=f"got '{word}' after {flag}, which takes fewer"):
+        parse_megatron(flags.split())
+
+
+def test_flags_that_only_megatron_knows_may_have_several_values() -> None:
+    flags = "--spec a b --rampup-batch-size 1 2 3 --data-path 1 a 2 b --recompute-modules mlp moe --lr -1"
+    assert parse_megatron(flags.split())[1] == ("--spec",)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import NoReturn
@@ -94,6 +95,12 @@ def misspelt(flags: Sequence[str]) -> list[tuple[str, str]]:
     return [(flag, close[0]) for flag, close in pairs if close]
 
 
+def flags_of_text() -> frozenset[str]:
+    """Return the known flags whose value is any text, such as a path."""
+    texts = (a for a in _megatrons_parser()._actions if a.type is None and a.choices is None and a.nargs in (None, "+"))
+    return frozenset(name for action in texts for name in action.option_strings)
+
+
 def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     """Parse the flags of a job that runs Megatron-LM's script, but for ours.
 
@@ -104,13 +111,32 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
         names of all other flags.
 
     Raises:
-        UserError: values of the wrong type.
+        UserError: values of the wrong type, or a word that belongs to no flag.
     """
     parser = _megatrons_parser()
     args, others = parser.parse_known_args(argv)
+    if others and (stray := _stray(argv)) is not None:
+        raise UserError(
+            f"every word must belong to a flag; got {stray[1]!r} after {stray[0]}, which takes fewer; put quotes "
+            "around values with spaces, and around the variable or array that holds them"
+        )
     _name_as_megatron(args)
     unread = [token.partition("=")[0] for token in others if token.startswith("--")]
     return args, tuple(unread if args.config is None else ["--config", *unread])
+
+
+def _stray(argv: Sequence[str]) -> tuple[str, str] | None:
+    """The first word that belongs to no flag, and the flag with one value or none that stands before it."""
+    actions, flag, room = _megatrons_parser()._option_string_actions, "", math.inf
+    for word in argv:
+        if word.startswith("--"):
+            flag, given, _ = word.partition("=")
+            nargs = actions[flag].nargs if flag in actions else "*"
+            takes = nargs if isinstance(nargs, int) else 1 if nargs in (None, "?") else math.inf
+            room = 0 if given and takes < math.inf else takes
+        elif (room := room - 1) < 0:
+            return flag, word
+    return None
 
 
 def with_megatron_flags(args: argparse.Namespace, adds: Sequence[str], drops: Sequence[str]) -> argparse.Namespace:

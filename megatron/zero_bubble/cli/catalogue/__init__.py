@@ -1,0 +1,66 @@
+"""``zero-bubble catalogue``: what every recipe of a folder would gain, or why it cannot."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.zero_bubble.cli.catalogue.find import recipes_in
+from megatron.zero_bubble.cli.catalogue.judge import Row, judged
+from megatron.zero_bubble.cli.catalogue.table import ASSUMPTIONS, FORMATS, text_of
+from megatron.zero_bubble.cli.machine import ASSUMED
+from megatron.zero_bubble.cli.progress import progress
+from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.errors import UserError
+
+
+def add_catalogue(verb: argparse.ArgumentParser) -> None:
+    """Add the flags of ``catalogue``."""
+    verb.description = (
+        "Give every recipe of a folder to the dry run and to the quick advice: its idle time, the best change, or the "
+        "option or the error that stands in the way. Recipes are shell scripts, YAML files with flags, and those of a "
+        "checkout of Megatron-LM or Megatron-Bridge. Nothing is started."
+    )
+    verb.add_argument("folders", nargs="+", metavar="FOLDER", help="a folder with launch scripts, or a checkout")
+    verb.add_argument(
+        "--gpu",
+        type=str.lower,
+        choices=tuple(DEVICES),
+        default=ASSUMED,
+        help=f"GPU of the recipes that do not name one (default: {ASSUMED})",
+    )
+    verb.add_argument(
+        "--output",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=f"write the table, too; the name ends in {' or '.join(FORMATS)}, and the flag can be repeated",
+    )
+    verb.set_defaults(command=catalogue)
+
+
+def catalogue(options: argparse.Namespace) -> str:
+    """Judge all recipes, and write the tables.
+
+    Raises:
+        UserError: a folder that is none, or a file that cannot be written.
+    """
+    files = [Path(name) for name in options.output]
+    if wrong := next((file for file in files if file.suffix not in FORMATS), None):
+        raise UserError(f"--output takes files that end in {', '.join(FORMATS)}; got {wrong}; rename it")
+    rows = list(_rows(options))
+    for file in files:
+        try:
+            file.write_text(FORMATS[file.suffix](rows), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{file} cannot be written: {error.strerror}; give another file") from error
+    return "\n".join([text_of(rows), *ASSUMPTIONS, *(f"Wrote {file}." for file in files), ""])
+
+
+def _rows(options: argparse.Namespace) -> Iterator[Row]:
+    for folder in options.folders:
+        name = Path(folder).resolve().name
+        with progress("judging", [(recipe.name, recipe) for recipe in recipes_in(folder)]) as (each, _):
+            yield from (replace(row, name=f"{name}/{row.name}") for row in (judged(one, options.gpu) for one in each))

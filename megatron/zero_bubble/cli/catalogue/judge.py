@@ -1,0 +1,150 @@
+"""What the dry run and the quick advice say of a recipe, as one row of the catalogue."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megatron.zero_bubble.cli.advice_text import words_of_row
+from megatron.zero_bubble.cli.advise import advised, defaults
+from megatron.zero_bubble.cli.catalogue.recipe import Recipe, world_of
+from megatron.zero_bubble.cli.megatron_job import checked_megatron_job, parsed_megatron_job
+from megatron.zero_bubble.core.analysis.idle import idle_of
+from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
+from megatron.zero_bubble.planning.figures import beyond_floats
+from megatron.zero_bubble.planning.source import ZB_AUTO
+
+GAINS, STAYS, REFUSED = "gains", "stays", "refused"
+BROKEN, SINGLE, OTHER, UNREAD = "broken", "no pipeline", "no training of a GPT", "not read"
+OUTCOMES = {
+    GAINS: "a change of the schedule or of the layers per stage is worth it",
+    STAYS: "nothing gains enough; what the job runs is right",
+    REFUSED: "the job runs, but not under a schedule of this package",
+    BROKEN: "the job itself stops with this error",
+    SINGLE: "there is one pipeline rank, so there is no bubble",
+    OTHER: "another kind of model, inference, or a conversion",
+    UNREAD: "no job was found in the file",
+}
+"""What can be said of a recipe, and what it means."""
+_PROGRAMS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py", "train_rl.py", "")
+_OF_TRAINING = ("--train-", "--lr")
+"""How flags begin of which a training needs one."""
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the catalogue; what is not known is None.
+
+    Attributes:
+        outcome: a key of ``OUTCOMES``.
+        option: what the job is refused for, or what is wrong with it, as a flag where the reason names one.
+        reason: the same as a sentence.
+        gpu, gpus: on which it was judged.
+        is_assumed: whether their number is, because the recipe gives none or too few for its parallelism.
+        ranks, stages, microbatches: of the pipeline, stages per rank.
+        bubble: idle time of the pipeline by the closed form for passes of equal length.
+        idle: mean idle time of the ranks as a share of the iteration, by estimated costs.
+        change, flags, gain: the best change, the flags to add, and the share of the time that it saves.
+        seconds: CPU time that the answer took.
+    """
+
+    name: str
+    outcome: str
+    option: str = ""
+    reason: str = ""
+    gpu: str | None = None
+    gpus: int | None = None
+    is_assumed: bool = False
+    ranks: int | None = None
+    stages: int | None = None
+    microbatches: int | None = None
+    bubble: float | None = None
+    idle: float | None = None
+    change: str = ""
+    flags: str = ""
+    gain: float | None = None
+    seconds: float = 0.0
+
+
+def judged(recipe: Recipe, gpu: str) -> Row:
+    """Judge a recipe.
+
+    Args:
+        gpu: a key of ``DEVICES``, for recipes that do not say on which they run.
+    """
+    started = time.process_time()
+    row = Row(recipe.name, UNREAD, reason=recipe.problem or "", gpu=recipe.gpu or gpu)
+    if recipe.problem is None:
+        row = _of_job(recipe, row)
+    return replace(row, seconds=time.process_time() - started)
+
+
+def _of_job(recipe: Recipe, row: Row) -> Row:
+    if recipe.program not in _PROGRAMS:
+        return replace(row, outcome=OTHER, option=recipe.program)
+    if not any(word.startswith(_OF_TRAINING) for word in recipe.flags):
+        return replace(row, outcome=OTHER)
+    parsed = attempted(partial(parsed_megatron_job, recipe.flags, 1, 1))
+    if isinstance(parsed, Refusal):
+        return _because(row, BROKEN, recipe, parsed.reason)
+    sizes = {name: max(1, getattr(parsed.args, of)) for name, of in _SIZES.items()}
+    nodes, per_node, is_assumed = world_of(recipe, sizes)
+    row = replace(row, gpus=nodes * per_node, is_assumed=is_assumed, ranks=sizes["pipeline"])
+    checked = attempted(partial(checked_megatron_job, recipe.flags, nodes * per_node, per_node))
+    if isinstance(checked, Refusal):
+        return _because(row, BROKEN, recipe, checked.reason)
+    if sizes["pipeline"] < 2:
+        return replace(row, outcome=SINGLE)
+    placement = checked.args.placement
+    loop = ("--zero-bubble-placement", "loop") if placement.num_stages > placement.num_ranks else ()
+    ours = (*recipe.flags, "--zero-bubble-schedule", ZB_AUTO, *loop)
+    refused = attempted(partial(checked_megatron_job, ours, nodes * per_node, per_node))
+    options = defaults()
+    options.nodes, options.gpus_per_node, options.gpu, options.quick = nodes, per_node, row.gpu, True
+    try:
+        row = _of_advice(row, options, recipe.flags)
+    except (UserError, OverflowError) as error:
+        return _because(row, REFUSED, recipe, beyond_floats(error) if isinstance(error, OverflowError) else str(error))
+    return _because(row, REFUSED, recipe, refused.reason) if isinstance(refused, Refusal) else row
+
+
+def _of_advice(row: Row, options: argparse.Namespace, flags: Sequence[str]) -> Row:
+    """The row with what the quick advice says.
+
+    Raises:
+        UserError: there is none.
+    """
+    own, advice, *_ = advised(options, flags)
+    timeline, costs, _ = advice.today
+    placement, best = timeline.schedule.placement, advice.best
+    ranks, stages, count = placement.num_ranks, placement.num_stages // placement.num_ranks, costs.num_microbatches
+    words = None if best is None else words_of_row(best, own.parsed.setup, flags)
+    return replace(
+        row,
+        outcome=STAYS if best is None else GAINS,
+        stages=stages,
+        microbatches=count,
+        bubble=(ranks - 1) / (stages * count + ranks - 1),
+        idle=idle_of(timeline, costs.on(placement)[0]).total / timeline.makespan_ms,
+        change="" if best is None else best.change.name,
+        flags="" if words is None else " ".join([*words.add, *(f"(without {word})" for word in words.leave_out)]),
+        gain=None if best is None else best.gain,
+    )
+
+
+def _because(row: Row, outcome: str, recipe: Recipe, reason: str) -> Row:
+    """The row with the reason of a refusal, and the first flag of the job that this names."""
+    given = {word.partition("=")[0] for word in recipe.flags if word.startswith("--")}
+    named = [word.strip("(),.;:'\"") for word in reason.split() if word.startswith(("--", "(--"))]
+    option = next((word for word in named if word in given), named[0] if named else "")
+    return replace(row, outcome=outcome, option=option, reason=reason)
