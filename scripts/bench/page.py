@@ -67,6 +67,8 @@ def publish(summary: dict[str, Any], root: Path, chart: Path) -> None:
 
 _HEAD = """# Benchmarks
 
+<!-- generated: by scripts/bench.sh, from benchmarks.json -->
+
 Written by `bash scripts/bench.sh` from its JSON; run it again instead of editing.
 
 | | |
@@ -99,7 +101,7 @@ def render(summary: Figures) -> str:
         else:
             last_lines = "".join(f"    {line}\n" for line in bench["last_lines"])
             parts.append(f"**Failed: {bench['status']}.** Its last lines:\n\n{last_lines}")
-    return _counted("\n".join(parts))
+    return _counted("\n".join([*parts, "<!-- end -->\n"]))
 
 
 def report(bench: str, content: Figures, path: Path) -> None:
