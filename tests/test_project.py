@@ -31,6 +31,23 @@ def num_words(text: str) -> int:
     return sum(re.search(r"\w", word) is not None for word in text.split())
 
 
+def test_the_pages_are_short_to_read() -> None:
+    """Words that someone wrote: outside of generated parts, code and comments."""
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
+    assert sum(num_words(by_hand(page)) for page in pages) <= 38_500
+
+
+def by_hand(page: str) -> str:
+    page = re.sub(r"<!-- generated:.*?<!-- end -->", "", page, flags=re.DOTALL)
+    page = re.sub(r"^( *)```.*?^\1```", "", page, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL)
+
+
+def test_words_by_hand_are_counted_outside_of_what_is_generated() -> None:
+    page = "# Title\n\n<!-- generated: x -->a b<!-- end --> two words\n\n```bash\nrun it\n```\n| - | 3 |\n"
+    assert num_words(by_hand(page)) == 4
+
+
 def test_readme_states_gpu_results_first() -> None:
     _, _, gains = read("README.md").partition("## What it gained\n")
     assert gains.lstrip().startswith("- <!-- generated: gpu-words -->")
