@@ -40,11 +40,11 @@ from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.ir import Plan
-from megatron.zero_bubble.core.ir.vocabulary import FLOWS
+from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Divided
 from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan.offload import offload, select_longest
 from megatron.zero_bubble.core.search import fit
-from megatron.zero_bubble.planning.setup import Divided, Named, Setup
+from megatron.zero_bubble.planning.setup import Named, Setup
 from megatron.zero_bubble.planning.source import ScheduleSource, even_costs
 
 STOCK = "stock 1f1b"

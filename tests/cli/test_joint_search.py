@@ -13,6 +13,7 @@ from megatron.zero_bubble import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import SCHEDULES, build
 from megatron.zero_bubble.planning.advice import Adviser, _in_order
@@ -22,7 +23,7 @@ from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.changes import JobChanges
 from megatron.zero_bubble.planning.question import Offloading, Question
-from megatron.zero_bubble.planning.setup import Cuts, Divided, Named, Offload, Searched, Setup
+from megatron.zero_bubble.planning.setup import Cuts, Named, Offload, Searched, Setup
 
 
 def random_pipeline(seed: int) -> tuple[JobChanges, Today]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.zero_bubble.core.ir import Slices
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm
-from megatron.zero_bubble.planning.setup import Cuts, Divided, Messages, Named, Searched, Setup
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm, Divided
+from megatron.zero_bubble.planning.setup import Cuts, Messages, Named, Searched, Setup
 from megatron.zero_bubble.planning.source import ScheduleSource
 
 

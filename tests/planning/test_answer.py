@@ -17,14 +17,14 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import Slices
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
 from megatron.zero_bubble.planning import choosers
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offer import Ask, Offer
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant, best
-from megatron.zero_bubble.planning.setup import Divided, Given, Named, Setup
+from megatron.zero_bubble.planning.setup import Given, Named, Setup
 from megatron.zero_bubble.planning.vocabulary import Variant, with_times
 
 SIZES = "--num-ranks 3 --num-microbatches 3"

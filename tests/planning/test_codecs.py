@@ -12,6 +12,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.schedules import SCHEDULES, ZB_AUTO
 from megatron.zero_bubble.planning.codecs import Medium, difference, parse, spell, speller
 from megatron.zero_bubble.planning.exclusions import excluded
@@ -20,7 +21,6 @@ from megatron.zero_bubble.planning.job.planned import other_options
 from megatron.zero_bubble.planning.run_options import Balance, RunOptions
 from megatron.zero_bubble.planning.setup import (
     Cuts,
-    Divided,
     Given,
     Messages,
     Named,

@@ -19,6 +19,7 @@ from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.formats.plan import plan_from_json
 from megatron.zero_bubble.core.ir import Kind
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import build
@@ -33,7 +34,7 @@ from megatron.zero_bubble.planning.job.changes import JobChanges
 from megatron.zero_bubble.planning.job.options import _NEEDED_BY_PAIRS, check_pairs, flag_of
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.run_options import RunOptions
-from megatron.zero_bubble.planning.setup import Divided, Named, Setup, Validated
+from megatron.zero_bubble.planning.setup import Named, Setup, Validated
 from tests.helpers.rows import some
 
 SMALL = (4, 16, 4)

@@ -13,6 +13,7 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.planning import choosers
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.choosers import offload, schedules, vocabulary
@@ -20,7 +21,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offer import Ask, Offer, score
 from megatron.zero_bubble.planning.question import Offloading, Question, search_limits
 from megatron.zero_bubble.planning.score import best
-from megatron.zero_bubble.planning.setup import Divided, Given, Offload, Setup, Validated
+from megatron.zero_bubble.planning.setup import Given, Offload, Setup, Validated
 from megatron.zero_bubble.planning.vocabulary import Variant
 
 RANKS, MICROBATCHES = 4, 12

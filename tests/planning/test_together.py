@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.analysis.score import within
 from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, ExpertParts
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
 from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.answer import Answer, answer
@@ -24,7 +24,7 @@ from megatron.zero_bubble.planning.layout_plan import EVEN
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.question import Offloading, Question
-from megatron.zero_bubble.planning.setup import BY_COST, Divided, Named, Offload, Searched, Setup, Shards
+from megatron.zero_bubble.planning.setup import BY_COST, Named, Offload, Searched, Setup, Shards
 from megatron.zero_bubble.planning.shards import Replicas
 from tests.helpers.equal_weights import EqualStages
 

@@ -15,14 +15,14 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import read_costs_file
 from megatron.zero_bubble.core.formats.plan import PlanFile
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm, Divided, algorithm_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.setup import Divided, Given, Searched, Setup, Synchronous, Validated
+from megatron.zero_bubble.planning.setup import Given, Searched, Setup, Synchronous, Validated
 from megatron.zero_bubble.planning.vocabulary import (
     Variant,
     divided_by,
@@ -46,7 +46,7 @@ def test_costs_with_s_and_t_are_only_for_divided_vocabularies() -> None:
     with pytest.raises(UserError, match="do not suit a job that does not divide them; leave out --vocabulary off"):
         divided_by(costs, "off")
     with pytest.raises(UserError, match="--recompute-logits changes only estimated times"):
-        divided_by(costs, "2", recompute_logits=True)
+        divided_by(costs, "2", Divided("auto", recompute_logits=True))
 
 
 def test_costs_per_layer_are_for_all() -> None:

@@ -10,9 +10,9 @@ from megatron.zero_bubble import PassCosts, PassMemory, Placement
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.static import ParameterBytes
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.setup import Divided
 from megatron.zero_bubble.planning.vocabulary import variants
 from megatron.zero_bubble.planning.weights import ModelWeights
 

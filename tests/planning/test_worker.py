@@ -22,10 +22,10 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import costs_to_json
 from megatron.zero_bubble.core.ir import WHOLE, Slices
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm, Divided, algorithm_of
 from megatron.zero_bubble.planning import worker
 from megatron.zero_bubble.planning.job.runnable import check_runnable
-from megatron.zero_bubble.planning.setup import Divided, Searched, Setup, Synchronous, Validated
+from megatron.zero_bubble.planning.setup import Searched, Setup, Synchronous, Validated
 from megatron.zero_bubble.planning.worker import Request
 from tests.helpers.plans import schedule_from_json
 from tests.helpers.sources import begun, cuts

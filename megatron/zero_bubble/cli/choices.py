@@ -6,11 +6,11 @@ import argparse
 from dataclasses import replace
 
 from megatron.zero_bubble.core.ir import Schedule
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
 from megatron.zero_bubble.planning.codecs import speller
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.run_options import RunOptions
-from megatron.zero_bubble.planning.setup import Cuts, Divided, Setup
+from megatron.zero_bubble.planning.setup import Cuts, Setup
 from megatron.zero_bubble.planning.values import PLAN_ROWS, placed
 from megatron.zero_bubble.planning.vocabulary import are_divided
 

@@ -255,6 +255,5 @@ def _remarks(planned: PlanFile) -> Iterator[str]:
     refused = attempted(partial(check_trainable, planned.schedule))
     if isinstance(refused, Refusal):
         yield f"A run would refuse this schedule: {refused.reason}."
-    others = {"layout": planned.layout, "moves": planned.added.moves, "sharded units": planned.added.sharding}
-    if left := [name for name, other in {**others, "recomputed logits": planned.recompute_logits}.items() if other]:
-        yield f"Only the schedule of the file is planned here; a run also takes its {', '.join(left)}."
+    if planned.besides:
+        yield f"Only the schedule of the file is planned here; a run also takes its {', '.join(planned.besides)}."

@@ -8,9 +8,9 @@ from megatron.zero_bubble.core.costs.units import refuse_huge
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.ir import Schedule
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
+from megatron.zero_bubble.planning.codecs import setup_of_flags
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.setup import Divided
 from megatron.zero_bubble.planning.vocabulary import VocabularyChoice, divided_by, with_times
 
 _TIMES = ("output_ms", "output_wgrad_ms", "embedding_ms", "embedding_wgrad_ms", "collective_ms")
@@ -48,7 +48,9 @@ def divided_of(
                 f"--vocabulary must be that of the schedule file, {own}; got {choice}; leave out --vocabulary"
             )
         choice = "1" if own == 1 else "2"
-    return divided_by(costs, choice, options.recompute_logits)
+    asked = setup_of_flags(vars(options), vocabulary="auto").vocabulary
+    assert asked is not None, "it is divided, whatever the algorithm"
+    return divided_by(costs, choice, asked)
 
 
 def with_vocabulary(options: argparse.Namespace, costs: Figures) -> Figures:

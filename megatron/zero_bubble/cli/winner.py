@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron.zero_bubble.cli.choices import choices_of
 from megatron.zero_bubble.cli.compare_table import ComparedRow
 from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.planning.candidates import Candidate
-from megatron.zero_bubble.planning.codecs import setup_of_flags
 from megatron.zero_bubble.planning.decision import shown
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.setup import Named, Setup
@@ -78,7 +78,7 @@ def _flags(setup: Setup) -> Iterator[str]:
 
 def _chosen(options: argparse.Namespace, winner: Candidate, row: ComparedRow) -> dict[str, Any]:
     """The flags of ``plan`` that make this row, by name: those of ``compare``, and what the row has chosen."""
-    setup, asked = winner.question.setup, setup_of_flags(vars(options), vocabulary=None, recompute_logits=None)
+    setup, asked = winner.question.setup, choices_of(options).setup
     if setup.shards is not None:
         setup = replace(setup, shards=asked.shards, unit=asked.unit)
     if setup.cuts is not None and asked.cuts is not None:

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from megatron.zero_bubble.core.errors import PlanError, UserError
 from megatron.zero_bubble.core.formats.plan import Certificate
 from megatron.zero_bubble.core.ir.garbage import without_gc
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
 from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.planning.choosers import CHOOSERS
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, Feasibility
@@ -39,10 +39,11 @@ class Answer(Offer):
     within: float | None
 
     @property
-    def recompute_logits(self) -> bool:
-        """Whether the divided output layer computes the logits again."""
-        divided = self.question.setup.vocabulary
-        return divided is not None and divided.recompute_logits and algorithm_of(self.schedule) is not None
+    def divided(self) -> Divided | None:
+        """How its plan divides the vocabulary; None if it does not."""
+        algorithm = algorithm_of(self.schedule)
+        asked = self.question.setup.vocabulary
+        return None if algorithm is None else replace(asked or Divided(algorithm), algorithm=algorithm)
 
     @cached_property
     def certificate(self) -> Certificate | None:

@@ -196,7 +196,7 @@ DECISIONS = (
             "T computes the logits again, so that only the hidden states are kept from S to T; for estimates of "
             "--vocabulary",
         ),
-        planned=lambda plan, _: plan.recompute_logits or None,
+        planned=lambda plan, _: (plan.divided is not None and plan.divided.recompute_logits) or None,
     ),
     Decision(
         "keep-faster",

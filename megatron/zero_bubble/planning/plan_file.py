@@ -9,8 +9,9 @@ from megatron.zero_bubble.core.analysis.score import SHORTEST
 from megatron.zero_bubble.core.formats.facts import KEY_FACTS
 from megatron.zero_bubble.core.formats.layout import LAYERS, LAYOUT, NEEDED_LAYOUT
 from megatron.zero_bubble.core.formats.moves import OFFLOAD, moves_content
-from megatron.zero_bubble.core.formats.plan import RECOMPUTE_LOGITS, PlanFile, plan_to_json
+from megatron.zero_bubble.core.formats.plan import PlanFile, plan_to_json
 from megatron.zero_bubble.core.formats.sharding import SHARD_WEIGHTS, sharding_content
+from megatron.zero_bubble.core.formats.vocabulary import logits_content
 from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.figures import Figures
@@ -28,7 +29,7 @@ def decided(plan: Answer) -> PlanFile:
         plan.costs.needed_layout(schedule.placement) if plan.layouts is None else plan.layouts.best.text,
         None if plan.offloaded is None else plan.offloaded.choice,
         plan.added,
-        plan.recompute_logits,
+        plan.divided,
         plan.costs.facts,
     )
 
@@ -36,7 +37,7 @@ def decided(plan: Answer) -> PlanFile:
 def written(plan: Answer) -> str:
     """Return the text of the plan's file."""
     costs, schedule = plan.costs, plan.timeline.schedule
-    content: dict[str, Any] = {RECOMPUTE_LOGITS: True} if plan.recompute_logits else {}
+    content = logits_content(plan.divided)
     if costs.facts:
         content[KEY_FACTS] = dict(costs.facts)
     if costs.message_bytes is not None:

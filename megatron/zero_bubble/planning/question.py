@@ -11,7 +11,7 @@ from megatron.zero_bubble.core.analysis.score import Goal, within
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs.units import parse_memory_limit
 from megatron.zero_bubble.core.ir import Schedule
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
 from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import recipe
@@ -20,7 +20,7 @@ from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import NO_LIMITS, HostLimits
 from megatron.zero_bubble.planning.plans import ADAPTING, peak_memory
-from megatron.zero_bubble.planning.setup import BY_COST, DEFAULT_LIMIT, Cuts, Divided, Given, Named, Searched, Setup
+from megatron.zero_bubble.planning.setup import BY_COST, DEFAULT_LIMIT, Cuts, Given, Named, Searched, Setup
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 

@@ -13,7 +13,7 @@ from typing import Literal
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.formats.plan import CSV, PlanFile
 from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
 from megatron.zero_bubble.core.plan import PostReceives
 from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS, Ctas
 from megatron.zero_bubble.core.schedules import ZB_AUTO
@@ -129,25 +129,6 @@ class Cuts:
     places: Literal["even", "balanced"] | float | tuple[float, ...] | None = None
     least_tokens: int | None = None
     among: tuple[Slices, ...] = ()
-
-
-@dataclass(frozen=True)
-class Divided:
-    """Embedding and output layer are divided over all pipeline ranks.
-
-    Attributes:
-        algorithm: the number of barriers per microbatch is two with 1, and one with 2.
-        recompute_logits: whether they are computed again for the weight gradient of the output layer.
-    """
-
-    algorithm: Algorithm | Auto
-    recompute_logits: bool = False
-
-    @property
-    def of_run(self) -> Algorithm:
-        """The algorithm of a run."""
-        assert self.algorithm != "auto", "a run has an algorithm"
-        return self.algorithm
 
 
 @dataclass(frozen=True)

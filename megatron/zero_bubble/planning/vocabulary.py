@@ -15,18 +15,19 @@ from megatron.zero_bubble.core.costs.divided_vocabulary import divide, efficienc
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement, Schedule
-from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Algorithm, algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Algorithm, Divided, algorithm_of
 from megatron.zero_bubble.core.search.placements import Placements, name_of, placements
 from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, fitted
-from megatron.zero_bubble.planning.setup import Auto, Divided
+from megatron.zero_bubble.planning.setup import Auto
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.weights import DividedWeights
 
 VocabularyChoice = Literal["off", "1", "2", "auto"]
 CHOICES: tuple[VocabularyChoice, ...] = ("off", "1", "2", "auto")
 _ALGORITHMS: dict[str, Algorithm | Auto] = {"1": 1, "2": 2, "auto": "auto"}
+_OPEN = Divided("auto")
 _KNOWN: dict[str | None, tuple[str, ...]] = {
     "linear": ("1f1b", "zb-h1"),
     "vee": ("zb-v", "v-half"),
@@ -53,11 +54,14 @@ def are_divided(costs: Figures) -> bool:
     return costs.of_ranks[0].vocabulary is not None
 
 
-def divided_by(costs: Figures, choice: VocabularyChoice | None, recompute_logits: bool = False) -> Divided | None:
+def divided_by(costs: Figures, choice: VocabularyChoice | None, asked: Divided = _OPEN) -> Divided | None:
     """How a choice of ``plan`` divides the vocabulary; by default, ``auto`` if the costs have S and T, else not at all.
 
     Costs that have the times of S and T are without the embedding and the output layer, so they do not suit a job that
     does not divide these. From costs per layer, both can be derived.
+
+    Args:
+        asked: what else than the algorithm is chosen.
 
     Raises:
         UserError: for ``off`` with the times of S and T, or logits that nobody or only a measurement recomputes.
@@ -70,11 +74,11 @@ def divided_by(costs: Figures, choice: VocabularyChoice | None, recompute_logits
             "the costs have the times of S and T, so those of F, B and W are without the output layer and the "
             "embedding, and do not suit a job that does not divide them; leave out --vocabulary off, or S and T"
         )
-    if given and recompute_logits:
+    if given and asked != _OPEN:
         raise UserError("--recompute-logits changes only estimated times of S and T; the costs give them; drop it")
-    if recompute_logits and choice == "off":
+    if asked != _OPEN and choice == "off":
         raise UserError("--recompute-logits applies only to --vocabulary 1, 2 or auto; leave it out")
-    return None if choice == "off" else Divided(_ALGORITHMS[choice], recompute_logits)
+    return None if choice == "off" else replace(asked, algorithm=_ALGORITHMS[choice])
 
 
 def variants(costs: Figures, divided: Divided | None) -> tuple[Variant, ...]:
@@ -106,7 +110,7 @@ def divided_costs(costs: Figures, divided: Divided) -> Figures:
         )
     is_recorded = costs.division is not None and costs.division.given  # stages of equal layers differ by noise
     layers = costs.layers.averaged() if is_recorded else costs.layers
-    shards = divide(layers, costs.num_ranks, algorithm, divided.recompute_logits)
+    shards = divide(layers, costs.num_ranks, divided)
 
     def make(placement: Placement) -> tuple[PassCosts, PassMemory]:
         times, memory = shards.on(costs.layout(placement))

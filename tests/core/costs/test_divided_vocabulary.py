@@ -10,7 +10,7 @@ from megatron.zero_bubble.core.costs.divided_vocabulary import divide, efficienc
 from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.costs.model import Model
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm, Divided
 
 MODEL = Model((4,) * 8, 3072, 12288, 24, 24, 128, 2048, 1, 256_000)
 WHOLE = LayerCosts(
@@ -23,7 +23,7 @@ WHOLE = LayerCosts(
 
 @pytest.mark.parametrize("algorithm, s, t", [(1, 4.0, 14.0), (2, 10.0, 8.0)])
 def test_all_shards_together_take_the_time_of_the_whole(algorithm: Algorithm, s: float, t: float) -> None:
-    shards = divide(WHOLE, 4, algorithm, throughput=1.0)
+    shards = divide(WHOLE, 4, Divided(algorithm), throughput=1.0)
     times = shards.vocabulary
     assert (times.output_ms, times.output_wgrad_ms) == ((s / 4,) * 4, (t / 4,) * 4)
     assert (times.embedding_ms, times.embedding_wgrad_ms) == ((0.125,) * 4, (0.25,) * 4)
@@ -33,7 +33,7 @@ def test_all_shards_together_take_the_time_of_the_whole(algorithm: Algorithm, s:
 
 
 def test_computing_the_logits_again_keeps_only_the_hidden_states() -> None:
-    kept, again = (divide(WHOLE, 4, 2, recompute, throughput=1.0) for recompute in (False, True))
+    kept, again = (divide(WHOLE, 4, Divided(2, recompute), throughput=1.0) for recompute in (False, True))
     assert again.logits == (2.0,) * 4
     assert again.vocabulary.output_wgrad_ms[0] - kept.vocabulary.output_wgrad_ms[0] == pytest.approx(4.0 / 4)
     assert again.vocabulary.output_ms == kept.vocabulary.output_ms
@@ -42,12 +42,12 @@ def test_computing_the_logits_again_keeps_only_the_hidden_states() -> None:
 def test_shards_are_as_fast_as_published() -> None:
     assert [efficiency(1, count) for count in (1, 8, 16, 32, 64)] == [1.0, 0.913, 0.842, 0.806, 0.806]
     assert 0.759 < efficiency(2, 24) < 0.798
-    slow, fast = divide(WHOLE, 16, 2).vocabulary, divide(WHOLE, 16, 2, throughput=1.0).vocabulary
+    slow, fast = divide(WHOLE, 16, Divided(2)).vocabulary, divide(WHOLE, 16, Divided(2), throughput=1.0).vocabulary
     assert slow.output_ms[0] == pytest.approx(fast.output_ms[0] / 0.798)
 
 
 def test_estimated_softmax_is_in_float32() -> None:
     """4 bytes per token and entry of the shard, and the hidden states in bfloat16."""
     whole = layer_costs(MODEL, DEVICES["a100"])
-    assert divide(whole, 8, 1).logits == ((4 * 2048 * 256_000 / 8 + 2 * 2048 * 3072),) * 8
+    assert divide(whole, 8, Divided(1)).logits == ((4 * 2048 * 256_000 / 8 + 2 * 2048 * 3072),) * 8
     assert whole.on((4,) * 8)[0].num_stages == Placement.linear(8).num_stages

@@ -10,6 +10,7 @@ import pytest
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
 from megatron.zero_bubble.core.costs.divided_vocabulary import divide
 from megatron.zero_bubble.core.formats.costs import CostsFile, read_costs_file
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.plan import plan_of, prove_for_queues
 from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary, with_vocabulary
 from tests.helpers.one_queue import timeline_in_one_queue
@@ -74,7 +75,7 @@ def test_dividing_the_vocabulary_of_stock_jobs_leaves_less_than_two_percent_of_b
     balanced = m * sum(map(sum, (measured.forward_ms, measured.backward_ms, measured.wgrad_ms))) / 8
     layers = file.layer_costs()
     assert layers is not None
-    shards = divide(layers, 8, 2, throughput=1.0)
+    shards = divide(layers, 8, Divided(2), throughput=1.0)
     schedule = build("zb-v", num_ranks=8, num_microbatches=m)
     timeline = best_with_vocabulary(schedule, shards.on((2,) * 16)[0], PassMemory.uniform(schedule.placement), 2)
     assert balanced <= timeline.makespan_ms <= 1.02 * balanced

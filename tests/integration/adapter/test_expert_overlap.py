@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.job.flags import parse_ours
 from megatron.zero_bubble.planning.job.options import check_options
 from megatron.zero_bubble.planning.job.stages import place_stages
 from megatron.zero_bubble.planning.run_options import RunOptions
-from megatron.zero_bubble.planning.setup import Cuts, Divided, Setup, Shards
+from megatron.zero_bubble.planning.setup import Cuts, Setup, Shards
 from tests.helpers.expert_models import PLAIN_V, differences, plan_files, references, train_with_experts
 from tests.helpers.expert_probes import (
     deferred,

@@ -15,9 +15,10 @@ from megatron.zero_bubble.core.analysis.memory import peaks_in_order
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.formats.costs import costs_to_json
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.planning import worker
 from megatron.zero_bubble.planning.feasibility import Feasibility
-from megatron.zero_bubble.planning.setup import Cuts, Divided, Searched, Setup, Synchronous, Validated
+from megatron.zero_bubble.planning.setup import Cuts, Searched, Setup, Synchronous, Validated
 from megatron.zero_bubble.planning.worker import Request
 
 GIB = float(2**30)

@@ -8,11 +8,12 @@ import pytest
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.planning.codecs import variable
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.job.environment import flags_in
 from megatron.zero_bubble.planning.job.flags import parse_ours
-from megatron.zero_bubble.planning.setup import Divided, Given
+from megatron.zero_bubble.planning.setup import Given
 from tests.planning.test_source import divided_plan
 
 H1 = {"ZERO_BUBBLE_SCHEDULE": "zb-h1"}

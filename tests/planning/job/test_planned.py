@@ -15,10 +15,11 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import LAYOUT, NEEDED_LAYOUT, job_layers
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.formats.sharding import sharding_content
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.planning.job.arguments.checks import check_layout
 from megatron.zero_bubble.planning.job.arguments.parser import parse
-from megatron.zero_bubble.planning.setup import Cuts, Divided
+from megatron.zero_bubble.planning.setup import Cuts
 from megatron.zero_bubble.planning.source import even_costs
 from tests.helpers.sources import named
 

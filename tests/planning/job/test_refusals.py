@@ -15,6 +15,7 @@ import pytest
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import PlanFile
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning import plans, vocabulary
 from megatron.zero_bubble.planning.codecs import flag_of
@@ -36,7 +37,7 @@ from megatron.zero_bubble.planning.job.rules import check_job
 from megatron.zero_bubble.planning.observations import Observations
 from megatron.zero_bubble.planning.rule import Choice, Exclusion, OptionRule
 from megatron.zero_bubble.planning.run_options import Balance, RunOptions
-from megatron.zero_bubble.planning.setup import Cuts, Divided, Named, Offload, Setup, Validated
+from megatron.zero_bubble.planning.setup import Cuts, Named, Offload, Setup, Validated
 from megatron.zero_bubble.planning.values import ALGORITHMS
 from tests.helpers.refusals import (
     MEGATRONS_VALUES,

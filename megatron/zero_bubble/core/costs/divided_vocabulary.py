@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm, Divided
 
 _MEASURED: dict[Algorithm, dict[int, float]] = {
     1: {1: 1.0, 8: 0.913, 16: 0.842, 32: 0.806},
@@ -31,30 +31,23 @@ def efficiency(algorithm: Algorithm, num_shards: int) -> float:
     return points[-1][1]
 
 
-def divide(
-    whole: LayerCosts,
-    num_ranks: int,
-    algorithm: Algorithm,
-    recompute_logits: bool = False,
-    throughput: float | None = None,
-) -> LayerCosts:
+def divide(whole: LayerCosts, num_ranks: int, divided: Divided, throughput: float | None = None) -> LayerCosts:
     """Divide the embedding and the output layer of ``whole`` over the ranks.
 
     F of the output layer is in S, and W in T; B is in T with algorithm 1, in S with algorithm 2. From S to T, a rank
-    keeps its part of the softmax and the hidden states.
+    keeps its part of the softmax and the hidden states; only the latter where T computes the logits again.
 
     Args:
-        recompute_logits: whether T computes the logits again, so that only the hidden states are kept.
         throughput: the share of the undivided layer's throughput that shards reach, above 0 (default:
             ``efficiency``).
     """
-    loss, embedding = whole.loss, whole.embedding
+    loss, embedding, algorithm, again = whole.loss, whole.embedding, divided.of_run, divided.recompute_logits
     share = 1 / (num_ranks * (efficiency(algorithm, num_ranks) if throughput is None else throughput))
     s = loss.forward_ms + (loss.backward_ms if algorithm == 2 else 0.0)
-    t = loss.wgrad_ms + (loss.backward_ms if algorithm == 1 else 0.0) + (loss.forward_ms if recompute_logits else 0.0)
+    t = loss.wgrad_ms + (loss.backward_ms if algorithm == 1 else 0.0) + (loss.forward_ms if again else 0.0)
     # An undivided output layer keeps the hidden states twice: as its input, and as that of the final norm.
     states = min(whole.input_memory, loss.activation / 2)
-    kept = states + (0.0 if recompute_logits else (loss.activation - 2 * states) / num_ranks)
+    kept = states + (0.0 if again else (loss.activation - 2 * states) / num_ranks)
     times = VocabularyCosts.uniform(
         num_ranks,
         s * share,

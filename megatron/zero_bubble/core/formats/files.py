@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,6 +99,15 @@ def read_key(content: dict[str, Any], key: str, form: str, fits: Callable[[Any],
     if not fits(content[key]):
         raise UserError(f"{key} must be {form}; got {json.dumps(content[key])[:60]}")
     return content[key]
+
+
+def is_true(content: Mapping[str, Any], key: str) -> bool:
+    """Whether a key is there and true.
+
+    Raises:
+        UserError: when it is no boolean.
+    """
+    return bool(key in content and read_key(dict(content), key, "true or false", lambda value: type(value) is bool))
 
 
 def is_text(value: object) -> bool:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from megatron.zero_bubble.core.analysis.bounds import Bound
 from megatron.zero_bubble.core.analysis.score import length_ms
@@ -18,22 +18,20 @@ from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.analysis.validate import validate
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.facts import Facts, facts_from
-from megatron.zero_bubble.core.formats.files import is_positive, is_text, json_object, read_file, read_key
+from megatron.zero_bubble.core.formats.files import is_positive, is_text, is_true, json_object, read_file, read_key
 from megatron.zero_bubble.core.formats.layout import layout_from
 from megatron.zero_bubble.core.formats.moves import moves_from, offload_from
 from megatron.zero_bubble.core.formats.plan_keys import PLAN_KEYS
 from megatron.zero_bubble.core.formats.sharding import sharding_from
 from megatron.zero_bubble.core.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.core.formats.torch_csv import schedule_from_csv
-from megatron.zero_bubble.core.ir import Flow, Placement, Schedule, Slices
-from megatron.zero_bubble.core.ir.schedule import chain_of
+from megatron.zero_bubble.core.formats.vocabulary import algorithm_content, divided_from, flow_from, logits_content
+from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.core.ir.sizes import check_size
-from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Algorithm, algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm, Divided, algorithm_of
 from megatron.zero_bubble.core.plan.plan_of import NOTHING, Additions
 
 CSV = ".csv"
-KEY_VOCABULARY = "vocabulary"
-RECOMPUTE_LOGITS = "recompute_logits"
 OVERLAP_EXPERTS = "overlap_experts"
 _NAMES = frozenset(key.name for key in PLAN_KEYS)
 
@@ -87,7 +85,7 @@ def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> 
         "num_microbatches": schedule.num_microbatches,
         "stage_to_rank": schedule.placement.stage_to_rank,
         **slices_content(schedule.slices),
-        **({} if (algorithm := algorithm_of(schedule)) is None else {KEY_VOCABULARY: algorithm}),
+        **algorithm_content(schedule),
         "order": schedule.to_text(),
         **({OVERLAP_EXPERTS: True} if schedule.overlap_experts else {}),
         "makespan_ms": timeline.makespan_ms,
@@ -122,7 +120,7 @@ class PlanFile:
             job give.
         offload: the choice that its moves are for, such as ``auto``; None for a plan without offloading.
         added: what the plan has in addition to the passes: moves to host memory, and sharded chunks.
-        recompute_logits: whether the divided output layer computes its logits again for the weight gradient.
+        divided: how the vocabulary is divided; by default, as the passes of the schedule say.
         facts: those of the job that the plan was made for; empty if they are unknown.
     """
 
@@ -130,13 +128,28 @@ class PlanFile:
     layout: str | None = None
     offload: str | None = None
     added: Additions = NOTHING
-    recompute_logits: bool = False
+    divided: Divided | None = None
     facts: Facts = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.divided is None and (algorithm := algorithm_of(self.schedule)) is not None:
+            object.__setattr__(self, "divided", Divided(algorithm))
 
     @property
     def vocabulary(self) -> Algorithm | None:
         """The algorithm of vocabulary parallelism; None if the vocabulary is not divided."""
-        return algorithm_of(self.schedule)
+        return None if self.divided is None else self.divided.of_run
+
+    @property
+    def besides(self) -> tuple[str, ...]:
+        """What a run takes from it besides the schedule, in words."""
+        decided = {
+            "layout": self.layout,
+            "moves": self.added.moves,
+            "sharded units": self.added.sharding,
+            "recomputed logits": logits_content(self.divided),
+        }
+        return tuple(name for name, value in decided.items() if value)
 
 
 def plan_from_json(text: str) -> PlanFile:
@@ -152,7 +165,7 @@ def plan_from_json(text: str) -> PlanFile:
         layout_from(content, schedule.placement),
         offload_from(content),
         Additions(moves=moves_from(content, schedule), sharding=sharding_from(content, schedule.placement)),
-        _recomputes_logits(content),
+        divided_from(content),
         facts_from(content),
     )
 
@@ -170,7 +183,7 @@ def _schedule_from(content: dict[str, Any]) -> Schedule:
     chunks = -(-placement.num_stages // placement.num_ranks)
     check_size(placement.num_ranks, num_microbatches, chunks, num_slices)
     schedule = replace(
-        flat, slices=slices, make_flow=flow_from(content), overlap_experts=_is_true(content, OVERLAP_EXPERTS)
+        flat, slices=slices, make_flow=flow_from(content), overlap_experts=is_true(content, OVERLAP_EXPERTS)
     )
     for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):
         if content.get(key, value) != value:
@@ -179,36 +192,6 @@ def _schedule_from(content: dict[str, Any]) -> Schedule:
         raise UserError(f"num_slices must agree with the order, which has {num_slices}; got {len(slices)}")
     validate(schedule)
     return schedule
-
-
-def flow_from(content: Mapping[str, Any]) -> Callable[[Schedule], Flow]:
-    """Read what makes the flow of a schedule with or without passes of the vocabulary."""
-    algorithm = algorithm_from(content)
-    return chain_of if algorithm is None else FLOWS[algorithm]
-
-
-def algorithm_from(content: Mapping[str, Any]) -> Algorithm | None:
-    """Read the algorithm of vocabulary parallelism; None if the schedule is without it."""
-    if KEY_VOCABULARY not in content:
-        return None
-    form = "the algorithm of its vocabulary passes, 1 or 2"
-    return cast(
-        Algorithm, read_key(dict(content), KEY_VOCABULARY, form, lambda value: type(value) is int and value in FLOWS)
-    )
-
-
-def _recomputes_logits(content: dict[str, Any]) -> bool:
-    recomputes = _is_true(content, RECOMPUTE_LOGITS)
-    if recomputes and KEY_VOCABULARY not in content:
-        raise UserError(
-            f"{RECOMPUTE_LOGITS} needs passes of a divided vocabulary and the key {KEY_VOCABULARY}, which is missing; "
-            f"remove {RECOMPUTE_LOGITS}"
-        )
-    return recomputes
-
-
-def _is_true(content: dict[str, Any], key: str) -> bool:
-    return bool(key in content and read_key(content, key, "true or false", lambda value: type(value) is bool))
 
 
 def read_plan_file(path: str | Path) -> PlanFile:

@@ -27,14 +27,13 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.cost_figures import figures_from, figures_on, written
 from megatron.zero_bubble.core.formats.files import json_object, read_file, read_key
-from megatron.zero_bubble.core.formats.plan import KEY_VOCABULARY, flow_from
 from megatron.zero_bubble.core.formats.slices import slices_content, slices_from
+from megatron.zero_bubble.core.formats.vocabulary import algorithm_content, flow_from
 from megatron.zero_bubble.core.ir import Op, Pass, Placement
 from megatron.zero_bubble.core.ir.collectives import collectives_of
 from megatron.zero_bubble.core.ir.offload import OFFLOAD_OPS
 from megatron.zero_bubble.core.ir.ops import parse_op
 from megatron.zero_bubble.core.ir.passes import AND
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 
 FORMAT = 1
@@ -103,7 +102,7 @@ def trace_to_json(recording: Recording) -> str:
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_microbatches,
         **slices_content(schedule.slices),
-        **({} if (algorithm := algorithm_of(schedule)) is None else {KEY_VOCABULARY: algorithm}),
+        **algorithm_content(schedule),
         **_written(costs, memory),
         **({} if recording.sequence is None else {_SEQUENCE: recording.sequence}),
         "planned": _figures([planned]),

@@ -42,6 +42,26 @@ Algorithm = Literal[1, 2]
 
 
 @dataclass(frozen=True)
+class Divided:
+    """Embedding and output layer are divided over all pipeline ranks.
+
+    Attributes:
+        algorithm: the number of barriers per microbatch is two with 1, and one with 2; ``auto`` leaves it to the
+            planner.
+        recompute_logits: whether they are computed again for the weight gradient of the output layer.
+    """
+
+    algorithm: Algorithm | Literal["auto"]
+    recompute_logits: bool = False
+
+    @property
+    def of_run(self) -> Algorithm:
+        """The algorithm of a run."""
+        assert self.algorithm != "auto", "a run has an algorithm"
+        return self.algorithm
+
+
+@dataclass(frozen=True)
 class Vocabulary:
     """The flow of a chain whose embedding and output layer are divided over all ranks.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.zero_bubble.core.ir import Op, Pass
 from megatron.zero_bubble.core.ir.passes import VOCABULARY_KINDS
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.engine.runtime.collectives import collective_handlers
 from megatron.zero_bubble.engine.runtime.handler import Handler
 from megatron.zero_bubble.engine.runtime.handlers import Stage
@@ -19,7 +20,6 @@ from megatron.zero_bubble.integration.adapter.vocabulary.shards import Vocabular
 from megatron.zero_bubble.integration.adapter.vocabulary.stages import FirstStage, LastStage
 from megatron.zero_bubble.integration.adapter.vocabulary.tensor_parallel import TensorParallel
 from megatron.zero_bubble.integration.adapter.vocabulary.transfers import Shapes, VocabularyTransfers
-from megatron.zero_bubble.planning.setup import Divided
 
 
 class VocabularyParallel(Part):

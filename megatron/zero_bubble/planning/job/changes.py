@@ -12,6 +12,7 @@ from typing import Any
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import Placement, Schedule
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.schedules.recipe import Recipe
 from megatron.zero_bubble.core.search.placements import label_of, name_of, placements
@@ -26,7 +27,6 @@ from megatron.zero_bubble.planning.setup import (
     BY_COST,
     LEAST_TOKENS,
     Cuts,
-    Divided,
     Given,
     Named,
     Offload,

@@ -9,7 +9,7 @@ from megatron.zero_bubble.core.costs.divided_vocabulary import divide
 from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.layers import LayerCosts
 from megatron.zero_bubble.core.costs.model import Model
-from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Algorithm
+from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Algorithm, Divided
 from tests.helpers.parity import Layout
 from tests.helpers.ranks import RankPool
 from tests.integration.adapter.test_parity import UNTIED
@@ -59,7 +59,7 @@ def test_measured_peak_memory_is_near_the_plan(ranks: RankPool, schedule: str, a
 )
 def test_estimated_logits_are_near_what_s_saves(ranks: RankPool, layout: Layout, more: str) -> None:
     """In bfloat16, as estimated; the statistics of the tokens, which S saves as well, are not in the estimate."""
-    estimated = divide(estimated_layers(layout), layout.pipeline, 2).logits
+    estimated = divide(estimated_layers(layout), layout.pipeline, Divided(2)).logits
     for found in measured(ranks, "zb-h1", 2, layout, f"--bf16 {more}"):
         assert found.memory.logits == pytest.approx(estimated, rel=0.05)
 
@@ -67,7 +67,7 @@ def test_estimated_logits_are_near_what_s_saves(ranks: RankPool, layout: Layout,
 def test_recomputed_logits_leave_only_hidden_states_and_labels(ranks: RankPool) -> None:
     """In bfloat16; the labels, 8 bytes per token, are not in the estimate. Receivers also keep those of the message."""
     layout, labels = Layout(2), 8 * LENGTH * BATCH
-    estimated = divide(estimated_layers(layout), 2, 2, recompute_logits=True).logits
+    estimated = divide(estimated_layers(layout), 2, Divided(2, recompute_logits=True)).logits
     for found in measured(ranks, "zb-h1", 2, layout, "--bf16 --zero-bubble-recompute-logits"):
         assert found.memory.logits == (estimated[0] + 2 * labels, estimated[1] + labels)
         assert found.measured == pytest.approx(found.planned, rel=0.05)
