@@ -17,7 +17,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron.zero_bubble.core.ir.flow import Flow, Value
 from megatron.zero_bubble.core.ir.ops import NET, Effects, Op, Rows, Times, Token
@@ -44,7 +43,6 @@ class Collective(Op):
     rank: int
     root: int
     num_ranks: int
-    form: ClassVar[str]
 
     @property
     def key(self) -> Value:

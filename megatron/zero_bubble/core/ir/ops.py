@@ -252,25 +252,33 @@ class Compute(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Send(Op):
-    """Start sending; never waits."""
+class _OfMessage(Op):
+    """An op on a message, written with its value, a sign and the other rank: the target, unless the op receives."""
 
     message: Message
+    sign: ClassVar[str]
 
     def __str__(self) -> str:
-        return f"{self.message.value}>{self.message.target}"
+        return f"{self.message.value}{self.sign}{self.message.target}"
+
+    def later(self, by: int) -> _OfMessage:
+        return type(self)(self.message.later(by))
+
+    @classmethod
+    def parse(cls, text: str, rank: int) -> _OfMessage | None:
+        match = re.fullmatch(rf"(.+){cls.sign}([0-9]+)", text)
+        return cls(Message(Value.parse(match[1]), rank, int(match[2]))) if match else None
+
+
+class Send(_OfMessage):
+    """Start sending; never waits."""
+
+    __slots__ = ()
+    sign = ">"
 
     def effects(self, flow: Flow) -> Effects:
         message = self.message
         return Effects(uses=(message.value,), gives=(message,), makes=(Token("sent", message),))
-
-    def later(self, by: int) -> Send:
-        return Send(self.message.later(by))
-
-    @classmethod
-    def parse(cls, text: str, rank: int) -> Send | None:
-        match = re.fullmatch(r"(.+)>([0-9]+)", text)
-        return cls(Message(Value.parse(match[1]), rank, int(match[2]))) if match else None
 
     @classmethod
     def faults(cls, schedule: Schedule, rows: Rows, stopped: bool) -> Iterator[tuple[str, int]]:
@@ -298,47 +306,33 @@ class Send(Op):
                 yield f"channel {source}>{target} has {len(sends)} sends and {len(receives)} receives", target
 
 
-@dataclass(frozen=True, slots=True)
-class Recv(Op):
+class Recv(_OfMessage):
     """Post a receive; never waits."""
 
-    message: Message
+    __slots__ = ()
+    sign = "<"
 
     def __str__(self) -> str:
-        return f"{self.message.value}<{self.message.source}"
+        return f"{self.message.value}{self.sign}{self.message.source}"
 
     def effects(self, flow: Flow) -> Effects:
         message = self.message
         return Effects(gives=(message.value,), makes=(Token("posted", message),), arrives=(Token("sent", message),))
 
-    def later(self, by: int) -> Recv:
-        return Recv(self.message.later(by))
-
     @classmethod
     def parse(cls, text: str, rank: int) -> Recv | None:
-        match = re.fullmatch(r"(.+)<([0-9]+)", text)
+        match = re.fullmatch(rf"(.+){cls.sign}([0-9]+)", text)
         return cls(Message(Value.parse(match[1]), int(match[2]), rank)) if match else None
 
 
-@dataclass(frozen=True, slots=True)
-class Settle(Op):
+class Settle(_OfMessage):
     """Wait until the receiver has the message, then release the send buffer."""
 
-    message: Message
-
-    def __str__(self) -> str:
-        return f"{self.message.value}={self.message.target}"
+    __slots__ = ()
+    sign = "="
 
     def effects(self, flow: Flow) -> Effects:
         return Effects(takes=(self.message,), waits=(Token("posted", self.message),))
-
-    def later(self, by: int) -> Settle:
-        return Settle(self.message.later(by))
-
-    @classmethod
-    def parse(cls, text: str, rank: int) -> Settle | None:
-        match = re.fullmatch(r"(.+)=([0-9]+)", text)
-        return cls(Message(Value.parse(match[1]), rank, int(match[2]))) if match else None
 
 
 STEPPED = Token("stepped", None)
