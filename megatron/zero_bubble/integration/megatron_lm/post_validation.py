@@ -8,7 +8,6 @@ counters of its own iteration. Functions that read weights or end the training m
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 from collections import Counter
@@ -25,7 +24,7 @@ from megatron.zero_bubble.engine.optimizer.log_sums import LogSums
 from megatron.zero_bubble.engine.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.engine.optimizer.step import Outcome, StepMode
 from megatron.zero_bubble.integration.adapter.pipeline import Pipeline
-from megatron.zero_bubble.integration.patching.replaced import Replacement
+from megatron.zero_bubble.integration.patching.replaced import Replacement, around
 from megatron.zero_bubble.integration.patching.seams import LoopSeams
 
 _Function = Callable[..., Any]
@@ -72,6 +71,7 @@ class _Iteration:
 class _Line:
     """A call of ``training_log`` that waits for the outcome of its iteration, with the state that it reads."""
 
+    log: _Function
     arguments: inspect.BoundArguments
     iteration: _Iteration
     counters: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +96,6 @@ class JobSteps:
         self._has_updated = False
         self._iteration: _Iteration | None = None
         self._line: _Line | None = None
-        self._log: _Function | None = None
         self._is_late = False
         self._reports_memory: Any = None
         self._rates: dict[str, Any] = {}
@@ -104,113 +103,78 @@ class JobSteps:
 
     def replacements(self, seams: LoopSeams) -> list[Replacement]:
         return [
-            (seams.built, self._building),
-            (seams.step, self._stepping),
-            (seams.log, self._logging),
-            (seams.training, self._training),
-            (seams.timer, self._timing),
-            *((seam, self._reducing) for seam in seams.agreed),
-            *((seam, self._settling) for seam in seams.settled),
+            (seams.built, around(self._build)),
+            (seams.step, around(self._train_step)),
+            (seams.log, around(self._training_log)),
+            (seams.training, around(self._train)),
+            (seams.timer, around(self._elapsed)),
+            *((seam, around(self._reduce)) for seam in seams.agreed),
+            *((seam, around(self._settle_before)) for seam in seams.settled),
         ]
 
     # Replacements of Megatron-LM's functions.
 
-    def _building(self, setup: _Function) -> _Function:
-        @functools.wraps(setup)
-        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-            model, optimizer, scheduler = setup(*args, **kwargs)
-            if optimizer is not None:
-                rates: list[Any] = [None] * dist.get_world_size()
-                dist.all_gather_object(rates, _has_learning_rate(optimizer))
-                self._agrees = all(rates)
-                self._optimizer = optimizer = self._pipeline.post_validated(optimizer, model)
-            return model, optimizer, scheduler
+    def _build(self, original: _Function, *args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = original(*args, **kwargs)
+        if optimizer is not None:
+            rates: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(rates, _has_learning_rate(optimizer))
+            self._agrees = all(rates)
+            self._optimizer = optimizer = self._pipeline.post_validated(optimizer, model)
+        return model, optimizer, scheduler
 
-        return setup_model_and_optimizer
-
-    def _stepping(self, original: _Function) -> _Function:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            call = signature.bind(*args, **kwargs)
-            if self._optimizer is None or call.arguments["optimizer"] is not self._optimizer:
-                return original(*args, **kwargs)
-            if self._records_forwards():
-                self.settle()  # forwards that run again would be recorded twice
-            self._scheduler = call.arguments["opt_param_scheduler"]
-            call.arguments |= {"optimizer": _Stepping(self._optimizer, self), "opt_param_scheduler": _Scheduling(self)}
-            found = original(*call.args, **call.kwargs)
-            if self._iteration is None:
-                self.settle()  # Megatron ends the job instead of taking a step
-            return found
-
-        return train_step
-
-    def _logging(self, original: _Function) -> _Function:
-        signature = inspect.signature(original)
-        self._log = original
-
-        @functools.wraps(original)
-        def training_log(*args: Any, **kwargs: Any) -> Any:
-            line = _Line(signature.bind(*args, **kwargs), self._iteration or _Iteration())
-            self._write_late_line()
-            if self._iteration is None:
-                return original(*args, **kwargs)
-            self._iteration = None
-            if line.iteration.outcome is None and self._ends_with(line.arguments.arguments["iteration"]):
-                self._settle_step()
-            if line.iteration.outcome is None:
-                self._keep(line)
-            else:
-                self._write(line)
-            return self._reports_memory
-
-        return training_log
-
-    def _training(self, original: _Function) -> _Function:
-        @functools.wraps(original)
-        def train(*args: Any, **kwargs: Any) -> Any:
-            try:
-                found = original(*args, **kwargs)
-            except SystemExit:  # all ranks exit together, after a signal for example
-                self._end()
-                raise
-            self._end()
-            return found
-
-        return train
-
-    def _settling(self, original: _Function) -> _Function:
-        @functools.wraps(original)
-        def settled(*args: Any, **kwargs: Any) -> Any:
-            self.settle()
+    def _train_step(self, original: _Function, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(original).bind(*args, **kwargs)
+        if self._optimizer is None or call.arguments["optimizer"] is not self._optimizer:
             return original(*args, **kwargs)
+        if self._records_forwards():
+            self.settle()  # forwards that run again would be recorded twice
+        self._scheduler = call.arguments["opt_param_scheduler"]
+        call.arguments |= {"optimizer": _Stepping(self._optimizer, self), "opt_param_scheduler": _Scheduling(self)}
+        found = original(*call.args, **call.kwargs)
+        if self._iteration is None:
+            self.settle()  # Megatron ends the job instead of taking a step
+        return found
 
-        return settled
+    def _training_log(self, original: _Function, *args: Any, **kwargs: Any) -> Any:
+        line = _Line(original, inspect.signature(original).bind(*args, **kwargs), self._iteration or _Iteration())
+        self._write_late_line()
+        if self._iteration is None:
+            return original(*args, **kwargs)
+        self._iteration = None
+        if line.iteration.outcome is None and self._ends_with(line.arguments.arguments["iteration"]):
+            self._settle_step()
+        if line.iteration.outcome is None:
+            self._keep(line)
+        else:
+            self._write(line)
+        return self._reports_memory
 
-    def _reducing(self, original: _Function) -> _Function:
+    def _train(self, original: _Function, *args: Any, **kwargs: Any) -> Any:
+        try:
+            found = original(*args, **kwargs)
+        except SystemExit:  # all ranks exit together, after a signal for example
+            self._end()
+            raise
+        self._end()
+        return found
+
+    def _settle_before(self, original: _Function, *args: Any, **kwargs: Any) -> Any:
+        self.settle()
+        return original(*args, **kwargs)
+
+    def _reduce(self, original: _Function, figure: Any, *args: Any, **kwargs: Any) -> Any:
         """Figures of a step are the same on all ranks, so no reduction is needed, which would be a barrier.
 
         The learning rate is the same as well, unless a rank has none.
         """
+        if self._optimizer is None or not self._agrees:
+            return original(figure, *args, **kwargs)
+        return figure if isinstance(figure, bool) else _in_fp32(figure)
 
-        @functools.wraps(original)
-        def reduced(figure: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._optimizer is None or not self._agrees:
-                return original(figure, *args, **kwargs)
-            return figure if isinstance(figure, bool) else _in_fp32(figure)
-
-        return reduced
-
-    def _timing(self, original: _Function) -> _Function:
+    def _elapsed(self, original: _Function, timer: Any, reset: bool = True, barrier: bool = False) -> float:
         """A late line reads the time since the line before it without a barrier, which would stop the pipeline."""
-
-        @functools.wraps(original)
-        def elapsed(timer: Any, reset: bool = True, barrier: bool = False) -> float:
-            return float(original(timer, reset=reset, barrier=barrier and not self._is_late))
-
-        return elapsed
+        return float(original(timer, reset=reset, barrier=barrier and not self._is_late))
 
     # Steps.
 
@@ -298,7 +262,7 @@ class JobSteps:
     def _write(self, line: _Line) -> None:
         """Call ``training_log`` with the final figures of an iteration."""
         outcome, arguments = line.iteration.outcome, line.arguments.arguments
-        assert outcome is not None and self._optimizer is not None and self._log is not None
+        assert outcome is not None and self._optimizer is not None
         arguments["skipped_iter"] = int(not outcome.updated)
         arguments["grad_norm"], arguments["num_zeros_in_grad"] = map(_in_fp32, (outcome.grad_norm, outcome.num_zeros))
         if not self._optimizer.is_stub_optimizer:
@@ -308,7 +272,7 @@ class JobSteps:
         self._rates = {name: arguments[name] for name in _RATES if name in arguments}
         if self._reports_memory is not None:
             arguments["report_memory_flag"] = self._reports_memory
-        self._reports_memory = self._log(*line.arguments.args, **line.arguments.kwargs)
+        self._reports_memory = line.log(*line.arguments.args, **line.arguments.kwargs)
         self._count(arguments["iteration"], outcome)
 
     def _count(self, iteration: int, outcome: Outcome) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.zero_bubble.integration.adapter.shards import ShardedUnits
 from megatron.zero_bubble.integration.adapter.whole_weights import copy_weights
-from megatron.zero_bubble.integration.patching.replaced import Replacement
+from megatron.zero_bubble.integration.patching.replaced import Replacement, around
 from megatron.zero_bubble.integration.patching.seams import ReaderSeams
 
 _Function = Callable[..., Any]
@@ -51,50 +51,32 @@ class JobShards:
 
     def replacements(self, seams: ReaderSeams) -> list[Replacement]:
         return [
-            (seams.built, self._building),
-            (seams.evaluates, self._evaluating),
-            (seams.saves, self._saving),
-            *((seam, self._reading) for seam in seams.reads),
+            (seams.built, around(self._build)),
+            (seams.evaluates, around(self._evaluate)),
+            (seams.saves, around(self._save)),
+            *((seam, around(self._read)) for seam in seams.reads),
         ]
 
-    def _building(self, setup: _Function) -> _Function:
-        @functools.wraps(setup)
-        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-            model, optimizer, scheduler = setup(*args, **kwargs)  # loads the checkpoint, too
-            if optimizer is not None:
-                self._units.step_shards(optimizer)
-            return model, optimizer, scheduler
+    def _build(self, original: _Function, *args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = original(*args, **kwargs)  # loads the checkpoint, too
+        if optimizer is not None:
+            self._units.step_shards(optimizer)
+        return model, optimizer, scheduler
 
-        return setup_model_and_optimizer
+    def _read(self, original: _Function, *args: Any, **kwargs: Any) -> Any:
+        with self._units.whole_weights():
+            return original(*args, **kwargs)
 
-    def _reading(self, original: _Function) -> _Function:
-        @functools.wraps(original)
-        def reads(*args: Any, **kwargs: Any) -> Any:
-            with self._units.whole_weights():
-                return original(*args, **kwargs)
-
-        return reads
-
-    def _evaluating(self, original: _Function) -> _Function:
+    def _evaluate(self, original: _Function, *args: Any, **kwargs: Any) -> Any:
         """Losses of an evaluation are computed by passes, but the script's own function may call the chunks."""
-        signature = inspect.signature(original)
+        call = inspect.signature(original).bind(*args, **kwargs)
+        if (own := call.arguments.get("non_loss_data_func")) is not None:
+            call.arguments["non_loss_data_func"] = functools.partial(self._read, own)
+        return original(*call.args, **call.kwargs)
 
-        @functools.wraps(original)
-        def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
-            call = signature.bind(*args, **kwargs)
-            if (own := call.arguments.get("non_loss_data_func")) is not None:
-                call.arguments["non_loss_data_func"] = self._reading(own)
-            return original(*call.args, **call.kwargs)
-
-        return evaluate_and_print_results
-
-    def _saving(self, original: _Function) -> _Function:
-        @functools.wraps(original)
-        def generate_state_dict(args: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
-            contents = original(args, model, *rest, **kwargs)
-            if self._units.are_shards:  # else a checkpoint is loaded, before the first iteration
-                chunks = [contents["model" if len(model) == 1 else f"model{index}"] for index in range(len(model))]
-                copy_weights(self._units, chunks, on_every_replica=bool(args.ckpt_fully_parallel_save))
-            return contents
-
-        return generate_state_dict
+    def _save(self, original: _Function, args: Any, model: Any, *rest: Any, **kwargs: Any) -> Any:
+        contents = original(args, model, *rest, **kwargs)
+        if self._units.are_shards:  # else a checkpoint is loaded, before the first iteration
+            chunks = [contents["model" if len(model) == 1 else f"model{index}"] for index in range(len(model))]
+            copy_weights(self._units, chunks, on_every_replica=bool(args.ckpt_fully_parallel_save))
+        return contents

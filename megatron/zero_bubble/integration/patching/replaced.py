@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,19 @@ from megatron.zero_bubble.integration.patching.seam import Seam
 
 # A seam, and a function that makes the replacement from the original.
 Replacement = tuple[Seam, Callable[[Callable[..., Any]], Callable[..., Any]]]
+
+
+def around(replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes a replacement of a function that takes the original before the arguments of each call."""
+
+    def made(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        return call
+
+    return made
 
 
 class Replaced:
