@@ -1,18 +1,79 @@
-"""What the flags of ``plan`` and ``compare`` and their files choose, for the table of exclusions."""
+"""What the flags of ``plan`` and ``compare`` choose besides an order of passes: slices, vocabulary parallelism,
+offloading and sharded units. Both commands see only what is here.
+"""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
 
+from megatron.zero_bubble.cli.offload import add_offload, offload_summary, offloads, with_copies
+from megatron.zero_bubble.cli.shards import add_shards, shard_summary, shards, with_shards
+from megatron.zero_bubble.cli.slices import add_slices, check_cuts
+from megatron.zero_bubble.cli.vocabulary import add_vocabulary, divided_of, with_vocabulary
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
-from megatron.zero_bubble.planning.codecs import speller
+from megatron.zero_bubble.planning.answer import Answer
+from megatron.zero_bubble.planning.codecs import setup_of_flags, speller
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Cuts, Setup
 from megatron.zero_bubble.planning.values import PLAN_ROWS, placed
-from megatron.zero_bubble.planning.vocabulary import are_divided
+from megatron.zero_bubble.planning.vocabulary import VocabularyChoice, are_divided
+
+
+def add_choices(verb: argparse.ArgumentParser, cuts: str) -> None:
+    """Add the flags; ``cuts`` says what the verb does without a number of slices."""
+    add_slices(verb, cuts)
+    add_vocabulary(verb)
+    add_offload(verb)
+    add_shards(verb)
+
+
+def check_choices(options: argparse.Namespace) -> None:
+    """Check the flags, each alone.
+
+    Raises:
+        UserError: for flags of another form, or without effect.
+    """
+    check_cuts(options)
+    shards(options)
+    offloads(options)
+
+
+def with_choices(options: argparse.Namespace, costs: Figures) -> Figures:
+    """Return the costs with the times that the flags give.
+
+    Raises:
+        UserError: for flags that contradict each other or the costs.
+    """
+    costs = with_shards(options, costs) if options.shard_weights else costs
+    costs = with_vocabulary(options, costs)
+    return with_copies(options, costs) if offloads(options) else costs
+
+
+def setup_of(
+    options: argparse.Namespace, costs: Figures, file: Schedule | None = None, default: VocabularyChoice | None = None
+) -> Setup:
+    """Return the setup that the flags give.
+
+    Args:
+        file: the schedule of a file, whose passes decide.
+        default: the choice of vocabulary parallelism if neither a file nor a flag makes one.
+
+    Raises:
+        UserError: for flags that contradict each other, the costs or the file.
+    """
+    divided = divided_of(options, costs, file, default)
+    setup = setup_of_flags(vars(options), vocabulary=divided and divided.algorithm)
+    return setup if offloads(options) else replace(setup, offload=None)
+
+
+def added_text(made: Answer) -> str:
+    """Format the figures of offloading and of sharded units."""
+    over = made.question.replicas
+    text = "" if made.offloaded is None else offload_summary(made.offloaded, made.costs)
+    return text if made.shards is None or over is None else text + shard_summary(over, made.shards, made.costs)
 
 
 def choices_of(options: argparse.Namespace) -> RunOptions:
@@ -37,13 +98,15 @@ def with_files(run: RunOptions, costs: Figures, file: Schedule | None = None) ->
     return replace(run, setup=setup)
 
 
-def common_choices(options: argparse.Namespace) -> RunOptions:
+def common_choices(options: argparse.Namespace, costs: Figures | None = None) -> RunOptions:
     """What all rows of ``compare`` have in common.
 
-    Schedules with and without the passes of the vocabulary are rows of their own for ``--vocabulary auto``; not so with
-    sharded units, which have none.
+    Schedules with and without the passes of the vocabulary are rows of their own for ``--vocabulary auto``, unless the
+    costs are without the vocabulary; not so with sharded units, which have none.
     """
     run = choices_of(options)
+    if costs is not None and are_divided(costs):
+        return with_files(run, costs)
     if options.vocabulary == "auto" and not options.shard_weights:
         return replace(run, setup=replace(run.setup, vocabulary=None))
     return run

@@ -5,47 +5,40 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, pairwise
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
-from megatron.zero_bubble.cli.choices import choices_of, common_choices, with_files
+from megatron.zero_bubble.cli.choices import add_choices, check_choices, common_choices, setup_of, with_choices
 from megatron.zero_bubble.cli.compare_table import ComparedRow, Table, short_text, table_text
-from megatron.zero_bubble.cli.figures import add_figures, figures
-from megatron.zero_bubble.cli.figures import replicas as num_replicas
-from megatron.zero_bubble.cli.offload import add_offload, host_limits, offloads, with_copies
+from megatron.zero_bubble.cli.figures import add_figures, figures, replicas
+from megatron.zero_bubble.cli.offload import host_limits
 from megatron.zero_bubble.cli.plan import add_search, counts_in_p
 from megatron.zero_bubble.cli.plan_text import imbalance_text, picture
 from megatron.zero_bubble.cli.progress import progress, working
-from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shards, shards
-from megatron.zero_bubble.cli.slices import add_slices, check_cuts
-from megatron.zero_bubble.cli.vocabulary import add_vocabulary, divided_of, with_vocabulary
+from megatron.zero_bubble.cli.shards import add_tensor, with_tensor
+from megatron.zero_bubble.cli.vocabulary import asks_to_divide
 from megatron.zero_bubble.cli.winner import how_to_run
-from megatron.zero_bubble.core.analysis.bounds import least_memory
-from megatron.zero_bubble.core.analysis.score import Goal, length_ms, within
+from megatron.zero_bubble.core.analysis.score import length_ms, within
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.core.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.core.ir.workload import Workload
-from megatron.zero_bubble.core.search.placements import label_of, placements
+from megatron.zero_bubble.core.search.placements import placements
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.candidates import FITTED, Candidate, Comparison, comparable, most_chunks
 from megatron.zero_bubble.planning.choosers import with_costs
-from megatron.zero_bubble.planning.codecs import setup_of_flags, speller
-from megatron.zero_bubble.planning.cuts import with_candidates
+from megatron.zero_bubble.planning.codecs import speller
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
-from megatron.zero_bubble.planning.offer import Offer
-from megatron.zero_bubble.planning.plans import about_1p, bound, peak_memory, rank_memory
-from megatron.zero_bubble.planning.question import Offloading, replicas_of, search_limits
+from megatron.zero_bubble.planning.plans import about_1p, peak_memory, rank_memory
+from megatron.zero_bubble.planning.question import Offloading, search_limits
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
-from megatron.zero_bubble.planning.setup import BY_COST, Setup
-from megatron.zero_bubble.planning.shards import Replicas
+from megatron.zero_bubble.planning.setup import BY_COST
+from megatron.zero_bubble.planning.shards import Replicas, replicas_of
 from megatron.zero_bubble.planning.source import ZB_AUTO
-from megatron.zero_bubble.planning.vocabulary import Variant, are_divided, variants
+from megatron.zero_bubble.planning.vocabulary import variants_of
 
 
 def add_compare(verb: argparse.ArgumentParser) -> None:
@@ -74,10 +67,7 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         help="most stages per rank (chunks, in Megatron) to try for interleaved schedules (default: 4, or fewer if "
         "--config has fewer layers per rank)",
     )
-    add_slices(verb, "default: no schedules of slices")
-    add_vocabulary(verb)
-    add_offload(verb)
-    add_shards(verb)
+    add_choices(verb, "default: no schedules of slices")
     add_tensor(verb)
     plan_flag("overlap_experts").add(
         verb,
@@ -102,68 +92,43 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
 
 def compare(options: argparse.Namespace) -> str:
     """Make the table as ``--format`` requests: schedules within the limit first, shortest first."""
-    check_cuts(options)
+    check_choices(options)
     refuse_excluded(common_choices(options), speller("plan"))
-    moves = offloads(options)
     costs = figures(options)
-    if are_divided(costs):  # then no row is without the passes of the vocabulary
-        refuse_excluded(with_files(choices_of(options), costs), speller("plan"))
-    rate, by_cost, sharded = None, options.layout == BY_COST, shards(options)
-    if sharded:
-        costs, rate = listed_shards(options, costs)
-    costs = with_vocabulary(options, costs.evenly() if by_cost else costs)
+    refuse_excluded(common_choices(options, costs), speller("plan"))
+    by_cost = options.layout == BY_COST
+    costs, rate = with_tensor(options, with_choices(options, costs))
+    costs = costs.evenly() if by_cost else costs
     limit = costs.limit(options.memory_limit or "1p")
     about_limit = about_1p(costs) if counts_in_p(options) else None
     searched, without = with_costs(costs, placements(options.placement or "auto", costs.num_ranks, options.num_chunks))
-    chunks = most_chunks(options.max_chunks, costs)
-    divided = divided_of(options, costs, default="auto" if by_cost else None)
-    costs = with_copies(options, costs) if moves else costs
-    setup = setup_of_flags(vars(options), vocabulary=divided and divided.algorithm)
-    choices, moving, replicas = variants(costs, divided), None, None
-    if moves:
-        limits = search_limits(costs, limit, divided is not None)
+    setup = setup_of(options, costs, default="auto" if by_cost else None)
+    kinds, moving = variants_of(setup, costs), None
+    divides = any(variant.algorithm for variant in kinds)
+    if setup.offload is not None:
         # Without --memory-limit, offloading saves as much as it can; the table marks what is above the default.
-        moving = Offloading(limits, limit if options.memory_limit else None, host_limits(options, costs))
-    if sharded:
-        replicas = replicas_of(setup, costs, options.memory_limit, num_replicas(options))
-    cuts = None if setup.cuts is None else with_candidates(setup.cuts, costs)
-    alike = Setup(offload=setup.offload if moves else None, step=setup.step)
-    comparison = Comparison(chunks, limit, searched, not options.equal_passes, alike, moving)
-    has_whole = any(variant.algorithm is None for variant in choices)
-    whole = [*comparison.whole(costs)] if has_whole else []
-    halves = [row for variant in choices if variant.algorithm for row in comparison.divided(variant)]
-    hides = [*comparison.hidden(costs)] if options.pairs else []
-    of_units = [] if replicas is None else [*comparison.sharded(costs, replicas)]
-    listed: list[Candidate | DroppedVariant] = [*without, *whole]
-    listed += comparison.sliced(costs, cuts) if cuts and has_whole else ()
-    listed += halves
-    if by_cost:  # without --vocabulary, a divided one is only what layouts are compared with
-        both = halves if options.vocabulary or not has_whole else []
-        listed += comparison.laid_out((*whole, *both, *hides, *of_units))
-    listed += (*hides, *of_units)
-    if replicas is not None and rate is not None:
-        listed += comparison.tensor(costs, replicas, rate)
-    listed, hidden = comparable(listed, options.all)
-    rows, absent, best, break_even = _simulated(listed, limit, options.objective, replicas)
-    bounds_of = partial(_bounds, Goal(options.objective, limit), () if options.pairs else searched, moves)
-    alike_cut = () if cuts is None or len(cuts.among) > 1 else cuts.among
-    with working("computing lower bounds"):
-        bounds = _least(bounds_of(variant) for variant in choices)
-        sliced_bounds = bounds_of(choices[0], *alike_cut) if any(len(slices) > 1 for slices in alike_cut) else {}
-    table = Table(
-        objective=options.objective,
-        num_ranks=costs.num_ranks,
-        num_microbatches=costs.num_microbatches,
-        memory_limit=limit,
-        lower_bound_ms=bounds,
-        sliced_lower_bound_ms=sliced_bounds,
-        rows=_with_speedups(rows, options.objective),
-        absent=(*absent, *hidden),
-        gain_of_vocabulary=None,
-        break_even=break_even,
+        most = limit if options.memory_limit else None
+        moving = Offloading(search_limits(costs, limit, divides), most, host_limits(options, costs))
+    comparison = Comparison(
+        most_chunks(options.max_chunks, costs),
+        limit,
+        searched,
+        not options.equal_passes,
+        setup,
+        moving,
+        kinds,
+        asks_to_divide(options),
+        replicas_of(setup, costs, options.memory_limit, replicas(options)),
+        rate,
     )
-    table = replace(table, gain_of_vocabulary=_gain(table))
-    costs = choices[-1].costs
+    listed, hidden = comparable([*without, *comparison.rows(costs)], options.all)
+    rows, absent, best, break_even = _simulated(listed, limit, options.objective, comparison.replicas)
+    with working("computing lower bounds"):
+        bounds = comparison.bounds(options.objective)
+    sizes = options.objective, costs.num_ranks, costs.num_microbatches, limit
+    sorted_rows = _with_speedups(rows, options.objective)
+    table = Table(*sizes, *bounds, sorted_rows, (*absent, *hidden), break_even=break_even)
+    costs = kinds[-1].costs
     if options.format == "json":
         return json.dumps(table.content, indent=2) + "\n"
     text = table_text(table, costs, about_limit)
@@ -172,7 +137,7 @@ def compare(options: argparse.Namespace) -> str:
         return text
     timeline, candidate, row = best
     bound = " (a lower bound)" if costs.halves(timeline.schedule.placement) else ""
-    uneven = imbalance_text(timeline, costs, by_cost, divided is not None)
+    uneven = imbalance_text(timeline, costs, by_cost, divides)
     run = how_to_run(options, candidate, row)
     return f"{text}\nShortest within the limit{bound}: {picture(timeline)}{uneven}{run}\n"
 
@@ -211,8 +176,7 @@ def _simulated(
             show(short_text(row, objective))
             if row.within_limit:
                 ms = length_ms(row, objective)
-                own = Offer(timeline.schedule, made.costs, offloaded=made.offloaded, shards=made.shards)
-                contenders.add(own, f"{row.schedule} ({row.placement})", row.messages, ms)
+                contenders.add(made.untimed, f"{row.schedule} ({row.placement})", row.messages, ms)
                 length = row.is_lower_bound, ms  # a known length is better than any lower bound
                 if best is None or length < shortest:
                     best, shortest = _Winner(timeline, candidate, row), length
@@ -228,41 +192,9 @@ def _answered(
 
     def make() -> Iterator[tuple[Candidate, Answer, Timeline]]:
         made = answer(candidate.question)
-        yield candidate, made, _titled(made, candidate)  # here, costs refuse a schedule whose stages they lack
+        yield candidate, made, candidate.titled(made.timeline)  # here, costs refuse a schedule whose stages they lack
 
     yield from attempt(candidate.name, make)
-
-
-def _titled(made: Answer, candidate: Candidate) -> Timeline:
-    """The timeline, with the name that the schedule has in the table."""
-    schedule = made.timeline.schedule
-    return replace(made.timeline, schedule=replace(schedule, name=candidate.title.format(schedule.num_slices)))
-
-
-def _least(bounds: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the lowest bound per placement, which holds for the schedules of all variants."""
-    least: dict[str, float] = {}
-    for each in bounds:
-        for name, ms in each.items():
-            least[name] = min(ms, least.get(name, ms))
-    return least
-
-
-def _bounds(
-    goal: Goal,
-    searched: Sequence[Placement],
-    offload: bool,
-    variant: Variant,
-    slices: Slices = WHOLE,
-) -> dict[str, float]:
-    """Return the lower bound for each placement on which some schedule fits the limit."""
-    bounds: dict[str, float] = {}
-    costs = variant.costs
-    for placement in searched:
-        if within(max(least_memory(costs.on(placement)[1], placement, fused=True)), goal.limit):
-            work = Workload(placement, costs.num_microbatches, slices, variant.algorithm)
-            bounds[label_of(placement)] = bound(costs, work, goal, offload).value_ms
-    return bounds
 
 
 def _row(
@@ -326,13 +258,6 @@ def _with_speedups(rows: Sequence[ComparedRow], objective: Metric) -> tuple[Comp
         )
         for row in sorted(rows, key=lambda row: (not row.within_limit, cost(row)))
     )
-
-
-def _gain(table: Table) -> float | None:
-    whole, divided = table.shortest(divided=False), table.shortest(divided=True)
-    if whole is None or divided is None or not length_ms(whole, table.objective):
-        return None
-    return 1 - length_ms(divided, table.objective) / length_ms(whole, table.objective)
 
 
 def _ratio(baseline: float | None, ms: float) -> float | None:

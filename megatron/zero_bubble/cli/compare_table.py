@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, groupby
 from typing import Any
 
@@ -120,13 +120,20 @@ class Table:
     sliced_lower_bound_ms: dict[str, float]
     rows: tuple[ComparedRow, ...]
     absent: tuple[str, ...]
-    gain_of_vocabulary: float | None
+    gain_of_vocabulary: float | None = field(init=False)
     break_even: BreakEven | None = None
+
+    def __post_init__(self) -> None:
+        """Compare the shortest with a divided vocabulary and the shortest with a layout by cost."""
+        lengths = [self.shortest(divided=divided) for divided in (False, True)]
+        whole, divided = (None if row is None else length_ms(row, self.objective) for row in lengths)
+        object.__setattr__(self, "gain_of_vocabulary", 1 - divided / whole if whole and divided is not None else None)
 
     @property
     def content(self) -> dict[str, Any]:
         """The content of ``--format json``."""
-        return asdict(replace(self, rows=())) | {"rows": [row.content for row in self.rows]}
+        rows = [row.content for row in self.rows]
+        return asdict(replace(self, rows=())) | {"rows": rows, "gain_of_vocabulary": self.gain_of_vocabulary}
 
     def shortest(self, *, divided: bool) -> ComparedRow | None:
         """Return the shortest schedule within the limit with a divided vocabulary, or else with a layout by cost and a

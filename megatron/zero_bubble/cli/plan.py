@@ -8,17 +8,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from megatron.zero_bubble.cli.choices import choices_of, with_files
+from megatron.zero_bubble.cli.choices import (
+    add_choices,
+    added_text,
+    check_choices,
+    choices_of,
+    setup_of,
+    with_choices,
+    with_files,
+)
 from megatron.zero_bubble.cli.divisions import division_text
 from megatron.zero_bubble.cli.figures import add_figures, figures, replicas
 from megatron.zero_bubble.cli.layouts import layout_summary
 from megatron.zero_bubble.cli.lengths import PlanOfLengths, add_lengths, loads_of
-from megatron.zero_bubble.cli.offload import add_offload, host_limits, offload_summary, offloads, with_copies
+from megatron.zero_bubble.cli.offload import host_limits
 from megatron.zero_bubble.cli.plan_text import imbalance_text, limit_text, period_text, plan_text
 from megatron.zero_bubble.cli.progress import working
-from megatron.zero_bubble.cli.shards import add_shards, shard_summary, shards, with_shards
-from megatron.zero_bubble.cli.slices import add_slices, check_cuts
-from megatron.zero_bubble.cli.vocabulary import add_vocabulary, divided_of, with_vocabulary
 from megatron.zero_bubble.core.costs.units import parse_memory_limit, refuse_huge
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.formats.plan import PlanFile, read_plan_file
@@ -31,13 +36,13 @@ from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.choosers import MOST_CHUNKS
-from megatron.zero_bubble.planning.codecs import setup_of_flags, speller
+from megatron.zero_bubble.planning.codecs import speller
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.runnable import check_trainable
-from megatron.zero_bubble.planning.offload import AUTO, NO_LIMITS
+from megatron.zero_bubble.planning.offload import NO_LIMITS
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.plans import ADAPTING, about_1p, limit_verdict, slower_than_1f1b
 from megatron.zero_bubble.planning.question import Question, asked
@@ -82,10 +87,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         f"{ZB_AUTO} on a loop or in a wave, where auto is the best of a few numbers; with --shard-weights, auto is the "
         f"best of 2 to {MOST_CHUNKS}, or fewer if --config has fewer layers per rank (default: 2, for {ZB_AUTO} auto)",
     )
-    add_slices(verb, f"default: {len(DEFAULT_SLICES)} for schedules whose name begins with seq-, else 1")
-    add_vocabulary(verb)
-    add_offload(verb)
-    add_shards(verb)
+    add_choices(verb, f"default: {len(DEFAULT_SLICES)} for schedules whose name begins with seq-, else 1")
     add_lengths(verb)
     plan_flag("overlap_experts").add(
         verb,
@@ -148,30 +150,29 @@ def plan(options: argparse.Namespace) -> str:
         return zoomable(render_svg(timeline))
     if options.format in _OF_TORCH:
         return _OF_TORCH[options.format](timeline.schedule)
-    layouts, offload_plan, units, over = made.layouts, made.offloaded, made.shards, made.question.replicas
+    layouts, has_units = made.layouts, made.question.replicas is not None
     if options.format == "json":
         return written(made)
     divided = division_text(costs, timeline.schedule.placement)
     text = plan_text(timeline, costs) + (divided if layouts is None else layout_summary(layouts))
     algorithm = algorithm_of(timeline.schedule)
-    divides = algorithm is not None or units is not None or made.question.setup.pairs
-    text += imbalance_text(timeline, costs, layout=layouts is not None, vocabulary=divides)
+    divides = algorithm is not None or has_units or timeline.schedule.overlaps
+    text += imbalance_text(timeline, costs, layouts is not None, divides)
     text += "".join(f"{each}\n" for each in made.dropped)
     if lengths is not None:
         return text + lengths.text()
-    if layouts is None and units is None and algorithm is None:
+    if layouts is None and not has_units and algorithm is None:
         slower = slower_than_1f1b(timeline, costs, options.objective)
         text += "" if slower is None else f"{slower}\n"
     text += f"{sentence}\n" if (sentence := verdict(made.question.costs, options.objective)) else ""
-    text += "" if offload_plan is None else offload_summary(offload_plan, costs)
-    text += "" if units is None or over is None else shard_summary(over, units, costs)
+    text += added_text(made)
     text += limit_text(timeline, costs, certificate) if certificate else ""
     if counts_in_p(options) and made.question.limit is not None and (about := about_1p(made.question.costs)):
         text += f"{about}\n"
     if made.question.limit is not None and timeline.schedule.overlaps:
         text += f"{limit_verdict(timeline, costs, made.question.limit)[1]}\n"
     if options.step_ms is not None:
-        text += period_text(timeline, costs, options.step_ms, only_synchronous=units is not None)
+        text += period_text(timeline, costs, options.step_ms, only_synchronous=has_units)
     return text
 
 
@@ -189,26 +190,18 @@ def question_of(options: argparse.Namespace, of_job: Figures | None = None) -> Q
     Raises:
         UserError: for incompatible flags, or invalid figures.
     """
-    check_cuts(options)
+    check_choices(options)
     refuse_excluded(choices_of(options), speller("plan"))
     _check(options)
-    if options.schedule_file is not None and (options.num_slices or options.slice_cuts) is not None:
-        raise UserError("--num-slices and --slice-cuts do not apply to a schedule file, which has its own; drop them")
-    moves = offloads(options)
     planned = None if options.schedule_file is None else read_plan_file(options.schedule_file)
     file = None if planned is None else planned.schedule
     costs = _figures_of(options, planned) if of_job is None else of_job
     refuse_excluded(with_files(choices_of(options), costs, file), speller("plan"))
-    costs = with_shards(options, costs) if shards(options) else costs
-    costs = with_vocabulary(options, costs)
-    costs = with_copies(options, costs) if moves else costs
-    divided = divided_of(options, costs, file)
-    setup = setup_of_flags(vars(options), vocabulary=divided and divided.algorithm)
+    costs = with_choices(options, costs)
+    setup = setup_of(options, costs, file)
     if planned is not None:
         setup = replace(setup, order=Given(options.schedule_file, planned))
-    if not moves:
-        setup = replace(setup, offload=None)
-    host = host_limits(options, costs) if moves else NO_LIMITS
+    host = NO_LIMITS if setup.offload is None else host_limits(options, costs)
     return asked(setup, costs, options.memory_limit, host, replicas(options))
 
 
@@ -216,15 +209,9 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse flags that apply only to other schedules."""
     if options.schedule != ZB_AUTO and options.placement is not None:
         raise UserError(f"--placement applies only to {ZB_AUTO}; other schedules have a fixed placement; leave it out")
-    if options.num_chunks is not None and options.schedule is None:
-        raise UserError("--num-chunks does not apply to a schedule file, which has its own; leave it out")
-    if options.num_chunks == AUTO and options.schedule != ZB_AUTO and not options.shard_weights:
-        raise UserError(
-            f"--num-chunks auto applies only to {ZB_AUTO}, and to --shard-weights, whose stages per rank are chosen "
-            "together with units; give a number, or use zero-bubble compare, which lists several"
-        )
-    if options.pairs and options.schedule is None:
-        raise UserError("--pairs does not apply to a schedule file, which has its own; leave it out")
+    for row in PLAN_ROWS if options.schedule_file is not None else ():
+        if row.plan is not None and row.is_of_file and getattr(options, row.plan.option) not in (None, False):
+            raise UserError(f"--{row.plan.name} does not apply to a schedule file, which has its own; leave it out")
     if options.equal_passes and options.schedule not in ADAPTING:
         raise UserError(f"--equal-passes applies only to {', '.join(ADAPTING)}; leave it out")
     if options.step_ms is not None and not 0 <= options.step_ms < math.inf:

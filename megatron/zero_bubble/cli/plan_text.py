@@ -41,17 +41,17 @@ def picture(timeline: Timeline) -> str:
     return f"{headline(timeline)}\n\n{draw(timeline, min(columns, _WIDEST))}"
 
 
-def imbalance_text(timeline: Timeline, costs: Figures, layout: bool = False, vocabulary: bool = False) -> str:
+def imbalance_text(timeline: Timeline, costs: Figures, layout: bool, divided: bool) -> str:
     """Name the rank with the most work, and the flags that divide the work better; empty if all have about as much.
 
     Args:
-        layout, vocabulary: whether the plan has a layout by cost, or a divided vocabulary, or cannot have it.
+        layout, divided: whether the plan has a layout by cost, or a divided vocabulary, or cannot have it.
     """
     if (found := imbalance(timeline)) is None:
         return ""
     if costs.layers is None:
         return f"{found}: to try --layout auto, give --config, or costs with layers_per_stage\n"
-    others = ["--layout auto"] * (not layout) + ["--vocabulary auto"] * (not vocabulary)
+    others = ["--layout auto"] * (not layout) + ["--vocabulary auto"] * (not divided)
     return f"{found}{': try ' if others else ''}{' or '.join(others)}\n"
 
 

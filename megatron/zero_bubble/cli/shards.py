@@ -14,8 +14,7 @@ from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO
-from megatron.zero_bubble.planning.plan_file import sharded_bound
-from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, with_collectives
+from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, sharded_bound, with_collectives
 from megatron.zero_bubble.planning.source import ZB_AUTO
 
 _MOST = 1_000_000
@@ -89,6 +88,12 @@ def shards(options: argparse.Namespace) -> bool:
             raise UserError(
                 f"--unit-microbatches is for zero-pp, or for --shard-weights; got {schedule or 'a file'}; leave it out"
             )
+    is_fixed = hasattr(options, "schedule") and schedule != ZB_AUTO and not options.shard_weights
+    if is_fixed and options.num_chunks == AUTO:
+        raise UserError(
+            f"--num-chunks auto applies only to {ZB_AUTO}, and to --shard-weights, whose stages per rank are chosen "
+            "together with units; give a number, or use zero-bubble compare, which lists several"
+        )
     if not options.shard_weights:
         for name in _FLAGS if hasattr(options, "schedule") else (*_FLAGS, "unit_microbatches"):
             if getattr(options, name, None) is not None:
@@ -117,9 +122,11 @@ def with_shards(options: argparse.Namespace, costs: Figures) -> Figures:
     return with_collectives(costs, replicas(options), *times, rate)
 
 
-def listed_shards(options: argparse.Namespace, costs: Figures) -> tuple[Figures, float | None]:
-    """Return the figures, and the bytes per ms of tensor parallelism that ``compare`` lists, if any."""
-    costs, rate = with_shards(options, costs), tensor_rate(options, costs)
+def with_tensor(options: argparse.Namespace, costs: Figures) -> tuple[Figures, float | None]:
+    """Return the figures, and the bytes per ms of tensor parallelism that ``compare`` also lists, if any."""
+    if not options.shard_weights:
+        return costs, None
+    rate = tensor_rate(options, costs)
     return replace(costs, notes=(*costs.notes, *_omitted(rate))), rate
 
 

@@ -30,6 +30,11 @@ def add_vocabulary(verb: argparse.ArgumentParser) -> None:
         verb.add_argument(flag, type=float, metavar=metavar, help=text)
 
 
+def asks_to_divide(options: argparse.Namespace) -> bool:
+    """Whether the flags say something about vocabulary parallelism."""
+    return options.vocabulary is not None
+
+
 def divided_of(
     options: argparse.Namespace, costs: Figures, file: Schedule | None = None, default: VocabularyChoice | None = None
 ) -> Divided | None:

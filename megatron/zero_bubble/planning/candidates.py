@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
+from megatron.zero_bubble.core.analysis.bounds import least_memory
+from megatron.zero_bubble.core.analysis.score import Goal, within
+from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.core.ir.sizes import check_size
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.schedules.recipe import Recipe
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, label_of, name_of
 from megatron.zero_bubble.planning.choosers import MOST_CHUNKS
+from megatron.zero_bubble.planning.cuts import with_candidates
 from megatron.zero_bubble.planning.experts import WITH_OVERLAP, WITH_PAIRS
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import bound
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.setup import BY_COST, Cuts, Named, Searched, Setup, Shards
@@ -69,6 +76,11 @@ class Candidate(NamedTuple):
     tensor_parallel: int | None = None
     tensor_bytes: float | None = None
 
+    def titled(self, timeline: Timeline) -> Timeline:
+        """The timeline, with the name that the schedule has in the table."""
+        schedule = timeline.schedule
+        return replace(timeline, schedule=replace(schedule, name=self.title.format(schedule.num_slices)))
+
 
 def comparable(
     candidates: Iterable[Candidate | DroppedVariant], everything: bool
@@ -108,8 +120,12 @@ class Comparison:
         max_chunks: most stages per rank of interleaved schedules.
         limit: the memory limit per rank, in the unit of the costs.
         refit: whether schedules for equal passes are also refitted to the costs.
-        setup: what they decide alike.
+        setup: what was asked for: all rows have its offloading and its step, and what else it decides adds rows.
         offloading: limits for what moves to host memory, if anything may.
+        variants: the costs with and without vocabulary parallelism, of which there are rows.
+        divides: whether vocabulary parallelism was asked for, and is not only what layouts are compared with.
+        replicas: those that shard weights, if such schedules are listed too.
+        tensor_rate: bytes per ms of tensor parallelism over the replicas, if it is listed too.
     """
 
     max_chunks: int
@@ -118,6 +134,55 @@ class Comparison:
     refit: bool
     setup: Setup
     offloading: Offloading | None = None
+    variants: tuple[Variant, ...] = ()
+    divides: bool = False
+    replicas: Replicas | None = None
+    tensor_rate: float | None = None
+
+    @property
+    def _has_whole(self) -> bool:
+        """Whether some rows have a whole vocabulary."""
+        return any(variant.algorithm is None for variant in self.variants)
+
+    def rows(self, costs: Figures) -> Iterator[Candidate | DroppedVariant]:
+        """Yield all rows."""
+        whole = [*self.whole(costs)] if self._has_whole else []
+        divided = [row for variant in self.variants if variant.algorithm for row in self.divided(variant)]
+        hidden = [*self.hidden(costs)] if self.setup.pairs else []
+        of_units = [] if self.replicas is None else [*self.sharded(costs, self.replicas)]
+        yield from whole
+        if self.setup.cuts is not None and self._has_whole:
+            yield from self.sliced(costs, with_candidates(self.setup.cuts, costs))
+        yield from divided
+        if self.setup.layout == BY_COST:
+            both = divided if self.divides or not self._has_whole else []
+            yield from self.laid_out((*whole, *both, *hidden, *of_units))
+        yield from (*hidden, *of_units)
+        if self.replicas is not None and self.tensor_rate is not None:
+            yield from self.tensor(costs, self.replicas, self.tensor_rate)
+
+    def bounds(self, objective: Metric) -> tuple[dict[str, float], dict[str, float]]:
+        """Lower bounds by placement, none with pairs: of whole sequences, for the rows of all variants; and of slices,
+        where all are cut alike.
+        """
+        bounds_of = partial(self._bounds, Goal(objective, self.limit))
+        least: dict[str, float] = {}
+        for variant in self.variants:
+            for name, ms in bounds_of(variant).items():
+                least[name] = min(ms, least.get(name, ms))
+        first, cuts = self.variants[0], self.setup.cuts
+        among = () if cuts is None else with_candidates(cuts, first.costs).among
+        return least, bounds_of(first, *among) if len(among) == 1 and len(among[0]) > 1 else {}
+
+    def _bounds(self, goal: Goal, variant: Variant, slices: Slices = WHOLE) -> dict[str, float]:
+        """The lower bound for each placement on which some schedule fits the limit."""
+        bounds: dict[str, float] = {}
+        costs = variant.costs
+        for placement in () if self.setup.pairs else self.placements:
+            if within(max(least_memory(costs.on(placement)[1], placement, fused=True)), goal.limit):
+                work = Workload(placement, costs.num_microbatches, slices, variant.algorithm)
+                bounds[label_of(placement)] = bound(costs, work, goal, self.offloading is not None).value_ms
+        return bounds
 
     def whole(self, costs: Figures) -> Iterator[Candidate]:
         """Yield the schedules of whole sequences. Only a search depends on the limit for which it is made."""
@@ -198,4 +263,6 @@ class Comparison:
             yield _Way(f"{ZB_AUTO} {label_of(on)}", title, self._question(costs, Searched.on(on)))
 
     def _question(self, costs: Figures, order: Named | Searched, unit: int | None = None) -> Question:
-        return Question(costs, replace(self.setup, order=order, unit=unit), self.limit, self.offloading)
+        return Question(
+            costs, Setup(order, unit, offload=self.setup.offload, step=self.setup.step), self.limit, self.offloading
+        )

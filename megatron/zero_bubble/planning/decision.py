@@ -114,6 +114,11 @@ class Decision:
         return self.path.startswith("order.")
 
     @property
+    def is_of_file(self) -> bool:
+        """Whether the schedule of a file has it, so that ``plan`` refuses its flag."""
+        return self.path in ("order.stages", "pairs") or self.path.startswith("cuts")
+
+    @property
     def is_in_plan(self) -> bool:
         """Whether a run takes it from the plan itself, so that its flag need not be set."""
         return self.path.partition(".")[0] in ("order", "cuts", "offload")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.zero_bubble.core.analysis.simulate import simulate
@@ -60,6 +60,11 @@ class Offer:
     def is_plain(self) -> bool:
         """Whether its plan is its schedule, without copies and collectives."""
         return self.offloaded is None and self.shards is None
+
+    @property
+    def untimed(self) -> Offer:
+        """The same without its timeline, which is large, and without the layouts that it was compared with."""
+        return replace(self, layouts=None, simulated=None)
 
     @property
     def static(self) -> tuple[float, ...] | None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from megatron.zero_bubble.core.analysis.score import SHORTEST
 from megatron.zero_bubble.core.formats.facts import KEY_FACTS
 from megatron.zero_bubble.core.formats.layout import LAYERS, LAYOUT, NEEDED_LAYOUT
 from megatron.zero_bubble.core.formats.moves import OFFLOAD, moves_content
 from megatron.zero_bubble.core.formats.plan import PlanFile, plan_to_json
-from megatron.zero_bubble.core.formats.sharding import SHARD_WEIGHTS, sharding_content
 from megatron.zero_bubble.core.formats.vocabulary import logits_content
-from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.planning.answer import Answer
-from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.offload import OffloadPlan
-from megatron.zero_bubble.planning.plans import bound, message_memory
-from megatron.zero_bubble.planning.shards import ShardPlan, least_ms
+from megatron.zero_bubble.planning.plans import message_memory
+from megatron.zero_bubble.planning.shards import shard_content
 
 
 def decided(plan: Answer) -> PlanFile:
@@ -52,7 +47,7 @@ def written(plan: Answer) -> str:
     if plan.offloaded is not None:
         content |= {**offload_content(plan.offloaded), **moves_content(plan.offloaded.moves)}
     if plan.shards is not None:
-        content |= _shard_content(plan.shards, costs)
+        content |= shard_content(plan.shards, costs)
     if plan.dropped:
         content["dropped"] = {each.name: each.reason for each in plan.dropped}
     return plan_to_json(plan.timeline, plan.certificate, content)
@@ -70,31 +65,10 @@ def offload_content(done: OffloadPlan) -> dict[str, Any]:
     }
 
 
-def sharded_bound(plan: ShardPlan, costs: Figures) -> tuple[float, str]:
-    """Return a lower bound in ms on the makespan with units of any size, and its reason."""
-    schedule = plan.timeline.schedule
-    passes = bound(costs, Workload.of(schedule), SHORTEST)
-    return least_ms(costs.on(schedule.placement)[0], schedule.placement, passes.value_ms)
-
-
 def _layout_content(plan: LayoutPlan) -> dict[str, Any]:
     return {
         LAYOUT: plan.best.text,
         LAYERS: plan.best.layout,
         # At least, where no schedule was made for the other layout.
         "shorter_than": {name.replace(" ", "_"): gain for name, gain in plan.gains().items()},
-    }
-
-
-def _shard_content(plan: ShardPlan, costs: Figures) -> Mapping[str, Any]:
-    return {
-        SHARD_WEIGHTS: True,
-        "replicas": plan.replicas,
-        **sharding_content(plan.sharding),
-        "gathers": plan.gathers,
-        "reductions": plan.reductions,
-        "replica_traffic_bytes": plan.traffic,
-        "static_bytes": plan.static,
-        "collectives_ms": plan.lane_ms,
-        **dict(zip(("lower_bound_ms", "lower_bound_reason"), sharded_bound(plan, costs), strict=True)),
     }

@@ -9,10 +9,8 @@ from typing import Any
 
 from megatron.zero_bubble.core.analysis.score import Goal, within
 from megatron.zero_bubble.core.analysis.timeline import Metric
-from megatron.zero_bubble.core.costs.units import parse_memory_limit
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
-from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.planning.cuts import slices_of
@@ -21,7 +19,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import NO_LIMITS, HostLimits
 from megatron.zero_bubble.planning.plans import ADAPTING, peak_memory
 from megatron.zero_bubble.planning.setup import BY_COST, DEFAULT_LIMIT, Cuts, Given, Named, Searched, Setup
-from megatron.zero_bubble.planning.shards import Replicas
+from megatron.zero_bubble.planning.shards import Replicas, replicas_of
 from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 
 _DIGITS = 1e4
@@ -153,7 +151,7 @@ def asked(
     costs = costs.evenly() if setup.layout == BY_COST else costs
     text = memory_limit or (DEFAULT_LIMIT if is_search else None)
     limit = None if text is None else costs.limit(text)
-    replicas = None if setup.shards is None else replicas_of(setup, costs, memory_limit, num_replicas)
+    replicas = replicas_of(setup, costs, memory_limit, num_replicas)
     if setup.offload is None:
         return Question(costs, setup, limit, replicas=replicas)
     limits: tuple[float | None, ...] = (None,) if limit is None else (None, limit)
@@ -162,18 +160,6 @@ def asked(
     if is_search and limit is not None:
         limits = search_limits(costs, limit, setup.inserts)
     return Question(costs, setup, limit, Offloading(limits, limit, host), replicas)
-
-
-def replicas_of(setup: Setup, costs: Figures, memory_limit: str | None, count: int) -> Replicas:
-    """The replicas that shard the weights of a setup; its limit includes weights where their size is known."""
-    assert setup.shards is not None, "its weights are sharded"
-    limit = activations = math.inf if memory_limit is None else costs.limit(memory_limit)
-    if memory_limit is not None and costs.weights is not None and parse_memory_limit(memory_limit)[1] == "p":
-        limit = math.inf  # a limit in microbatches is one of activations
-    whole = setup.shards.whole_stages
-    if whole is None:
-        whole = "auto" if costs.weights is not None and limit < math.inf else DEFAULT_OPEN_CHUNKS
-    return Replicas(count, setup.unit, None if whole == "auto" else whole, limit, activations)
 
 
 def search_limits(costs: Figures, limit: float, inserts: bool = False) -> tuple[float, ...]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron.zero_bubble.core.analysis.memory import most_kept
-from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.analysis.score import SHORTEST, within
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.static import StageBytes
+from megatron.zero_bubble.core.costs.units import parse_memory_limit
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.sharding import SHARD_WEIGHTS, sharding_content
 from megatron.zero_bubble.core.ir import Op, Placement, Plan, Schedule
 from megatron.zero_bubble.core.ir.shards import Gather, Reduce
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan import Additions, plan_without_messages, prove
 from megatron.zero_bubble.core.plan.shard import (
     DEFAULT_OPEN_CHUNKS,
@@ -24,6 +28,8 @@ from megatron.zero_bubble.core.plan.shard import (
     traffic_bytes,
 )
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import bound
+from megatron.zero_bubble.planning.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,19 @@ class ShardPlan:
     def on(self, timeline: Timeline, memory: PassMemory) -> ShardPlan:
         """The figures of the same units in a plan with more ops, which has another timeline."""
         return replace(self, timeline=timeline, activations=most_kept(timeline, memory))
+
+
+def replicas_of(setup: Setup, costs: Figures, memory_limit: str | None, count: int) -> Replicas | None:
+    """The replicas that shard the weights of a setup, if any; its limit includes weights where their size is known."""
+    if setup.shards is None:
+        return None
+    limit = activations = math.inf if memory_limit is None else costs.limit(memory_limit)
+    if memory_limit is not None and costs.weights is not None and parse_memory_limit(memory_limit)[1] == "p":
+        limit = math.inf  # a limit in microbatches is one of activations
+    whole = setup.shards.whole_stages
+    if whole is None:
+        whole = "auto" if costs.weights is not None and limit < math.inf else DEFAULT_OPEN_CHUNKS
+    return Replicas(count, setup.unit, None if whole == "auto" else whole, limit, activations)
 
 
 def of_schedule(costs: Figures, schedule: Schedule, sharding: Sharding, replicas: int) -> ShardPlan:
@@ -204,6 +223,28 @@ def with_collectives(
     rate = None if bytes_per_ms is None else bytes_per_ms * replicas / max(1, replicas - 1)
     own = costs.giving(gather_ms=gather_ms, reduce_ms=reduce_ms, shards_bytes_per_ms=rate)
     return replace(own, counts_weights=False)
+
+
+def sharded_bound(plan: ShardPlan, costs: Figures) -> tuple[float, str]:
+    """Return a lower bound in ms on the makespan with units of any size, and its reason."""
+    schedule = plan.timeline.schedule
+    passes = bound(costs, Workload.of(schedule), SHORTEST)
+    return least_ms(costs.on(schedule.placement)[0], schedule.placement, passes.value_ms)
+
+
+def shard_content(plan: ShardPlan, costs: Figures) -> dict[str, Any]:
+    """The keys of the plan's JSON."""
+    return {
+        SHARD_WEIGHTS: True,
+        "replicas": plan.replicas,
+        **sharding_content(plan.sharding),
+        "gathers": plan.gathers,
+        "reductions": plan.reductions,
+        "replica_traffic_bytes": plan.traffic,
+        "static_bytes": plan.static,
+        "collectives_ms": plan.lane_ms,
+        **dict(zip(("lower_bound_ms", "lower_bound_reason"), sharded_bound(plan, costs), strict=True)),
+    }
 
 
 def _lane_ms(op: Op, times: PassCosts) -> float:

@@ -20,7 +20,7 @@ from megatron.zero_bubble.core.search.placements import Placements, name_of, pla
 from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, fitted
-from megatron.zero_bubble.planning.setup import Auto
+from megatron.zero_bubble.planning.setup import Auto, Setup
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.weights import DividedWeights
 
@@ -94,6 +94,11 @@ def variants(costs: Figures, divided: Divided | None) -> tuple[Variant, ...]:
     choices = [replace(divided, algorithm=number) for number in FLOWS if is_open or number == divided.algorithm]
     whole = [Variant(None, costs)] if is_open and not given else []
     return (*whole, *(Variant(each, costs if given else divided_costs(costs, each)) for each in choices))
+
+
+def variants_of(setup: Setup, costs: Figures) -> tuple[Variant, ...]:
+    """Those of a setup."""
+    return variants(costs, setup.vocabulary)
 
 
 def divided_costs(costs: Figures, divided: Divided) -> Figures:
