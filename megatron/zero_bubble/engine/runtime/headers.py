@@ -26,8 +26,6 @@ from megatron.zero_bubble.engine.runtime.transport import Transport, not_receive
 
 TAG = 1
 _MOST_DIMENSIONS = 4
-_NOTHING = 0
-"""The number of dimensions in the header of an activation that does not follow, because the ranks stop."""
 
 _Output = tuple[int, int, int]
 """A stage, a microbatch and a slice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,11 @@ class IterationObserver:
         """Called after the last iteration."""
 
 
+# All events but ``end_iteration``, by the order in which ``Observers`` passes them on.
+_OUTER_FIRST = ("begin_iteration", "planned", "begin", "started", "waiting", "restarted", "close")
+_INNER_FIRST = ("end", "completed", "sent", "posted", "received", "settled", "validated")
+
+
 class Observers(IterationObserver):
     """Combines several observers.
 
@@ -102,71 +107,25 @@ class Observers(IterationObserver):
 
     def __init__(self, observers: Sequence[IterationObserver]) -> None:
         self._observers = tuple(observers)
-        self._inner_first = tuple(reversed(self._observers))
+        for events, order in ((_OUTER_FIRST, self._observers), (_INNER_FIRST, self._observers[::-1])):
+            for event in events:
+                setattr(self, event, _telling([getattr(observer, event) for observer in order]))
 
     def __bool__(self) -> bool:
         return bool(self._observers)
-
-    def begin_iteration(self, start: IterationStart) -> None:
-        for observer in self._observers:
-            observer.begin_iteration(start)
-
-    def planned(self, schedule: Schedule) -> None:
-        for observer in self._observers:
-            observer.planned(schedule)
-
-    def begin(self, op: Op) -> None:
-        for observer in self._observers:
-            observer.begin(op)
-
-    def end(self, op: Op) -> None:
-        for observer in self._inner_first:
-            observer.end(op)
-
-    def started(self, op: Op) -> None:
-        for observer in self._observers:
-            observer.started(op)
-
-    def completed(self, op: Op) -> None:
-        for observer in self._inner_first:
-            observer.completed(op)
-
-    def sent(self, message: Message) -> None:
-        for observer in self._inner_first:
-            observer.sent(message)
-
-    def posted(self, message: Message) -> None:
-        for observer in self._inner_first:
-            observer.posted(message)
-
-    def waiting(self) -> None:
-        for observer in self._observers:
-            observer.waiting()
-
-    def received(self, message: Message) -> None:
-        for observer in self._inner_first:
-            observer.received(message)
-
-    def settled(self, message: Message) -> None:
-        for observer in self._inner_first:
-            observer.settled(message)
-
-    def validated(self, right: bool) -> None:
-        for observer in self._inner_first:
-            observer.validated(right)
-
-    def restarted(self) -> None:
-        for observer in self._observers:
-            observer.restarted()
 
     def end_iteration(self, completed: bool) -> None:
         with contextlib.ExitStack() as ending:  # call every observer, even if one of them raises
             for observer in self._observers:
                 ending.callback(observer.end_iteration, completed)
 
-    def close(self) -> None:
-        for observer in self._observers:
-            observer.close()
+
+def _telling(tell: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    def event(*args: Any) -> None:
+        for each in tell:
+            each(*args)
+
+    return event
 
 
 @contextlib.contextmanager

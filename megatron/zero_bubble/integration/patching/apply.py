@@ -52,7 +52,7 @@ from megatron.zero_bubble.integration.adapter.unused import watch_first_step
 from megatron.zero_bubble.integration.adapter.vocabulary.zeros import without_padding
 from megatron.zero_bubble.integration.patching import bodies, dispatchers, transformer_engine, used
 from megatron.zero_bubble.integration.patching.chunk_seams import BLOCK, count_seams, model_seams, segment_seams
-from megatron.zero_bubble.integration.patching.replaced import Replaced, Replacement
+from megatron.zero_bubble.integration.patching.replaced import Replaced, Replacement, around
 from megatron.zero_bubble.integration.patching.seams import installed_seams
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
@@ -124,7 +124,7 @@ def apply(
         (seams.reduced, lambda original: reducing(original, pipeline.store.before_writing)),
     ]
     if config.setup.validates:
-        replacements.append((seams.zeroed_gradients, lambda original: _zeroing_later(original, pipeline)))
+        replacements.append((seams.zeroed_gradients, around(_zeroing_later(pipeline))))
     placement_on = functools.cache(lambda num_ranks: sources(num_ranks).placement)
     if sources(_ANY).vocabulary is not None:
         replacements += [(seam, without_padding) for seam in seams.counted_zeros]
@@ -165,9 +165,9 @@ def observe(observers: Sequence[IterationObserver]) -> None:
     stock = _StockPasses(Observers(observers))
     _replace(
         [
-            (seams.schedule, stock.counted),
-            (seams.forward_step, lambda original: stock.timed(original, Kind.F)),
-            (seams.backward_step, lambda original: stock.timed(original, Kind.BW)),
+            (seams.schedule, around(stock.run)),
+            (seams.forward_step, around(functools.partial(stock.step, Kind.F))),
+            (seams.backward_step, around(functools.partial(stock.step, Kind.BW))),
         ]
     )
 
@@ -341,10 +341,9 @@ def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
     return GradAccumulator() if config.setup.exact else FusedAccumulator()
 
 
-def _zeroing_later(original: Callable[..., None], pipeline: Pipeline) -> Callable[..., None]:
-    @functools.wraps(original)
-    def zero_grad_buffer(chunk: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        zero = functools.partial(original, chunk, *args, **kwargs)
+def _zeroing_later(pipeline: Pipeline) -> Callable[..., None]:
+    def zero_grad_buffer(original: Callable[..., None], chunk: DistributedDataParallel, *args: Any) -> None:
+        zero = functools.partial(original, chunk, *args)
         if pipeline.optimizer is not None and pipeline.optimizer.steps(chunk):
             pipeline.optimizer.zero(zero)
         else:
@@ -363,32 +362,24 @@ class _StockPasses:
         self._observers = observers
         self._next: dict[Kind, int] | None = None
 
-    def counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def forward_backward(**kwargs: Any) -> Any:
-            if kwargs.get("forward_only"):
+    def run(self, original: Callable[..., Any], **kwargs: Any) -> Any:
+        if kwargs.get("forward_only"):
+            return original(**kwargs)
+        self._next = {Kind.F: 0, Kind.BW: 0}
+        group = parallel_state.get_pipeline_model_parallel_group()
+        try:
+            with observed(self._observers, IterationStart(group, kwargs["num_microbatches"])):
                 return original(**kwargs)
-            self._next = {Kind.F: 0, Kind.BW: 0}
-            group = parallel_state.get_pipeline_model_parallel_group()
-            try:
-                with observed(self._observers, IterationStart(group, kwargs["num_microbatches"])):
-                    return original(**kwargs)
-            finally:
-                self._next = None
+        finally:
+            self._next = None
 
-        return forward_backward
-
-    def timed(self, original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if self._next is None:
-                return original(*args, **kwargs)
-            rank = parallel_state.get_pipeline_model_parallel_rank()
-            op = Compute(Pass(rank, kind, self._next[kind]))
-            self._next[kind] += 1
-            self._observers.begin(op)
-            result = original(*args, **kwargs)
-            self._observers.end(op)
-            return result
-
-        return step
+    def step(self, kind: Kind, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._next is None:
+            return original(*args, **kwargs)
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        op = Compute(Pass(rank, kind, self._next[kind]))
+        self._next[kind] += 1
+        self._observers.begin(op)
+        result = original(*args, **kwargs)
+        self._observers.end(op)
+        return result
