@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.zero_bubble.cli.catalogue.bridge import is_bridge, recipes_of_bridge
 from megatron.zero_bubble.cli.catalogue.flag_file import gpus_of_tests, recipe_of_flag_file
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe
 from megatron.zero_bubble.cli.catalogue.shell import SUFFIXES, recipes_of_script
@@ -25,6 +26,9 @@ def recipes_in(folder: str) -> Iterator[Recipe]:
     root = Path(folder).resolve()
     if not root.is_dir():
         raise UserError(f"a catalogue is made of a folder with launch scripts; got {folder}; give a folder")
+    if is_bridge(root):
+        yield from recipes_of_bridge(root)
+        return
     gpus = gpus_of_tests(root)
     for file in _files(root):
         if file.suffix in SUFFIXES:

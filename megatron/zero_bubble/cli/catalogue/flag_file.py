@@ -1,4 +1,4 @@
-"""Jobs whose flags stand in a YAML file, one a line, as in Megatron-LM's functional tests.
+"""Jobs whose flags stand in a YAML file, one per line, as in Megatron-LM's functional tests.
 
 Such a file is a list of lines ``--flag: value`` below a name. YAML proper needs a package, and this does not.
 """

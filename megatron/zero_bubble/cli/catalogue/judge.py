@@ -100,6 +100,8 @@ def _of_job(recipe: Recipe, row: Row) -> Row:
     sizes = {name: max(1, getattr(parsed.args, of)) for name, of in _SIZES.items()}
     nodes, per_node, is_assumed = world_of(recipe, sizes)
     row = replace(row, gpus=nodes * per_node, is_assumed=is_assumed, ranks=sizes["pipeline"])
+    if sizes["pipeline"] < 2 and parsed.args.num_layers is None and not recipe.program:
+        return replace(row, outcome=SINGLE)  # of Megatron-Bridge, which has the sizes elsewhere
     checked = attempted(partial(checked_megatron_job, recipe.flags, nodes * per_node, per_node))
     if isinstance(checked, Refusal):
         return _because(row, BROKEN, recipe, checked.reason)

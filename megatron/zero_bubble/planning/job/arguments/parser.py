@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.zero_bubble.core.errors import UserError, explaining
 from megatron.zero_bubble.planning.job.arguments.config_file import config_tokens
@@ -99,6 +99,21 @@ def flags_of_text() -> frozenset[str]:
     """Return the known flags whose value is any text, such as a path."""
     texts = (a for a in _megatrons_parser()._actions if a.type is None and a.choices is None and a.nargs in (None, "+"))
     return frozenset(name for action in texts for name in action.option_strings)
+
+
+def flags_of(fields: Mapping[str, Any]) -> list[str]:
+    """Return the flags of a job that give fields of megatron-core's configurations these values; others have none."""
+    words: list[str] = []
+    for action in _megatrons_parser()._actions:
+        value = fields.get(action.dest)
+        if value is None or not action.option_strings:
+            continue
+        if action.nargs == 0:
+            words += [action.option_strings[0]] if value == action.const else []
+        else:
+            several = value if isinstance(value, list) else [value]
+            words += [action.option_strings[0], *map(str, several)] if several else []
+    return words
 
 
 def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:

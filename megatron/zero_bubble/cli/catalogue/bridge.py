@@ -1,0 +1,87 @@
+"""The recipes of a checkout of Megatron-Bridge, which are functions, as flags of a job."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.cli.catalogue.models import MODELS
+from megatron.zero_bubble.cli.catalogue.recipe import Recipe
+from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.planning.job.arguments.parser import flags_of
+
+_PROGRAM = Path(__file__).with_name("bridge_program.py")
+_SECONDS = 300
+_PARTS = ("dataset", "scheduler", "optimizer", "ddp", "comm_overlap", "model", "mixed_precision", "train")
+"""The parts of a configuration; the last one that has a field decides."""
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
+_GPUS = re.compile(r"_(\d+)gpu_([a-z]+\d+)_")
+
+
+def is_bridge(root: Path) -> bool:
+    """Whether a folder is a checkout of Megatron-Bridge."""
+    return (root / "src/megatron/bridge/recipes").is_dir()
+
+
+def recipes_of_bridge(root: Path) -> Iterator[Recipe]:
+    """Yield its recipes."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(_PROGRAM), str(root)],
+        input=json.dumps(MODELS),
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        yield _recipe(json.loads(line))
+
+
+def _recipe(found: Mapping[str, Any]) -> Recipe:
+    name = f"{found['file']}:{found['name']}" if found["name"] else found["file"]
+    if "problem" in found:
+        return Recipe(name, problem=f"it cannot be run without its packages: {found['problem']}")
+    fields: dict[str, Any] = {}
+    for part in _PARTS:
+        own = found["parts"].get(part, {})
+        fields |= {key: _as_flag(key, value) for key, value in own.items() if value is not None}
+    fields |= _of_precision(found["named"].get("mixed_precision", ""))
+    if isinstance(layout := fields.get("pipeline_model_parallel_layout"), list):
+        fields["pipeline_model_parallel_layout"] = "|".join("".join(_LETTERS[one] for one in each) for each in layout)
+    if fields.get("pipeline_model_parallel_layout"):  # which says how many stages there are
+        fields.pop("virtual_pipeline_model_parallel_size", None)
+    model, has_pipeline = fields.get("model_name"), fields.get("pipeline_model_parallel_size", 1) > 1
+    if has_pipeline and "num_layers" not in fields and not any("layer_pattern" in key for key in fields):
+        return Recipe(name, problem=f"the sizes of {model or 'the model'} are neither in the checkout nor known here")
+    size = _GPUS.search(found["name"])
+    gpu = size[2] if size is not None and size[2] in DEVICES else None
+    gpus = int(size[1]) if size is not None else None
+    per_node = None if gpu is None else min(DEVICES[gpu].domain, 4 if DEVICES[gpu].domain > 8 else 8)
+    return Recipe(name, tuple(flags_of(fields)), "", gpus, per_node, gpu)
+
+
+def _as_flag(field: str, value: Any) -> Any:
+    """The value of a field as a flag has it: whole numbers without a point, and the short names of types."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return _TYPES.get(value, value) if field.endswith("_dtype") and isinstance(value, str) else value
+
+
+def _of_precision(name: str) -> dict[str, Any]:
+    """The fields of a precision that is given by its name."""
+    if not name:
+        return {}
+    fields: dict[str, Any] = {"bf16": name.startswith("bf16"), "fp16": name.startswith("fp16")}
+    kinds = {"mxfp8": "mxfp8", "current": "tensorwise", "delayed": "delayed", "blockwise": "blockwise"}
+    recipe = next((value for key, value in kinds.items() if key in name), None)
+    return (
+        fields
+        | ({"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {})
+        | ({"fp4": "e2m1"} if "fp4" in name else {})
+    )

@@ -1,0 +1,131 @@
+"""Tests of reading recipes that are functions, as in Megatron-Bridge, with a small checkout of our own."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zero_bubble.cli.catalogue.find import recipes_in
+from megatron.zero_bubble.cli.catalogue.judge import BROKEN, GAINS, SINGLE, UNREAD, judged
+from megatron.zero_bubble.cli.catalogue.recipe import Recipe
+
+RECIPES = """
+import torch
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.training.config import ConfigContainer, OptimizerConfig, TrainingConfig
+
+MODEL = "meta-llama/Meta-Llama-3-8B"
+
+
+def _common(name=MODEL):
+    config = ConfigContainer(
+        model=AutoBridge.from_hf_pretrained(name).to_megatron_provider(load_weights=False),
+        train=TrainingConfig(global_batch_size=16, micro_batch_size=1, train_iters=9),
+        optimizer=OptimizerConfig(lr=1e-4, main_grads_dtype=torch.bfloat16),
+        mixed_precision="bf16_with_mxfp8_mixed",
+    )
+    config.model.seq_length = 4096
+    config.model.pipeline_model_parallel_size = 8
+    config.model.rotary_base = 500000.0
+    if config.model.virtual_pipeline_model_parallel_size > 1 or config.model.not_set:
+        raise AssertionError("what is not set is nothing")
+    return config
+
+
+def plain_pretrain_16gpu_b200_fp8mx_config():
+    return _common()
+
+
+def layout_pretrain_32gpu_gb200_bf16_config():
+    config = _common()
+    inside = [["decoder"] * 2] * 14
+    config.model.pipeline_model_parallel_layout = [["embedding", "decoder"], *inside, ["decoder"] * 3 + ["loss"]]
+    config.model.virtual_pipeline_model_parallel_size = 2
+    return config
+
+
+def uneven_pretrain_16gpu_h100_bf16_config():
+    config = _common()
+    config.model = GPTModelProvider(num_layers=30, hidden_size=1024, num_attention_heads=8, seq_length=1024)
+    config.model.pipeline_model_parallel_size = 4
+    return config
+
+
+def unknown_pretrain_16gpu_h100_bf16_config():
+    return _common("someone/else")
+
+
+def single_sft_1gpu_h100_bf16_config():
+    config = _common("someone/else")
+    config.model.pipeline_model_parallel_size = 1
+    return config
+
+
+def failing_pretrain_config():
+    return _common() + torch.rank
+
+
+def needs_argument_config(size):
+    return _common()
+"""
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recipe]:
+    """The recipes of a checkout by the names of their functions."""
+    root = tmp_path_factory.mktemp("bridge")
+    folder = root / "src/megatron/bridge/recipes/own"
+    folder.mkdir(parents=True)
+    (folder / "recipes.py").write_text(RECIPES)
+    (folder / "aliases.py").write_text("from megatron.bridge.recipes.own.recipes import *\n")
+    (folder / "broken.py").write_text("import no_such_module\n")
+    return {recipe.name.rpartition(":")[2]: recipe for recipe in recipes_in(str(root))}
+
+
+def test_recipes_are_read_without_the_packages_that_they_import(read: dict[str, Recipe]) -> None:
+    recipe = read["plain_pretrain_16gpu_b200_fp8mx_config"]
+    assert (recipe.gpus, recipe.gpus_per_node, recipe.gpu) == (16, 8, "b200")
+    flags = " ".join(recipe.flags)
+    for words in (
+        "--num-layers 32",
+        "--rotary-base 500000",
+        "--fp8-recipe mxfp8",
+        "--bf16",
+        "--main-grads-dtype bf16",
+        "--swiglu",
+        "--group-query-attention",
+        "--global-batch-size 16",
+    ):
+        assert words in flags
+    assert "--fp16" not in flags
+
+
+def test_layouts_are_written_as_strings_and_say_how_many_stages_there_are(read: dict[str, Recipe]) -> None:
+    recipe = read["layout_pretrain_32gpu_gb200_bf16_config"]
+    at = recipe.flags.index("--pipeline-model-parallel-layout")
+    assert recipe.flags[at + 1] == "|".join(["Et", *["tt"] * 14, "tttL"])
+    assert "--num-virtual-stages-per-pipeline-rank" not in recipe.flags
+    assert (recipe.gpus, recipe.gpus_per_node) == (32, 4)
+
+
+def test_what_cannot_be_read_says_why(read: dict[str, Recipe]) -> None:
+    assert "the sizes of someone/else" in str(read["unknown_pretrain_16gpu_h100_bf16_config"].problem)
+    assert "TypeError" in str(read["failing_pretrain_config"].problem)
+    assert "missing 1 required positional argument" in str(read["needs_argument_config"].problem)
+    assert "no_such_module" in str(read["src/megatron/bridge/recipes/own/broken.py"].problem)
+    assert len(read) == 8  # aliases are no recipes
+
+
+@pytest.mark.parametrize(
+    ("name", "outcome"),
+    [
+        ("plain_pretrain_16gpu_b200_fp8mx_config", GAINS),
+        ("uneven_pretrain_16gpu_h100_bf16_config", BROKEN),
+        ("unknown_pretrain_16gpu_h100_bf16_config", UNREAD),
+        ("single_sft_1gpu_h100_bf16_config", SINGLE),
+    ],
+)
+def test_recipes_are_judged(read: dict[str, Recipe], name: str, outcome: str) -> None:
+    row = judged(read[name], "h100")
+    assert row.outcome == outcome
+    assert (row.option == "--num-layers") == (outcome == BROKEN)
