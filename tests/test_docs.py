@@ -86,6 +86,15 @@ def test_every_flag_is_documented() -> None:
     assert [flag for flag in sorted(known) if not re.search(rf"{flag}[ `]", fork)] == []
 
 
+@pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_flag_that_a_page_names_exists(text: Path) -> None:
+    ours = argparse.ArgumentParser()
+    add_flags(ours)
+    known = all_flags(ours) | all_flags(fork_flags.build_parser())
+    named = set(re.findall(r"--zero-bubble-[a-z0-9]+(?:-[a-z0-9]+)*", text.read_text()))
+    assert sorted(named - known) == []
+
+
 def test_every_rule_of_the_tables_of_refusals_is_documented() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
     flags = {option.name: f"`--zero-bubble-{option.flag}`" for option in DECISIONS}
