@@ -83,7 +83,6 @@ class Chain:
 
     @property
     def sinks(self) -> tuple[int, ...]:
-        """The last stage."""
         return (self.num_stages - 1,)
 
     def backward_of(self, stage: int, microbatch: int, slice_: int = 0) -> Pass:
@@ -113,7 +112,6 @@ class Chain:
         return (*below, saved)
 
     def outputs(self, p: Pass) -> tuple[Value, ...]:
-        """The values of ``p`` that another pass uses."""
         stage, kind, _, slice_ = p
         if kind is W:
             return ()

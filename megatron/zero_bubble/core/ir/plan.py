@@ -93,7 +93,6 @@ class Plan:
         return self.executable(rank).registers
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:
-        """``ops`` as strings."""
         return tuple(tuple(map(str, row)) for row in self.ops)
 
 

@@ -63,7 +63,6 @@ class _OfStage(Op):
 
     @property
     def weights(self) -> Value:
-        """Whole weights."""
         return self._value("weights")
 
     @property

@@ -69,7 +69,6 @@ class Slices:
 
     @property
     def are_even(self) -> bool:
-        """Whether all slices are equally long."""
         return max(self.shares) - min(self.shares) < 1e-9
 
     def in_tokens(self, seq_length: int, multiple: int = 1) -> tuple[int, ...]:

@@ -77,7 +77,6 @@ class Vocabulary:
 
     @property
     def sinks(self) -> tuple[int, ...]:
-        """The last stage."""
         return self.chain.sinks
 
     @property
@@ -87,7 +86,6 @@ class Vocabulary:
 
     @property
     def last(self) -> int:
-        """The last stage."""
         return self.chain.num_stages - 1
 
     def shards(self, kind: Kind, microbatch: int) -> tuple[Pass, ...]:
@@ -101,7 +99,6 @@ class Vocabulary:
         return (*shards, *loss)
 
     def inputs(self, p: Pass) -> tuple[Value, ...]:
-        """The values that ``p`` uses."""
         stage, kind, microbatch, _ = p
         if kind is S:
             return (Value(Pass(self.last, F, microbatch), HIDDEN),)
@@ -121,7 +118,6 @@ class Vocabulary:
         return inputs
 
     def outputs(self, p: Pass) -> tuple[Value, ...]:
-        """The values of ``p`` that another pass uses."""
         stage, kind, _, _ = p
         trains = not self.chain.forward_only
         saved = (Value(p, SAVED),) if trains else ()
@@ -145,7 +141,6 @@ class Vocabulary:
         return outputs
 
     def consumers(self, value: Value) -> tuple[Pass, ...]:
-        """The passes that use ``value``."""
         (stage, kind, microbatch, _), name = value
         if name == HIDDEN:
             return self.shards(S, microbatch)

@@ -52,14 +52,14 @@ class SnapshotRollback:
 
     def __init__(self, optimizers: Optimizers) -> None:
         self._optimizers = list(optimizers)
-        self._forget()
+        self.forget()
 
     def is_safe(self) -> bool:
         return True
 
     def keep(self) -> None:
         """See ``Rollback``."""
-        self._forget()
+        self.forget()
         for optimizer, _, parameter in _parameters(self._optimizers):
             state = optimizer.state.get(parameter)
             kept = None if state is None else {k: v if _is_tensor(v) else deepcopy(v) for k, v in state.items()}
@@ -74,9 +74,6 @@ class SnapshotRollback:
 
     def forget(self) -> None:
         """See ``Rollback``."""
-        self._forget()
-
-    def _forget(self) -> None:
         # Per parameter, the keys of its state before the step, with the tensors themselves and copies of other values.
         self._states: list[tuple[torch.optim.Optimizer, torch.Tensor, dict[str, Any] | None]] = []
         self._tensors: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}

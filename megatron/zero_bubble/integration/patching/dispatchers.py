@@ -13,7 +13,7 @@ import torch
 
 from megatron.zero_bubble.engine.measure.recorder import Recorder
 from megatron.zero_bubble.engine.runtime.observer import IterationObserver
-from megatron.zero_bubble.integration.patching.replaced import Replacement
+from megatron.zero_bubble.integration.patching.replaced import Replacement, around
 from megatron.zero_bubble.integration.patching.seam import Seam
 
 _METHODS = {"token_dispatch": ("dispatch", "dispatch_grad"), "token_combine": ("combine", "combine_grad")}
@@ -29,23 +29,20 @@ def timing(observers: Sequence[IterationObserver], seams: Sequence[Seam]) -> lis
     recorder = next((each for each in observers if isinstance(each, Recorder)), None)
     if recorder is None:
         return []
-    return [(seam, functools.partial(_timed, recorder=recorder)) for seam in seams]
+    return [(seam, around(functools.partial(_exchange, recorder))) for seam in seams]
 
 
-def _timed(original: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+def _exchange(
+    recorder: Recorder, original: Callable[..., Any], dispatcher: Any, states: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    if not recorder.is_on:
+        return original(dispatcher, states, *args, **kwargs)
     part, of_gradient = _METHODS[original.__name__]
-
-    @functools.wraps(original)
-    def timed(dispatcher: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not recorder.is_on:
-            return original(dispatcher, states, *args, **kwargs)
-        recorder.exchange_begins(part)
-        result = original(dispatcher, states, *args, **kwargs)
-        recorder.exchange_ends(part)
-        received = result[0] if isinstance(result, tuple) else result
-        if states.requires_grad and received.requires_grad:
-            received.register_hook(lambda _: recorder.exchange_begins(of_gradient))
-            states.register_hook(lambda _: recorder.exchange_ends(of_gradient))
-        return result
-
-    return timed
+    recorder.exchange_begins(part)
+    result = original(dispatcher, states, *args, **kwargs)
+    recorder.exchange_ends(part)
+    received = result[0] if isinstance(result, tuple) else result
+    if states.requires_grad and received.requires_grad:
+        received.register_hook(lambda _: recorder.exchange_begins(of_gradient))
+        states.register_hook(lambda _: recorder.exchange_ends(of_gradient))
+    return result

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
 from megatron.zero_bubble.engine.wgrad.transformer_engine import FUSED, Conflicts, TransformerEngineSplit
+from megatron.zero_bubble.integration.patching.replaced import Replacement, around
 from megatron.zero_bubble.integration.patching.seam import Seam
 from megatron.zero_bubble.planning.job.overlaps import OF_PASSES, OF_QUEUE, switched_off
 
@@ -65,7 +66,7 @@ DATA_PARALLEL = Seam(
 class Split(NamedTuple):
     """The replacements that ``apply`` makes for TransformerEngine, and the function that ``revert`` calls."""
 
-    replacements: list[tuple[Seam, Callable[[Callable[..., Any]], Callable[..., Any]]]]
+    replacements: list[Replacement]
     close: Callable[[], None]
 
 
@@ -84,7 +85,7 @@ def split(store: WgradStore, say: Callable[[str], None]) -> Split:
     release = tuple(int(part) for part in re.findall("[0-9]+", version)[:2])
     if release < OLDEST:
         seams = (Seam(seam.module, seam.name, ("self",), "raises an error: too old") for seam in LINEARS[:2])
-        return Split([(seam, functools.partial(_refused, version)) for seam in seams], lambda: None)
+        return Split([(seam, around(functools.partial(_refuse, version))) for seam in seams], lambda: None)
     conflicts = Conflicts(OF_QUEUE, OF_PASSES, switched_off)
     engine = TransformerEngineSplit(store, by_rows=release < _SCALES_BY_COLUMNS, say=say, conflicts=conflicts)
     linears = [(seam, engine.build) for seam in LINEARS]
@@ -104,12 +105,8 @@ def _version() -> str | None:
     return str(importlib.import_module("transformer_engine").__version__)
 
 
-def _refused(version: str, original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init(module: Any, *args: Any, **options: Any) -> None:
-        raise UserError(
-            f"zero-bubble schedules need TransformerEngine {'.'.join(map(str, OLDEST))} or newer, which can defer "
-            f"weight gradients to W; got {version}; install a newer version, or train with --transformer-impl local"
-        )
-
-    return init
+def _refuse(version: str, *_args: Any, **_options: Any) -> None:
+    raise UserError(
+        f"zero-bubble schedules need TransformerEngine {'.'.join(map(str, OLDEST))} or newer, which can defer "
+        f"weight gradients to W; got {version}; install a newer version, or train with --transformer-impl local"
+    )
