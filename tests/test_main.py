@@ -41,7 +41,7 @@ def fails(capsys: Capture, *arguments: str) -> str:
 
 
 def test_flags_are_exactly_the_listed_ones() -> None:
-    """New flags are deliberate: a change that adds one must also update this list and docs/command-flags.md (generated)."""
+    """New flags are deliberate: a change that adds one also updates this list and docs/command-flags.md (generated)."""
     (verbs,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     flags = {
         name: [a.option_strings[-1] for a in verb._actions if a.option_strings] for name, verb in verbs.choices.items()
