@@ -8,8 +8,9 @@ time that its messages take from the rank (``costs.messages``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from megatron.zero_bubble.core.analysis.deadlock import deadlock
 from megatron.zero_bubble.core.analysis.lanes import Made, lanes_of
@@ -25,7 +26,6 @@ from megatron.zero_bubble.core.ir.garbage import without_gc
 __all__ = ["Span", "Timeline", "simulate"]
 
 
-@without_gc()
 def simulate(plan: Plan | Schedule, costs: PassCosts, memory: PassMemory | None = None) -> Timeline:
     """Compute the timeline of ``plan``, in time linear in its number of ops.
 
@@ -38,6 +38,38 @@ def simulate(plan: Plan | Schedule, costs: PassCosts, memory: PassMemory | None 
         ScheduleError: when the order deadlocks; the message names rank and pass.
         UserError: when ``costs`` or ``memory`` are for another number of stages.
     """
+    (timeline,) = simulate_with(plan, (costs,), memory)
+    return timeline
+
+
+def simulate_with(
+    plan: Plan | Schedule, costs: Iterable[PassCosts], memory: PassMemory | None = None
+) -> Iterator[Timeline]:
+    """Yield the timeline of ``plan`` with each of several costs; what its ops wait for is found once. Args and errors
+    are those of ``simulate``.
+    """
+    if isinstance(plan, Schedule):
+        for each in costs:
+            yield _simulated(steps_of(plan), plan, each, memory)
+        return
+    rows = without_gc()(steps)(plan)
+    for each in costs:
+        yield _simulated(rows, plan, each, memory)
+
+
+def simulate_orders(
+    orders: Sequence[Schedule], costs: PassCosts, memory: PassMemory | None = None
+) -> Iterator[Timeline]:
+    """Yield the timelines of several orders of the same passes, whose dependencies are found once."""
+    dependencies = cache(orders[0].dependencies)
+    for order in orders:
+        yield _simulated(steps_of(order, dependencies), order, costs, memory)
+
+
+@without_gc()
+def _simulated(
+    rows: Sequence[Iterable[Step]], plan: Plan | Schedule, costs: PassCosts, memory: PassMemory | None
+) -> Timeline:
     schedule = plan if isinstance(plan, Schedule) else plan.schedule
     memory = PassMemory.uniform(schedule.placement) if memory is None else memory
     for what, figures in (("costs", costs), ("memory", memory)):
@@ -46,7 +78,7 @@ def simulate(plan: Plan | Schedule, costs: PassCosts, memory: PassMemory | None 
                 f"{what} must have one figure per stage; {schedule.name} has {schedule.num_stages} stages and "
                 f"{what} {figures.num_stages}; build both from the same placement"
             )
-    run = Run(steps_of(plan) if isinstance(plan, Schedule) else steps(plan), schedule, costs)
+    run = Run(rows, schedule, costs)
     try:
         run.iteration({})
     except Blocked:

@@ -20,7 +20,7 @@ from itertools import accumulate, chain, product
 
 from megatron.zero_bubble.core.analysis.memory import most_kept
 from megatron.zero_bubble.core.analysis.score import SHORTEST, Goal, length_ms
-from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.analysis.simulate import simulate, simulate_orders
 from megatron.zero_bubble.core.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.ir import Pass, Schedule
@@ -79,8 +79,8 @@ def best_with_vocabulary(
     even = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0)
     ways = (False, True) if schedule.num_stages == schedule.num_ranks else (True,)
     made = (_with_lags(schedule, clock, algorithm, delay, _LAGS) for delay, clock in product(ways, (costs, even)))
-    orders = dict.fromkeys(chain.from_iterable(made))  # several ways may lead to one order
-    found = [simulate(order, costs, memory) for order in orders]
+    orders = tuple(dict.fromkeys(chain.from_iterable(made)))  # several ways may lead to one order
+    found = list(simulate_orders(orders, costs, memory))
     if goal.limit is None:
         return min(found, key=lambda timeline: length_ms(timeline, goal.objective))
     return min(found, key=lambda timeline: goal.value(timeline, max(most_kept(timeline, memory))))
