@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -25,6 +27,7 @@ from megatron.zero_bubble.planning.setup import Searched, Setup, Synchronous, Va
 from megatron.zero_bubble.planning.worker import Request
 from tests.helpers.sources import begun, divided
 
+prove_module = sys.modules["megatron.zero_bubble.core.plan.prove"]
 GIB = 2.0**30
 PLACEMENTS: list[tuple[Any, int | None]] = [("linear", None), ("vee", None), ("loop", 2), ("loop", 3), ("wave", 4)]
 
@@ -119,3 +122,12 @@ def test_shorter_schedules_lose_to_those_that_run() -> None:
             assert best.timeline.makespan_ms <= least * (1 + 1e-9)
         assert max(peaks_in_order(best.schedule, costs.on(best.schedule.placement)[1])) <= asked.limit * (1 + 1e-9)  # type: ignore[operator]
     assert found
+
+
+@pytest.mark.parametrize(("number", "count"), [(1, 2), (32, 2)])
+def test_plans_that_run_with_the_queues_of_a_run_are_proved_once(number: int, count: int) -> None:
+    """For training and for evaluations; few hardware queues are the stricter rule."""
+    proofs = mock.Mock(side_effect=prove_module._prove_run)
+    with mock.patch.object(prove_module, "_prove_run", proofs):
+        Feasibility(queues(number)).check(build("zb-h1", num_ranks=4, num_microbatches=8))
+    assert proofs.call_count == count

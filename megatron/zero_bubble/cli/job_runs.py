@@ -6,8 +6,10 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.ir import Plan
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.engine.runtime.backends import QUEUES, hardware_queues, is_nccl
 from megatron.zero_bubble.planning.feasibility import Feasibility
@@ -62,9 +64,21 @@ def batch_counts(args: argparse.Namespace) -> list[int]:
     return sorted({size // args.batch_sizes.granule for size in args.batch_sizes.steps})
 
 
-def check_job(args: argparse.Namespace, runs: Feasibility, by_few: bool = False) -> list[int]:
-    """Prove the plans of a job as its run does, and return their numbers of microbatches: all of the job, or of very
-    many some that are evenly spread. With ``zb-auto``, they are the plans that it begins with.
+class ProvedPlans(NamedTuple):
+    """The plans of a job that were proved.
+
+    Attributes:
+        counts: the numbers of microbatches for which they stand.
+        plans: by number of microbatches.
+    """
+
+    counts: list[int]
+    plans: dict[int, Plan]
+
+
+def check_job(args: argparse.Namespace, runs: Feasibility, by_few: bool = False) -> ProvedPlans:
+    """Prove the plans of a job as its run does: for all its numbers of microbatches, or of very many for some that are
+    evenly spread. With ``zb-auto``, they are the plans that it begins with.
 
     Args:
         by_few: whether few microbatches stand for many.
@@ -74,8 +88,7 @@ def check_job(args: argparse.Namespace, runs: Feasibility, by_few: bool = False)
     """
     counts, num_ranks = _spread(batch_counts(args)), args.pipeline_model_parallel_size
     proved = sorted({few(num_ranks, count) for count in counts}) if by_few else counts
-    check_counts(args.zero_bubble, args.source, num_ranks, proved, runs)
-    return counts
+    return ProvedPlans(counts, check_counts(args.zero_bubble, args.source, num_ranks, proved, runs))
 
 
 def _spread(counts: list[int]) -> list[int]:

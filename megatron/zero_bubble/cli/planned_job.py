@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.cli.hardware import device_of, job_costs
 from megatron.zero_bubble.cli.job_figures import with_vocabulary
-from megatron.zero_bubble.cli.job_runs import batch_counts, check_job, job_runs
+from megatron.zero_bubble.cli.job_runs import ProvedPlans, batch_counts, check_job, job_runs
 from megatron.zero_bubble.cli.job_schedule import job_answer, job_schedule
 from megatron.zero_bubble.cli.links import bandwidth_to_replicas
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.core.analysis.memory import host_peaks
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.formats.layout import job_layers
-from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.plan import Additions, PostReceives, plan_without_messages
 from megatron.zero_bubble.core.plan.offload import MoveSelection
 from megatron.zero_bubble.core.plan.timelines import timeline_of
@@ -88,7 +88,7 @@ def planned_job(
     costs = with_vocabulary(costs, args)
     runs = job_runs(args, options.gpu, under_megatron, environment)
     by_few = by_few and not isinstance(args.run.setup.order, (Given, Searched))
-    proved = _proved(args, runs, by_few)
+    proved = check_job(args, runs, by_few) if args.run.has_schedule else None
     made = job_answer(args, costs, costs.num_microbatches, runs)
     schedule = job_schedule(args, costs.num_ranks, costs.num_microbatches) if made is None else made.schedule
     select: MoveSelection | None = None if args.source is None else args.zero_bubble.selection(args.source)
@@ -102,18 +102,21 @@ def planned_job(
     host = None if select is None else host_peaks(plan_without_messages(schedule, added), figures[1])
     if by_few:
         schedule = job_schedule(args, costs.num_ranks, few(costs.num_ranks, costs.num_microbatches))
-    memory = _memory(timeline, schedule, costs, receives)
-    return PlannedJob(layers, groups, costs, made, timeline, memory, host, proved)
+    lowered = None if proved is None else proved.plans.get(schedule.num_microbatches)
+    if lowered is not None and lowered.schedule != schedule:
+        lowered = None
+    memory = _memory(timeline, schedule, costs, receives, lowered)
+    return PlannedJob(layers, groups, costs, made, timeline, memory, host, _what_is_proved(args, runs, proved))
 
 
-def _proved(args: argparse.Namespace, runs: Feasibility, by_few: bool) -> str:
-    if not args.run.has_schedule:
+def _what_is_proved(args: argparse.Namespace, runs: Feasibility, proved: ProvedPlans | None) -> str:
+    if proved is None:
         return "The job uses Megatron's built-in schedule, which is not proved."
-    counts, proved = batch_counts(args), check_job(args, runs, by_few)
+    counts, own = batch_counts(args), proved.counts
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
     where = f", with {runs.queues.what}" if runs.queues is not None and runs.queues.what else ""
-    if len(proved) < len(counts):
-        where += f": {len(proved)} of {len(counts)} batch sizes, evenly spread; the run proves all before it trains"
+    if len(own) < len(counts):
+        where += f": {len(own)} of {len(counts)} batch sizes, evenly spread; the run proves all before it trains"
     return f"Proved free of deadlock for {listed} microbatches{where}."
 
 
@@ -146,10 +149,12 @@ def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule, added
     return replace(own, weights=PlannedWeights(units.static, costs.weights), counts_weights=True)
 
 
-def _memory(timeline: Timeline, schedule: Schedule, costs: Figures, post_receives: PostReceives) -> RankMemory:
-    """The memory of a plan; messages are those of ``schedule``."""
+def _memory(
+    timeline: Timeline, schedule: Schedule, costs: Figures, post_receives: PostReceives, lowered: Plan | None
+) -> RankMemory:
+    """The memory of a plan; messages are those of ``schedule``, or of its plan if that is known."""
     messages = nothing = (0.0,) * costs.num_ranks
     if costs.in_bytes and costs.message_bytes:
-        messages = message_memory(schedule, costs.message_bytes, post_receives)
+        messages = message_memory(schedule, costs.message_bytes, post_receives, lowered)
     weights = costs.weights_on(schedule.placement) or nothing
     return list(zip(rank_memory(timeline, costs), messages, weights, strict=True))

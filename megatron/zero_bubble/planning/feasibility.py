@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.analysis.score import within
 from megatron.zero_bubble.core.analysis.validate import validate
 from megatron.zero_bubble.core.costs import PassMemory
 from megatron.zero_bubble.core.costs.units import format_bytes
-from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
+from megatron.zero_bubble.core.errors import PlanError, Refusal, UserError, attempted
 from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.core.plan import (
@@ -22,6 +22,7 @@ from megatron.zero_bubble.core.plan import (
     PostReceives,
     plan_of,
     plan_of_evaluation,
+    prove,
     prove_for_queues,
 )
 from megatron.zero_bubble.core.plan.nccl import Ctas, collective_ctas
@@ -71,11 +72,14 @@ class Feasibility:
         moves = added.moves or (tuple(select_longest(schedule, self.moved)) if self.moved else ())
         own = {"post_receives": self.post_receives, "post_validation": self.post_validation, "moves": moves}
         added = replace(added, **own)  # type: ignore[arg-type]
-        training, evaluation = plan_of(schedule, added), plan_of_evaluation(schedule, added)
+        proofs = _Proof(self.queues), _Proof(self.queues)
+        training = plan_of(schedule, added, proofs[0])
+        plan_of_evaluation(schedule, added, proofs[1])
         if self.queues is not None:
             collective_ctas(self.ctas, training, self.num_multiprocessors)
-            for plan in (training, evaluation):
-                prove_for_queues(plan, self.queues.number, self.queues.setting, self.queues.several)
+        for proof in proofs:
+            if proof.refused is not None:
+                raise proof.refused
         if moves and memory is not None and self.host_memory is not None:
             self._check_host(max(host_peaks(training, memory)))
         return training
@@ -91,6 +95,32 @@ class Feasibility:
         """Why a schedule cannot run, in one sentence; None if it can. The arguments are those of ``check``."""
         refused = attempted(partial(self.check, schedule, added, memory))
         return refused.reason.splitlines()[0] if isinstance(refused, Refusal) else None
+
+
+@dataclass
+class _Proof:
+    """Proves plans for the hardware queues of a GPU first, from which a proof for a queue per channel follows.
+
+    Attributes:
+        refused: why the last plan that was proved needs more hardware queues; None if it does not.
+    """
+
+    queues: HardwareQueues | None
+    refused: PlanError | None = None
+
+    def __call__(self, plan: Plan) -> None:
+        """Prove a plan for a queue per channel; keep why it needs more than those of the GPU.
+
+        Raises:
+            PlanError: it cannot run with any number of queues.
+        """
+        own, self.refused = self.queues, None
+        try:
+            if own is not None and prove_for_queues(plan, own.number, own.setting, own.several):
+                return
+        except PlanError as error:
+            self.refused = error
+        prove(plan)
 
 
 ANY_RUN = Feasibility()

@@ -9,7 +9,7 @@ from megatron.zero_bubble.core.analysis.bounds import Bound, lower_bound, lower_
 from megatron.zero_bubble.core.analysis.memory import message_peaks, most_kept
 from megatron.zero_bubble.core.analysis.score import Goal, length_ms, within
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.core.ir import WHOLE, Schedule, Slices
+from megatron.zero_bubble.core.ir import WHOLE, Plan, Schedule, Slices
 from megatron.zero_bubble.core.ir.sizes import check_size
 from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan import Additions, PostReceives, unproved_plan_of
@@ -133,9 +133,13 @@ def rank_memory(timeline: Timeline, costs: Figures) -> tuple[float, ...]:
 
 
 def message_memory(
-    schedule: Schedule, message_bytes: float, post_receives: PostReceives = "early"
+    schedule: Schedule, message_bytes: float, post_receives: PostReceives = "early", lowered: Plan | None = None
 ) -> tuple[float, ...]:
     """Return the most bytes of each rank for messages that it sends and receives. What moves to host memory and what is
     gathered does not add any, because it does not post receives earlier.
+
+    Args:
+        lowered: the plan of the schedule with its messages, if it is known.
     """
-    return tuple(peak * message_bytes for peak in message_peaks(unproved_plan_of(schedule, Additions(post_receives))))
+    plan = lowered or unproved_plan_of(schedule, Additions(post_receives))
+    return tuple(peak * message_bytes for peak in message_peaks(plan))

@@ -13,7 +13,9 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.ir import Kind, Plan, Schedule
 from megatron.zero_bubble.core.ir.collectives import Collective, Finish
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
-from megatron.zero_bubble.core.plan import plan_of, plan_of_evaluation
+from megatron.zero_bubble.core.plan import plan_of, plan_of_evaluation, plan_without_messages
+from megatron.zero_bubble.core.plan.plan_of import plan_of_times
+from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
 
 RANKS = 4
@@ -80,3 +82,10 @@ def test_last_gradients_are_freed_at_the_end() -> None:
     row = plan_of(made("zb-h1", 2, 8)[0]).ops[0]
     assert isinstance(row[-1], Finish)
     assert row[-1].collective.value.producer.kind is Kind.B
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_times_are_planned_without(algorithm: Algorithm) -> None:
+    schedule, costs = made("zb-v", algorithm, 9)
+    assert not any(isinstance(op, Finish) for row in plan_of_times(schedule).ops for op in row)
+    assert timeline_of(schedule, costs) == simulate(plan_without_messages(schedule), costs)

@@ -26,7 +26,7 @@ from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.plans import message_memory
 
-LOWER = sys.modules["megatron.zero_bubble.core.plan.lower"]
+PROVE = sys.modules["megatron.zero_bubble.core.plan.prove"]
 UNITS = build("zero-pp", num_ranks=4, num_microbatches=16, unit_microbatches=8)
 PAIRS = build("dualpipe-v", num_ranks=4, num_microbatches=16, pairs=True)
 H2 = build("zb-h2", num_ranks=4, num_microbatches=40)
@@ -47,8 +47,7 @@ TOGETHER = {
 @pytest.mark.parametrize("row", TOGETHER)
 def test_a_plan_is_proved_once(row: str) -> None:
     proved: list[Plan] = []
-    with mock.patch.object(LOWER, "prove", proved.append):
-        plan = plan_of(*TOGETHER[row])
+    plan = plan_of(*TOGETHER[row], proved.append)
     assert proved == [plan]
     prove(plan)
 
@@ -57,7 +56,7 @@ def test_a_plan_is_proved_once(row: str) -> None:
 def test_messages_are_counted_without_a_proof(row: str) -> None:
     schedule, added = TOGETHER[row]
     counted = message_peaks(plan_of(schedule, added))
-    with mock.patch.object(LOWER, "prove", side_effect=AssertionError("it was proved")):
+    with mock.patch.object(PROVE, "_prove_run", side_effect=AssertionError("it was proved")):
         assert message_peaks(unproved_plan_of(schedule, added)) == counted
         assert message_memory(schedule, 2.0) == tuple(2.0 * peak for peak in counted), "additions need no messages"
 

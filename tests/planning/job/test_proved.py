@@ -20,7 +20,8 @@ def test_a_later_number_of_microbatches_is_refused() -> None:
     """On one hardware queue, this schedule runs few microbatches, and not many."""
     config = ZeroBubbleConfig(schedule="breadth-first")
     source, runs = config.sources()(4), Feasibility(ONE_QUEUE)
-    check_counts(config, source, 4, [4, 8], runs)
+    plans = check_counts(config, source, 4, [4, 8], runs)
+    assert {count: plan.schedule for count, plan in plans.items()} == {count: source.make(count) for count in (4, 8)}
     with pytest.raises(PlanError) as caught:
         check_counts(config, source, 4, [4, 8, 16], runs)
     assert str(caught.value).startswith("with 16 microbatches, schedule 'breadth-first' needs several hardware queues")

@@ -34,19 +34,33 @@ def collect(plan: Plan) -> Plan:
     """A lowering pass: add the collectives, and free what ranks have given to them. Plans without vocabulary
     parallelism, or of one rank, stay as they are.
     """
-    if not isinstance(plan.schedule.flow, Vocabulary) or plan.schedule.num_ranks == 1:
-        return plan
-    return _collected(plan)
+    return _finished(plan) if _has_collectives(plan) else plan
 
 
-@lru_cache(maxsize=4)  # the simulation, the memory of messages, and the proof of a schedule begin with the same
-def _collected(plan: Plan) -> Plan:
+@alike
+def start_collectives(plan: Plan) -> Plan:
+    """A lowering pass: add the collectives as ``collect`` does, but free nothing, which takes no time."""
+    return _started(plan) if _has_collectives(plan) else plan
+
+
+def _has_collectives(plan: Plan) -> bool:
+    return isinstance(plan.schedule.flow, Vocabulary) and plan.schedule.num_ranks > 1
+
+
+# The simulation, the memory of messages, and the proof of a schedule begin with the same.
+@lru_cache(maxsize=4)
+def _finished(plan: Plan) -> Plan:
+    return finish(_started(plan))
+
+
+@lru_cache(maxsize=4)
+def _started(plan: Plan) -> Plan:
     flow = plan.schedule.flow
     assert isinstance(flow, Vocabulary), "only these have collectives"
     clocks: list[list[Clock]] = [[] for _ in plan.ops]
     for rank, _, _, _, clock in clocked(steps(plan)):
         clocks[rank].append(clock)
-    return finish(replace(plan, ops=tuple(_row(plan, flow, rank, clocks[rank]) for rank in range(len(plan.ops)))))
+    return replace(plan, ops=tuple(_row(plan, flow, rank, clocks[rank]) for rank in range(len(plan.ops))))
 
 
 def _row(plan: Plan, flow: Vocabulary, rank: int, clocks: Sequence[Clock]) -> tuple[Op, ...]:

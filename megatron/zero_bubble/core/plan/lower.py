@@ -15,13 +15,15 @@ from megatron.zero_bubble.core.plan.unroll import is_alike, unroll
 
 LoweringPass = Callable[[Plan], Plan]
 """A lowering pass that treats all microbatches alike declares it (``alike``), so that plans store what repeats once."""
+Proof = Callable[[Plan], object]
+"""Proves that a plan can run, or raises ``PlanError``."""
 
 _KEPT, _MORE = 6, 2
 """Windows in the stem of a plan in addition to their lag, and the factor by which they grow until its ops repeat."""
 
 
 @without_gc()
-def lower(schedule: Schedule, passes: Sequence[LoweringPass] = (communicate,)) -> Plan:
+def lower(schedule: Schedule, passes: Sequence[LoweringPass] = (communicate,), proof: Proof = prove) -> Plan:
     """Turn a valid schedule into the ops of every rank, and prove that the plan can run.
 
     The steady state of a schedule, which repeats the same passes, is lowered and proved only once, if every lowering
@@ -30,13 +32,14 @@ def lower(schedule: Schedule, passes: Sequence[LoweringPass] = (communicate,)) -
     Args:
         schedule: any schedule that ``analysis.validate`` accepts.
         passes: lowering passes; each adds ops to the plan of the previous one.
+        proof: how the plan is proved.
 
     Raises:
         PlanError: when an op lacks an input, a resource is never released, or the ranks would wait for each other; the
             message shows the position of each rank.
     """
     plan = unproved(schedule, passes)
-    prove(plan)
+    proof(plan)
     return plan
 
 

@@ -10,11 +10,12 @@ from functools import partial
 
 from megatron.zero_bubble.core.errors import PlanError
 from megatron.zero_bubble.core.ir import Plan, Schedule
-from megatron.zero_bubble.core.plan.collect import collect
+from megatron.zero_bubble.core.plan.collect import collect, start_collectives
 from megatron.zero_bubble.core.plan.communicate import PostReceives, communicate
-from megatron.zero_bubble.core.plan.lower import LoweringPass, lower, unproved
+from megatron.zero_bubble.core.plan.lower import LoweringPass, Proof, lower, unproved
 from megatron.zero_bubble.core.plan.offload import Move, offload
 from megatron.zero_bubble.core.plan.post_validation import with_validation
+from megatron.zero_bubble.core.plan.prove import prove
 from megatron.zero_bubble.core.plan.shard import Sharding, shard
 from megatron.zero_bubble.core.plan.turns import in_turn
 
@@ -48,13 +49,13 @@ class Additions:
 NOTHING = Additions()
 
 
-def plan_of(schedule: Schedule, added: Additions = NOTHING) -> Plan:
+def plan_of(schedule: Schedule, added: Additions = NOTHING, proof: Proof = prove) -> Plan:
     """Lower the schedule of a training iteration, and prove that its plan can run.
 
     Raises:
         PlanError: see ``lower``.
     """
-    return lower(schedule, _of_training(added))
+    return lower(schedule, _of_training(added), proof)
 
 
 def unproved_plan_of(schedule: Schedule, added: Additions = NOTHING) -> Plan:
@@ -69,7 +70,14 @@ def plan_without_messages(schedule: Schedule, added: Additions = NOTHING) -> Pla
     return unproved(schedule, [collect, *added.ops])
 
 
-def plan_of_evaluation(schedule: Schedule, added: Additions = NOTHING) -> Plan:
+def plan_of_times(schedule: Schedule) -> Plan:
+    """Return the plan by which the times of a schedule alone are compared. What ranks give to collectives is not freed:
+    that delays nothing (``finish``), and takes as long to plan as the collectives.
+    """
+    return unproved(schedule, [start_collectives])
+
+
+def plan_of_evaluation(schedule: Schedule, added: Additions = NOTHING, proof: Proof = prove) -> Plan:
     """Lower the forwards of a schedule, in which nothing moves to the host, and prove that their plan can run.
 
     An evaluation may send in one direction only, so no returning message shows that a buffer is free; each channel gets
@@ -82,10 +90,10 @@ def plan_of_evaluation(schedule: Schedule, added: Additions = NOTHING) -> Plan:
     transfers = partial(communicate, post_receives=added.post_receives)
     for most in (2, schedule.num_ranks + 1, 2 * schedule.num_ranks + 1):
         try:
-            return lower(forwards, (collect, partial(transfers, max_in_flight=most), in_turn, *own))
+            return lower(forwards, (collect, partial(transfers, max_in_flight=most), in_turn, *own), proof)
         except PlanError:
             continue
-    return lower(forwards, (collect, transfers, in_turn, *own))
+    return lower(forwards, (collect, transfers, in_turn, *own), proof)
 
 
 def _of_training(added: Additions) -> list[LoweringPass]:

@@ -92,8 +92,9 @@ def num_streams(plan: Plan) -> int:
 
 def prove_for_queues(
     plan: Plan, num_queues: int = 1, setting: str = "CUDA_DEVICE_MAX_CONNECTIONS is 1", several: str | None = "32"
-) -> None:
-    """Prove a plan for GPUs with ``num_queues`` hardware queues each.
+) -> bool:
+    """Prove a plan for GPUs with ``num_queues`` hardware queues each; return whether that took a proof, which then also
+    holds for a queue per channel: with fewer queues, transfers only wait for more.
 
     If there are fewer queues than streams, some streams share one. CUDA does not say which, so the plan is then proved
     for a single queue. What ends there ends with any number: a task waits for those before it in its own queue, and in
@@ -108,7 +109,7 @@ def prove_for_queues(
     """
     needed = num_streams(plan)
     if num_queues >= needed:
-        return
+        return False
     try:
         prove(plan, Queues.DEVICE)
     except PlanError as error:
@@ -117,6 +118,7 @@ def prove_for_queues(
             f"schedule {plan.schedule.name!r} needs several hardware queues per GPU: {needed}, one for each of its "
             f"streams; {setting}; {more}choose another schedule. {error}"
         ) from error
+    return True
 
 
 def _prove_run(plan: Plan, queues: Queues, stopped: bool = False) -> list[list[Step]]:

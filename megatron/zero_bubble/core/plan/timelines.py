@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.analysis.simulate import simulate, simulate_with
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.core.plan.plan_of import NOTHING, Additions, plan_without_messages
+from megatron.zero_bubble.core.plan.plan_of import NOTHING, Additions, plan_of_times, plan_without_messages
 from megatron.zero_bubble.core.plan.prove import prove
 from megatron.zero_bubble.core.search.timed import timed
 
@@ -33,8 +33,7 @@ def timelines_of(
         for each in costs:
             yield simulate(schedule, each) if memory is None else timed(schedule, each, memory)
         return
-    plan = plan_without_messages(schedule, added)
+    plan = plan_without_messages(schedule, added) if added.ops else plan_of_times(schedule)
     if added.ops:
         prove(plan)
-    for each in costs:
-        yield simulate(plan, each, memory)
+    yield from simulate_with(plan, costs, memory)

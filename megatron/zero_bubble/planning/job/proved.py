@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron.zero_bubble.core.errors import PlanError
+from megatron.zero_bubble.core.ir import Plan
 from megatron.zero_bubble.core.plan import Additions
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
@@ -14,8 +15,8 @@ from megatron.zero_bubble.planning.source import ScheduleSource
 
 def check_counts(
     config: ZeroBubbleConfig, source: ScheduleSource, num_ranks: int, counts: Collection[int], runs: Feasibility
-) -> None:
-    """Prove the plans of a job; with ``zb-auto``, those that it begins with.
+) -> dict[int, Plan]:
+    """Prove the plans of a job, and return them; with ``zb-auto``, those that it begins with.
 
     Args:
         counts: its numbers of microbatches. A plan that can run for one of them need not exist for another.
@@ -25,14 +26,16 @@ def check_counts(
         UserError: why one cannot run.
     """
     select, sharding = config.selection(source), config.sharding(num_ranks) if config.setup.shards is not None else None
+    plans: dict[int, Plan] = {}
     for count in counts:
         schedule = source.make(count)
         check_runnable(schedule, num_ranks, count)
         try:
             moves = () if select is None else tuple(select(schedule))
-            runs.check(schedule, Additions(moves=moves, sharding=sharding))
+            plans[count] = runs.check(schedule, Additions(moves=moves, sharding=sharding))
         except PlanError as error:
             if len(counts) == 1:
                 raise
             refusal = f"with {count} microbatches, {error}"
             raise PlanError(refusal) from error
+    return plans
