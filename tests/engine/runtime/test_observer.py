@@ -15,9 +15,9 @@ INNER_FIRST = {"end", "completed", "sent", "posted", "received", "settled", "val
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_events_that_end_something_reach_the_innermost_observer_first(event: str) -> None:
-    told: list[str] = []
+    informed: list[str] = []
     outer, inner = IterationObserver(), IterationObserver()
-    setattr(outer, event, lambda *_: told.append("outer"))
-    setattr(inner, event, lambda *_: told.append("inner"))
+    setattr(outer, event, lambda *_: informed.append("outer"))
+    setattr(inner, event, lambda *_: informed.append("inner"))
     getattr(Observers([outer, inner]), event)(*EVENTS[event])
-    assert told == (["inner", "outer"] if event in INNER_FIRST else ["outer", "inner"])
+    assert informed == (["inner", "outer"] if event in INNER_FIRST else ["outer", "inner"])
