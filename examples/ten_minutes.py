@@ -20,7 +20,7 @@ from megatron.zero_bubble.core.render.text import render_text
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "runs/ten_minutes"
-RANKS, MICROBATCHES, ITERATIONS = 2, 8, int(os.environ.get("ITERATIONS", "12"))
+RANKS, MICROBATCHES, ITERATIONS = 2, 8, 12
 
 
 def train(name: str, *flags: str) -> list[dict]:

@@ -100,7 +100,7 @@ RECIPES = {
         QWEN + _sizes(8, 512, 32, 32) + "--pipeline-model-parallel-layout 'Ett|(t*3|)*30ttL'",
         32,
         0.0034,
-        True,
+        False,
     ),
     "Kimi K2, 256 GB300": Recipe(32, "b200", KIMI + _sizes(4, 32, 64, 64) + OF_61.format(""), 16, 0.0229, False),
     "Llama 3.1 405B, 1024 H100": Recipe(

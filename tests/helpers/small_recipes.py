@@ -143,16 +143,19 @@ SMALL = {
         8,
         6,
         (
-            _moved("interleaved-1f1b", 3, pairs=True),
+            _moved("interleaved-1f1b", 4, pairs=True),
             _moved("gis-h", 4),
             _in_place("zb-h1"),
+            _moved("zb-v"),
             _moved("v-min"),
             _sliced("seq-zb-h1", ""),
             _moved("zb-interleaved", 4),
         ),
         "Et*4|t*4L",
     ),
-    "Qwen3-235B, 256 H100": Pipeline(2, 14, 6, (_moved("dualpipe-v", pairs=True), _moved("v-min")), "Et|(t*2|)*6tL"),
+    "Qwen3-235B, 256 H100": Pipeline(
+        2, 14, 6, (_in_place("gis-h"), _moved("dualpipe-v", pairs=True), _moved("v-min")), "Et|(t*2|)*6tL"
+    ),
     "Kimi K2, 256 GB300": Pipeline(
         2,
         9,
