@@ -256,7 +256,8 @@ def _ways(row: AdviceRow, limit: str | None) -> Iterator[Setup]:
     """
     setup, on = row.setup, row.change.placement
     name = name_of(on)
-    if setup.order is not None and name is not None and not (setup.pairs or setup.shards):
+    has_own_order = row.plan.schedule.overlaps or row.change.question.has_units
+    if setup.order is not None and name is not None and not has_own_order:
         stages = on.num_stages // on.num_ranks if name in HAS_CHUNKS else None
         order = Searched(name, stages, limit or AUTO_LIMIT, keep_faster=True)
         yield replace(setup, order=order)

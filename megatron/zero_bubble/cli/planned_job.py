@@ -19,13 +19,13 @@ from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.formats.layout import job_layers
 from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.plan import Additions, PostReceives, plan_without_messages
-from megatron.zero_bubble.core.plan.offload import MoveSelection
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.change import Need
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.few import few
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.plans import message_memory, rank_memory
 from megatron.zero_bubble.planning.setup import Given, Searched
 from megatron.zero_bubble.planning.shards import of_schedule, with_collectives
@@ -91,15 +91,15 @@ def planned_job(
     proved = check_job(args, runs, by_few) if args.run.has_schedule else None
     made = job_answer(args, costs, costs.num_microbatches, runs)
     schedule = job_schedule(args, costs.num_ranks, costs.num_microbatches) if made is None else made.schedule
-    select: MoveSelection | None = None if args.source is None else args.zero_bubble.selection(args.source)
-    added = Additions(moves=() if select is None else tuple(select(schedule)))
-    if args.run.setup.shards is not None:
-        added = replace(added, sharding=args.zero_bubble.sharding(costs.num_ranks))
+    config: ZeroBubbleConfig | None = None if args.source is None else args.zero_bubble
+    added = Additions() if config is None else config.additions(args.source, costs.num_ranks, schedule)
+    if added.sharding is not None:
         costs = _sharded(args, _with_collectives(options, args, domains, costs), schedule, added)
     figures = costs.on(args.placement)
     receives: PostReceives = args.run.setup.messages.receives
     timeline = timeline_of(schedule, *figures, added)
-    host = None if select is None else host_peaks(plan_without_messages(schedule, added), figures[1])
+    moves = config is not None and config.selection(args.source) is not None
+    host = host_peaks(plan_without_messages(schedule, added), figures[1]) if moves else None
     if by_few:
         schedule = job_schedule(args, costs.num_ranks, few(costs.num_ranks, costs.num_microbatches))
     lowered = None if proved is None else proved.plans.get(schedule.num_microbatches)

@@ -10,15 +10,14 @@ from typing import Any
 from megatron.zero_bubble.core.analysis.score import Goal, within
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.ir import Schedule
-from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import recipe
-from megatron.zero_bubble.planning.cuts import slices_of
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import NO_LIMITS, HostLimits
 from megatron.zero_bubble.planning.plans import ADAPTING, peak_memory
-from megatron.zero_bubble.planning.setup import BY_COST, DEFAULT_LIMIT, Cuts, Given, Named, Searched, Setup
+from megatron.zero_bubble.planning.setup import BY_COST, DEFAULT_LIMIT, Given, Named, Searched, Setup
 from megatron.zero_bubble.planning.shards import Replicas, replicas_of
 from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 
@@ -188,15 +187,9 @@ def of_run(costs: Figures, setup: Setup, runs: Feasibility | None = None) -> Que
     """
     assert isinstance(setup.order, Searched), "only a search asks during a run"
     first = _first(costs, setup, runs)
-    slices, algorithm = slices_of(setup.cuts), algorithm_of(first)
-    order = Setup(
-        Searched.on(first.placement),
-        cuts=Cuts(among=(slices,)) if slices is not None and len(slices) > 1 else None,
-        vocabulary=None if algorithm is None else Divided(algorithm),
-        step=setup.step,
-    )
+    order = Setup(Searched.on(first.placement), step=setup.step).running(Setup.of(first))
     question = asked(order, costs, _raised(setup.order.limit or DEFAULT_LIMIT, costs, first))
-    if algorithm is None:
+    if (algorithm := algorithm_of(first)) is None:
         return replace(question, runs=runs, instead=(first,))
     return replace(question, runs=runs, starts=(replace(first, name=f"{ZB_AUTO} (vocabulary {algorithm})"),))
 

@@ -267,10 +267,11 @@ class Setup:
 
     def running(self, decided: Setup) -> Setup:
         """The same with what its schedules decide (see ``of``)."""
-        number = 1 if decided.cuts is None else len(decided.cuts.among[0])
+        among = () if decided.cuts is None else decided.cuts.among
+        number = len(among[0]) if among else 1
         return replace(
             self,
-            cuts=Cuts(number, "even") if number > 1 else None,
+            cuts=Cuts(number, "even", among=among) if number > 1 else None,
             vocabulary=decided.vocabulary and (self.vocabulary or decided.vocabulary),
             pairs=decided.pairs,
         )

@@ -115,10 +115,10 @@ def divided_costs(costs: Figures, divided: Divided) -> Figures:
         )
     is_recorded = costs.division is not None and costs.division.given  # stages of equal layers differ by noise
     layers = costs.layers.averaged() if is_recorded else costs.layers
-    shards = divide(layers, costs.num_ranks, divided)
+    layers = divide(layers, costs.num_ranks, divided)
 
     def make(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        times, memory = shards.on(costs.layout(placement))
+        times, memory = layers.on(costs.layout(placement))
         return times, memory if costs.memory_given else PassMemory.uniform(placement)
 
     share = efficiency(algorithm, costs.num_ranks)
@@ -129,7 +129,7 @@ def divided_costs(costs: Figures, divided: Divided) -> Figures:
     return replace(
         costs,
         make=make,
-        layers=shards,
+        layers=layers,
         notes=(*costs.notes, note),
         base=costs.base or costs,
         weights=None if costs.weights is None else DividedWeights(costs.weights),

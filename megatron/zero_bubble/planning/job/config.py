@@ -10,9 +10,9 @@ from megatron.zero_bubble.core.costs.units import parse_bytes, parse_memory_limi
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import read_costs_file
 from megatron.zero_bubble.core.formats.plan import PlanFile
-from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
-from megatron.zero_bubble.core.plan import PostReceives
+from megatron.zero_bubble.core.plan import Additions, PostReceives
 from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS, Ctas
 from megatron.zero_bubble.core.plan.offload import MoveSelection, parse_share, select_longest
 from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS, Sharding
@@ -158,6 +158,12 @@ class ZeroBubbleConfig:
         limit = None if setup.offload is None or self.plans_offload else setup.offload.host_memory
         host = None if limit is None else parse_bytes(limit)
         return Feasibility(None, setup.messages.receives, setup.validates, moved, host, self.ctas)
+
+    def additions(self, source: ScheduleSource, num_ranks: int, schedule: Schedule) -> Additions:
+        """What the plan of a schedule has in addition to its passes."""
+        select, shards = self.selection(source), self.setup.shards
+        moves = () if select is None else tuple(select(schedule))
+        return Additions(moves=moves, sharding=None if shards is None else self.sharding(num_ranks))
 
     def sharding(self, num_ranks: int) -> Sharding:
         """How chunks are sharded over their replicas, if they are."""

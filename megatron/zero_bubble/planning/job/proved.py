@@ -6,7 +6,6 @@ from collections.abc import Collection
 
 from megatron.zero_bubble.core.errors import PlanError
 from megatron.zero_bubble.core.ir import Plan
-from megatron.zero_bubble.core.plan import Additions
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.runnable import check_runnable
@@ -25,14 +24,12 @@ def check_counts(
     Raises:
         UserError: why one cannot run.
     """
-    select, sharding = config.selection(source), config.sharding(num_ranks) if config.setup.shards is not None else None
     plans: dict[int, Plan] = {}
     for count in counts:
         schedule = source.make(count)
         check_runnable(schedule, num_ranks, count)
         try:
-            moves = () if select is None else tuple(select(schedule))
-            plans[count] = runs.check(schedule, Additions(moves=moves, sharding=sharding))
+            plans[count] = runs.check(schedule, config.additions(source, num_ranks, schedule))
         except PlanError as error:
             if len(counts) == 1:
                 raise
