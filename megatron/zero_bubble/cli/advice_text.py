@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabSize, remark
-from megatron.zero_bubble.core.analysis.idle import Idle, idle_of
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.advice import Advice, Barred
 from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Today
 from megatron.zero_bubble.planning.codecs import Difference, difference
 from megatron.zero_bubble.planning.experts import Contender, combined_name, sentence
+from megatron.zero_bubble.planning.idle import Idle, idle_of
 from megatron.zero_bubble.planning.job.arguments.parser import misspelt
 from megatron.zero_bubble.planning.remedies import Remedied
 from megatron.zero_bubble.planning.setup import Setup

@@ -25,7 +25,6 @@ from megatron.zero_bubble.cli.megatron_job import ParsedJob
 from megatron.zero_bubble.cli.plan_text import SLOW
 from megatron.zero_bubble.cli.planned_job import planned_job
 from megatron.zero_bubble.cli.progress import working
-from megatron.zero_bubble.core.analysis.idle import idle_of
 from megatron.zero_bubble.core.costs.units import positive_figure
 from megatron.zero_bubble.core.errors import Refusal, Remedy, UserError
 from megatron.zero_bubble.core.ir.garbage import without_gc
@@ -34,6 +33,7 @@ from megatron.zero_bubble.engine.runtime.backends import QUEUES
 from megatron.zero_bubble.planning.advice import WORTH, WORTH_ESTIMATED, Advice, Adviser, StartedWith, Tried
 from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Change, Today
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.idle import idle_of
 from megatron.zero_bubble.planning.job.changes import JobChanges
 from megatron.zero_bubble.planning.job.overlaps import enabled_overlaps, switched_off
 from megatron.zero_bubble.planning.plan_file import written

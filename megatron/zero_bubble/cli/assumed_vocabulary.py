@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from megatron.zero_bubble.core.analysis.idle import idle_of
 from megatron.zero_bubble.core.analysis.score import length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.change import AdviceRow, Today
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.idle import idle_of
 from megatron.zero_bubble.planning.job.model import GPT2_VOCAB_SIZE
 from megatron.zero_bubble.planning.vocabulary import divided_costs
 

@@ -36,13 +36,13 @@ from megatron.zero_bubble.cli.job_figures import CostsInput
 from megatron.zero_bubble.cli.job_runs import check_job, job_runs
 from megatron.zero_bubble.cli.machine import Gpu, gpu_here
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
-from megatron.zero_bubble.core.analysis.idle import idle_of
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted, explaining
 from megatron.zero_bubble.core.formats.facts import Facts, all_differences, listed
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, name_of
 from megatron.zero_bubble.planning.change import ROUNDED, AdviceRow
 from megatron.zero_bubble.planning.codecs import Difference, flag_of, parse
 from megatron.zero_bubble.planning.decisions import DECISIONS
+from megatron.zero_bubble.planning.idle import idle_of
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
 from megatron.zero_bubble.planning.job.facts import facts_of, job_facts
 from megatron.zero_bubble.planning.job.flags import as_given, given_in, retired

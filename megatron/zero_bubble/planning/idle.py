@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
-from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.search.timed import timed
 
 
 class Idle(NamedTuple):
@@ -41,7 +41,8 @@ def idle_of(timeline: Timeline, costs: PassCosts) -> Idle:
     Args:
         costs: those that it was simulated with.
     """
-    free = simulate(timeline.schedule, _without_transfers(costs))
+    schedule = timeline.schedule
+    free = timed(schedule, _without_transfers(costs), PassMemory.uniform(schedule.placement))
     transfers, warm_up = timeline.makespan_ms - free.makespan_ms, free.makespan_ms - free.work_ms
     return Idle(max(0.0, transfers), max(0.0, warm_up), max(0.0, free.work_ms - free.mean_work_ms))
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, Schedule, build, simulate
-from megatron.zero_bubble.core.analysis.idle import Idle, idle_of
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
+from megatron.zero_bubble.planning.idle import Idle, idle_of
 from tests.helpers.strategies import costs_for, schedules
 
 
