@@ -61,8 +61,8 @@ def test_ops_are_those_of_lowering_pass_by_pass(name: str, passes: tuple[Lowerin
         return
     expected = pass_by_pass(schedule, passes)
     assert (plan.schedule, tuple(plan.ops), plan.drain) == (schedule, expected.ops, expected.drain)
-    assert [plan.allocation(rank) for rank in range(num_ranks)] == [
-        expected.allocation(rank) for rank in range(num_ranks)
+    assert [plan.executable(rank).registers for rank in range(num_ranks)] == [
+        expected.executable(rank).registers for rank in range(num_ranks)
     ]
     assert plan.channels == expected.channels
 

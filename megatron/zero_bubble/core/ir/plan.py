@@ -88,10 +88,6 @@ class Plan:
         row = (*ops, *drain)
         return Executable(ops, drain, allocate(row, [op.effects(flow) for op in row], len(ops)))
 
-    def allocation(self, rank: int) -> Allocation:
-        """The registers that hold the values of ``rank`` while it runs."""
-        return self.executable(rank).registers
-
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         return tuple(tuple(map(str, row)) for row in self.ops)
 

@@ -43,7 +43,7 @@ class Rollback(Protocol):
 
 
 class SnapshotRollback:
-    """Keeps a copy of everything that a step overwrites, on the same device, until the step is validated.
+    """A ``Rollback`` that keeps a copy of everything that a step overwrites, on its device, until it is validated.
 
     It is exact for every optimizer with its state in ``state`` and ``param_groups``. Adam with fp32 states needs 12
     bytes for each element that this rank steps (with a distributed optimizer, only its shard), at the same time as the
@@ -58,7 +58,6 @@ class SnapshotRollback:
         return True
 
     def keep(self) -> None:
-        """See ``Rollback``."""
         self.forget()
         for optimizer, _, parameter in _parameters(self._optimizers):
             state = optimizer.state.get(parameter)
@@ -73,7 +72,6 @@ class SnapshotRollback:
             torch._foreach_copy_(self._copies[key], tensors)
 
     def forget(self) -> None:
-        """See ``Rollback``."""
         # Per parameter, the keys of its state before the step, with the tensors themselves and copies of other values.
         self._states: list[tuple[torch.optim.Optimizer, torch.Tensor, dict[str, Any] | None]] = []
         self._tensors: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -81,12 +79,10 @@ class SnapshotRollback:
 
     @property
     def num_bytes(self) -> int:
-        """See ``Rollback``."""
         return sum(t.numel() * t.element_size() for copies in self._copies.values() for t in copies)
 
     @torch.no_grad()
     def undo(self) -> None:
-        """See ``Rollback``."""
         for key, tensors in self._tensors.items():
             torch._foreach_copy_(tensors, self._copies[key])
         for optimizer, parameter, kept in self._states:
@@ -101,7 +97,7 @@ class SnapshotRollback:
 
 
 class InverseAdamRollback:
-    """Inverts the AdamW update from the gradients; needs no extra memory and is correct only up to rounding.
+    """A ``Rollback`` that inverts AdamW from the gradients; needs no extra memory, and is correct up to rounding only.
 
     With m' = b1 m + (1 - b1) g and v' = b2 v + (1 - b2) g^2, an old moment is a difference, so it loses the bits by
     which the new gradient exceeds the history. A result below the rounding error of that difference is set to zero,
@@ -156,7 +152,6 @@ class InverseAdamRollback:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """See ``Rollback``."""
         for optimizer, group, parameter in _parameters(self._optimizers):
             if parameter.grad is None:
                 continue

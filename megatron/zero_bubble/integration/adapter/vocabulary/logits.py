@@ -97,12 +97,11 @@ class Logits(Protocol):
 
 
 class KeptLogits:
-    """Saves the softmax, which T overwrites with the gradient: 4 bytes per logit from S to T."""
+    """``Logits`` that save the softmax, which T overwrites with the gradient: 4 bytes per logit from S to T."""
 
     def softmax(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, rows: ShardRows, tensor: TensorParallel, prepares: bool
     ) -> Softmax:
-        """See ``Logits``."""
         own = vocabulary.local_softmax(tensor.whole_sequence(hidden), weight, labels, rows)
         whole = tensor.combined(own.statistics)
         if whole is not own.statistics:
@@ -114,17 +113,15 @@ class KeptLogits:
     def gradients(
         self, saved: Saved, x: Tensor, _weight: Tensor, _rows: ShardRows, whole: Tensor, of_losses: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """See ``Logits``."""
         yield x, vocabulary.logits_gradient(LocalSoftmax(*saved.tensors), whole, of_losses)
 
 
 class RecomputedLogits:
-    """Saves only hidden states and labels: T computes the logits again, in blocks of tokens, as does S."""
+    """``Logits`` that save hidden states and labels only: T computes logits again, in blocks of tokens, as S does."""
 
     def softmax(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, rows: ShardRows, tensor: TensorParallel, prepares: bool
     ) -> Softmax:
-        """See ``Logits``."""
         x = tensor.whole_sequence(hidden)
         own, *parts = vocabulary.softmax_in_blocks(x, weight, labels, rows, prepares)
         whole = tensor.combined(own)
@@ -135,7 +132,6 @@ class RecomputedLogits:
     def gradients(
         self, saved: Saved, x: Tensor, weight: Tensor, rows: ShardRows, whole: Tensor, of_losses: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """See ``Logits``."""
         (labels,) = saved.tensors
         for block in vocabulary.blocks(x, weight):
             softmax = vocabulary.local_softmax(x[block], weight, labels[block], rows)
