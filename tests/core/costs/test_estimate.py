@@ -12,6 +12,7 @@ from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.estimate import estimate
 from megatron.zero_bubble.core.costs.model import Model
+from megatron.zero_bubble.core.costs.precision import PRECISIONS
 from megatron.zero_bubble.core.errors import UserError
 
 PUBLISHED = Path(__file__).parents[3] / "configs/published/zero_bubble_table5.csv"
@@ -130,6 +131,15 @@ def test_a_fused_mlp_computes_its_weight_gradients_in_b() -> None:
     assert fused.backward_ms[3] == pytest.approx(split.backward_ms[3] + split.wgrad_ms[3] * 2 / 3)
     assert fused.forward_ms == split.forward_ms
     assert kept_fused.wgrad[3] == pytest.approx(kept.wgrad[3] * (1 - 20 / 32))
+
+
+def test_the_savings_of_fp8_are_where_the_weight_gradients_of_a_fused_mlp_are() -> None:
+    model = replace(published("6.2B", 8), precision=PRECISIONS["mxfp8"])
+    split, fused = (
+        estimate(replace(model, fused_mlp=fuses), DEVICES["h100"], Placement.linear(8))[0] for fuses in (False, True)
+    )
+    assert fused.wgrad_ms[3] == pytest.approx(split.wgrad_ms[3] / 3)
+    assert fused.backward_ms[3] < split.backward_ms[3] + split.wgrad_ms[3]
 
 
 def test_weights_of_gated_and_grouped_layers() -> None:

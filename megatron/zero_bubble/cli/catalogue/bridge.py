@@ -52,6 +52,10 @@ def _recipe(found: Mapping[str, Any]) -> Recipe:
         own = found["parts"].get(part, {})
         fields |= {key: _as_flag(key, value) for key, value in own.items() if value is not None}
     fields |= _of_precision(found["named"].get("mixed_precision", ""))
+    if not (
+        fields.get("overlap_grad_reduce") and fields.get("use_distributed_optimizer")
+    ):  # a rule of Megatron-LM's flags, which Megatron-Bridge does not have
+        fields.pop("overlap_param_gather", None)
     if isinstance(layout := fields.get("pipeline_model_parallel_layout"), list):
         fields["pipeline_model_parallel_layout"] = "|".join("".join(_LETTERS[one] for one in each) for each in layout)
     if fields.get("pipeline_model_parallel_layout"):  # which says how many stages there are

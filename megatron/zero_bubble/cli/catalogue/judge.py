@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ OUTCOMES = {
 }
 """What can be said of a recipe, and what it means."""
 _PROGRAMS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py", "train_rl.py", "")
+_NAMES = re.compile(r"--[a-z0-9-]+|\b[a-z0-9]+(?:_[a-z0-9]+)+\b")
+"""The flags, and the fields of megatron-core's configuration, that a reason names."""
 _OF_TRAINING = ("--train-", "--lr")
 """How flags begin of which a training needs one."""
 _SIZES = {
@@ -117,7 +120,9 @@ def _of_job(recipe: Recipe, row: Row) -> Row:
         row = _of_advice(row, options, recipe.flags)
     except (UserError, OverflowError) as error:
         return _because(row, REFUSED, recipe, beyond_floats(error) if isinstance(error, OverflowError) else str(error))
-    return _because(row, REFUSED, recipe, refused.reason) if isinstance(refused, Refusal) else row
+    if isinstance(refused, Refusal) and "--zero-bubble-schedule" not in row.flags:
+        return _because(row, REFUSED, recipe, refused.reason)
+    return row
 
 
 def _of_advice(row: Row, options: argparse.Namespace, flags: Sequence[str]) -> Row:
@@ -147,6 +152,9 @@ def _of_advice(row: Row, options: argparse.Namespace, flags: Sequence[str]) -> R
 def _because(row: Row, outcome: str, recipe: Recipe, reason: str) -> Row:
     """The row with the reason of a refusal, and the first flag of the job that this names."""
     given = {word.partition("=")[0] for word in recipe.flags if word.startswith("--")}
-    named = [word.strip("(),.;:'\"") for word in reason.split() if word.startswith(("--", "(--"))]
-    option = next((word for word in named if word in given), named[0] if named else "")
+    named = [f"--{name.removeprefix('--').replace('_', '-')}" for name in _NAMES.findall(reason)]
+    option = next(
+        (word for word in named if word in given),
+        next((name for name in _NAMES.findall(reason) if name.startswith("--")), ""),
+    )
     return replace(row, outcome=outcome, option=option, reason=reason)

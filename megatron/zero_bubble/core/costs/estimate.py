@@ -113,11 +113,13 @@ def _milliseconds(layer: LayerWork, model: Model, device: Device) -> tuple[float
     forward = layer.forward / rate + layer.linear * added + waits
     again = forward if layer.is_recomputed and model.recompute == "full" else 0.0
     swept = _BACKWARD_SWEEPS * layer.moved + _FORWARD_SWEEPS * layer.moved_again
-    backward = layer.backward / rate + (layer.linear + layer.repeated) * added + waits + again
+    deferred = min(layer.wgrad, layer.linear)  # the W of a fused MLP is a part of B
+    in_backward = 2 * layer.linear - deferred + layer.repeated
+    backward = layer.backward / rate + in_backward * added + waits + again
     times = (
         forward + _FORWARD_SWEEPS * layer.moved / sweep,
         backward + swept / sweep,
-        layer.wgrad / rate + layer.linear * added,
+        layer.wgrad / rate + deferred * added,
     )
     f, b, w = (device.pace * ms for ms in times)
     return f, b, w
