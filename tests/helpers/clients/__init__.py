@@ -1,0 +1,1 @@
+"""Runs of frameworks' own code on CPU ranks, from the checkouts that variables name."""
