@@ -89,6 +89,11 @@ class _Module(ModuleType):
         return made
 
 
+def absent_module(name: str) -> ModuleType:
+    """A module that has every name."""
+    return _Module(name)
+
+
 class _Finder(MetaPathFinder, Loader):
     """Finds stand-ins for the modules ``is_absent``."""
 
