@@ -26,6 +26,7 @@ from site_parts import (
     gpu,
     offload,
     plan_keys,
+    recipes,
     refusals,
     schedules,
     slices,
@@ -53,6 +54,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **unmeasured.PARTS,
     **wall_clock.PARTS,
     **estimates.PARTS,
+    **recipes.PARTS,
 }
 """What writes each part, by its name."""
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -1,0 +1,91 @@
+"""The tables of docs/catalogue.md, from docs/catalogue.csv, which ``zero-bubble catalogue`` has written."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from site_parts.markdown import code, table
+
+_CSV = Path(__file__).parent.parent.parent / "docs/catalogue.csv"
+_FUNCTIONAL = "/functional_tests/"
+_LEAST = 0.05
+Row = dict[str, str]
+
+
+def _rows() -> list[Row]:
+    with _CSV.open(encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def _kind(row: Row) -> str:
+    folder, _, path = row["name"].partition("/")
+    if _FUNCTIONAL in path:
+        return f"{folder}, functional tests"
+    return f"{folder}, performance" if "/perf_recipes/" in path else folder
+
+
+def counts() -> str:
+    """One row per folder: its recipes by outcome."""
+    rows = _rows()
+    outcomes = list(dict.fromkeys(["gains", "stays", "refused", "broken", *(row["outcome"] for row in rows)]))
+    kinds = dict.fromkeys(map(_kind, rows))
+    numbers = Counter((_kind(row), row["outcome"]) for row in rows)
+    idle = Counter((_kind(row), least) for row in rows for least in (5, 10) if float(row["idle"] or 0) >= least / 100)
+    longest = {kind: max(float(row["seconds"]) for row in rows if _kind(row) == kind) for kind in kinds}
+    head = ("recipes of", "number", *outcomes, "idle 5 % or more", "10 % or more", "longest answer, CPU s")
+    lines = [
+        (
+            kind,
+            str(sum(_kind(row) == kind for row in rows)),
+            *(str(numbers[kind, each] or "") for each in outcomes),
+            *(str(idle[kind, least]) for least in (5, 10)),
+            f"{longest[kind]:.0f}",
+        )
+        for kind in kinds
+    ]
+    return table(head, lines)
+
+
+def idle() -> str:
+    """The recipes with a pipeline that idle most, without tests and without equal rows of one recipe's variants."""
+    found = [row for row in _rows() if float(row["idle"] or 0) >= _LEAST and _FUNCTIONAL not in row["name"]]
+    found.sort(key=lambda row: -float(row["idle"]))
+    head = ("recipe", "GPUs", "ranks x stages", "microbatches", "idle", "best change", "gain", "under our schedules")
+    return table(head, map(_cells, found))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    short = row["name"].rpartition(":")[2].removesuffix("_config").removeprefix("Megatron-LM/")
+    gain = f"{float(row['gain']):.1%}" if row["gain"] else "none"
+    state = "starts" if row["outcome"] in ("gains", "stays") else f"refused: {row['option'] or row['reason'][:60]}"
+    shape = f"{row['ranks']} x {row['stages']}"
+    gpus = f"{row['gpus']} {row['gpu']}"
+    return (
+        code(short),
+        gpus,
+        shape,
+        row["microbatches"],
+        f"{float(row['idle']):.1%}",
+        row["change"] or "stay",
+        gain,
+        state,
+    )
+
+
+def refused() -> str:
+    """The refused and the broken recipes, by option and reason."""
+    return table(("outcome", "option", "reason, of the first", "recipes"), _reasons())
+
+
+def _reasons() -> Iterator[tuple[str, ...]]:
+    for outcome in ("refused", "broken"):
+        own = [row for row in _rows() if row["outcome"] == outcome]
+        for option, number in Counter(row["option"] for row in own).most_common():
+            first = next(row for row in own if row["option"] == option)
+            yield outcome, code(option) if option else "", first["reason"].replace("|", "\\|"), str(number)
+
+
+PARTS: dict[str, Callable[[], str]] = {"recipe-counts": counts, "recipe-idle": idle, "recipe-reasons": refused}
