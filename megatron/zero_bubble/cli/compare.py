@@ -116,7 +116,6 @@ def compare(options: argparse.Namespace) -> str:
         not options.equal_passes,
         setup,
         moving,
-        kinds,
         asks_to_divide(options),
         replicas_of(setup, costs, options.memory_limit, replicas(options)),
         rate,
@@ -124,7 +123,7 @@ def compare(options: argparse.Namespace) -> str:
     listed, hidden = comparable([*without, *comparison.rows(costs)], options.all)
     rows, absent, best, break_even = _simulated(listed, limit, options.objective, comparison.replicas)
     with working("computing lower bounds"):
-        bounds = comparison.bounds(options.objective)
+        bounds = comparison.bounds(costs, options.objective)
     sizes = options.objective, costs.num_ranks, costs.num_microbatches, limit
     sorted_rows = _with_speedups(rows, options.objective)
     table = Table(*sizes, *bounds, sorted_rows, (*absent, *hidden), break_even=break_even)

@@ -27,7 +27,7 @@ from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.setup import BY_COST, Cuts, Named, Searched, Setup, Shards
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.source import ZB_AUTO
-from megatron.zero_bubble.planning.vocabulary import Variant
+from megatron.zero_bubble.planning.vocabulary import Variant, variants_of
 
 FITTED = "fitted"
 """Suffix for the name of a schedule for equal passes that was refitted to the costs."""
@@ -122,7 +122,6 @@ class Comparison:
         refit: whether schedules for equal passes are also refitted to the costs.
         setup: what was asked for: all rows have its offloading and its step, and what else it decides adds rows.
         offloading: limits for what moves to host memory, if anything may.
-        variants: the costs with and without vocabulary parallelism, of which there are rows.
         divides: whether vocabulary parallelism was asked for, and is not only what layouts are compared with.
         replicas: those that shard weights, if such schedules are listed too.
         tensor_rate: bytes per ms of tensor parallelism over the replicas, if it is listed too.
@@ -134,43 +133,40 @@ class Comparison:
     refit: bool
     setup: Setup
     offloading: Offloading | None = None
-    variants: tuple[Variant, ...] = ()
     divides: bool = False
     replicas: Replicas | None = None
     tensor_rate: float | None = None
 
-    @property
-    def _has_whole(self) -> bool:
-        """Whether some rows have a whole vocabulary."""
-        return any(variant.algorithm is None for variant in self.variants)
-
     def rows(self, costs: Figures) -> Iterator[Candidate | DroppedVariant]:
         """Yield all rows."""
-        whole = [*self.whole(costs)] if self._has_whole else []
-        divided = [row for variant in self.variants if variant.algorithm for row in self.divided(variant)]
+        kinds = variants_of(self.setup, costs)
+        has_whole = any(variant.algorithm is None for variant in kinds)
+        whole = [*self.whole(costs)] if has_whole else []
+        divided = [row for variant in kinds if variant.algorithm for row in self.divided(variant)]
         hidden = [*self.hidden(costs)] if self.setup.pairs else []
         of_units = [] if self.replicas is None else [*self.sharded(costs, self.replicas)]
         yield from whole
-        if self.setup.cuts is not None and self._has_whole:
+        if self.setup.cuts is not None and has_whole:
             yield from self.sliced(costs, with_candidates(self.setup.cuts, costs))
         yield from divided
         if self.setup.layout == BY_COST:
-            both = divided if self.divides or not self._has_whole else []
+            both = divided if self.divides or not has_whole else []
             yield from self.laid_out((*whole, *both, *hidden, *of_units))
         yield from (*hidden, *of_units)
         if self.replicas is not None and self.tensor_rate is not None:
             yield from self.tensor(costs, self.replicas, self.tensor_rate)
 
-    def bounds(self, objective: Metric) -> tuple[dict[str, float], dict[str, float]]:
+    def bounds(self, costs: Figures, objective: Metric) -> tuple[dict[str, float], dict[str, float]]:
         """Lower bounds by placement, none with pairs: of whole sequences, for the rows of all variants; and of slices,
         where all are cut alike.
         """
         bounds_of = partial(self._bounds, Goal(objective, self.limit))
         least: dict[str, float] = {}
-        for variant in self.variants:
+        first, *others = variants_of(self.setup, costs)
+        for variant in (first, *others):
             for name, ms in bounds_of(variant).items():
                 least[name] = min(ms, least.get(name, ms))
-        first, cuts = self.variants[0], self.setup.cuts
+        cuts = self.setup.cuts
         among = () if cuts is None else with_candidates(cuts, first.costs).among
         return least, bounds_of(first, *among) if len(among) == 1 and len(among[0]) > 1 else {}
 

@@ -139,6 +139,12 @@ def test_nothing_is_started_or_written(tmp_path: Path) -> None:
     assert (tmp_path / "kept.txt").read_text() == "kept"
 
 
+def test_reasons_name_files_within_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "needs.sh").write_text(': "${GPUS:?give it to $0}"\n')
+    (recipe,) = recipes_in(str(tmp_path))
+    assert recipe.problem == "no command with the flags of a job: GPUS: give it to needs.sh"
+
+
 def test_files_of_flags_are_read(read: dict[str, Recipe]) -> None:
     flags = read["tests/flags.yaml"].flags
     at = flags.index("--recompute-modules")

@@ -109,7 +109,9 @@ def recorded(text: str, file: Path, root: Path, folder: Path) -> tuple[list[list
     if done.returncode < 0:  # the limits above
         return [], _ENDLESS
     said = [line for line in done.stderr.decode(errors="replace").splitlines() if line.startswith(f"{file}: line ")]
-    return list(_commands(done.stdout.decode(errors="replace"))), said[-1].split(": ", 2)[2] if said else ""
+    return list(_commands(done.stdout.decode(errors="replace"))), said[-1].split(": ", 2)[2].replace(
+        f"{root}/", ""
+    ) if said else ""
 
 
 def _commands(text: str) -> Iterator[list[str]]:

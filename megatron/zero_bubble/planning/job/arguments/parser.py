@@ -106,13 +106,9 @@ def flags_of(fields: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for action in _megatrons_parser()._actions:
         value = fields.get(action.dest)
-        if value is None or not action.option_strings:
-            continue
-        if action.nargs == 0:
-            words += [action.option_strings[0]] if value == action.const else []
-        else:
-            several = value if isinstance(value, list) else [value]
-            words += [action.option_strings[0], *map(str, several)] if several else []
+        given = [] if action.nargs == 0 or value is None else value if isinstance(value, list) else [value]
+        if action.option_strings and (given or (value is not None and value == action.const)):
+            words += [action.option_strings[0], *map(str, given)]
     return words
 
 
