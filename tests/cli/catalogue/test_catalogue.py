@@ -140,7 +140,7 @@ def test_nothing_is_started_or_written(tmp_path: Path) -> None:
 
 
 def test_reasons_name_files_within_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "needs.sh").write_text(': "${GPUS:?give it to $0}"\n')
+    (tmp_path / "needs.sh").write_text('# --pipeline-model-parallel-size\n: "${GPUS:?give it to $0}"\n')
     (recipe,) = recipes_in(str(tmp_path))
     assert recipe.problem == "no command with the flags of a job: GPUS: give it to needs.sh"
 
