@@ -50,21 +50,31 @@ def counts() -> str:
 
 
 def idle() -> str:
-    """The recipes with a pipeline that idle most, without tests and without equal rows of one recipe's variants."""
+    """The recipes with a pipeline that idle most, without tests."""
     found = [row for row in _rows() if float(row["idle"] or 0) >= _LEAST and _FUNCTIONAL not in row["name"]]
     found.sort(key=lambda row: -float(row["idle"]))
     head = ("recipe", "GPUs", "ranks x stages", "microbatches", "idle", "best change", "gain", "under our schedules")
-    return table(head, map(_cells, found))
+    names = Counter(map(_short, found))
+    return table(head, (_cells(row, _short(row) if names[_short(row)] == 1 else _long(row)) for row in found))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    short = row["name"].rpartition(":")[2].removesuffix("_config").removeprefix("Megatron-LM/")
+def _short(row: Row) -> str:
+    """The name of a recipe: that of its function, or the path of its file."""
+    return row["name"].rpartition(":")[2].removesuffix("_config").removeprefix("Megatron-LM/")
+
+
+def _long(row: Row) -> str:
+    """The same with the name of its file, for recipes of the same name."""
+    return f"{Path(row['name'].rpartition(':')[0]).stem}: {_short(row)}"
+
+
+def _cells(row: Row, name: str) -> tuple[str, ...]:
     gain = f"{float(row['gain']):.1%}" if row["gain"] else "none"
     state = "starts" if row["outcome"] in ("gains", "stays") else f"refused: {row['option'] or row['reason'][:60]}"
     shape = f"{row['ranks']} x {row['stages']}"
-    gpus = f"{row['gpus']} {row['gpu']}"
+    gpus = f"{row['gpus']} {row['gpu']}{' (assumed)' if row['is_assumed'] == 'True' else ''}"
     return (
-        code(short),
+        code(name),
         gpus,
         shape,
         row["microbatches"],

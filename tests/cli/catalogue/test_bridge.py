@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron.zero_bubble.cli.catalogue import bridge
 from megatron.zero_bubble.cli.catalogue.find import recipes_in
 from megatron.zero_bubble.cli.catalogue.judge import BROKEN, GAINS, SINGLE, UNREAD, judged
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe
+from megatron.zero_bubble.core.errors import UserError
 
 RECIPES = """
 import torch
@@ -114,6 +118,39 @@ def test_what_cannot_be_read_says_why(read: dict[str, Recipe]) -> None:
     assert "missing 1 required positional argument" in str(read["needs_argument_config"].problem)
     assert "no_such_module" in str(read["src/megatron/bridge/recipes/own/broken.py"].problem)
     assert len(read) == 8  # aliases are no recipes
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("print('hello')\ndef one_config(): return None", "vars() argument must have __dict__ attribute"),
+        (
+            "class C: pass\ndef one_config():\n c = C(); c.model = C()\n"
+            " c.model.pipeline_model_parallel_size = '4'\n return c",
+            "a field has a value of another type",
+        ),
+    ],
+)
+def test_recipes_that_fail_are_rows(code: str, problem: str, tmp_path: Path) -> None:
+    folder = tmp_path / "src/megatron/bridge/recipes"
+    folder.mkdir(parents=True)
+    (folder / "own.py").write_text(code)
+    (recipe,) = recipes_in(str(tmp_path))
+    assert problem in str(recipe.problem)
+    assert [file.name for file in folder.iterdir()] == ["own.py"], "nothing is written"
+
+
+def test_recipes_that_end_the_interpreter_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "src/megatron/bridge/recipes"
+    folder.mkdir(parents=True)
+    (folder / "own.py").write_text("import os; os._exit(7)")
+    with pytest.raises(UserError, match="must not end the interpreter; got exit status 7; leave that file out"):
+        list(recipes_in(str(tmp_path)))
+    (folder / "own.py").write_text("while True: pass")
+    monkeypatch.setattr(bridge, "_SECONDS", 1)
+    with pytest.raises(UserError, match="must end within 1 s"):
+        list(recipes_in(str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.cli.catalogue import shell
 from megatron.zero_bubble.cli.catalogue.find import recipes_in
-from megatron.zero_bubble.cli.catalogue.judge import BROKEN, GAINS, OTHER, REFUSED, SINGLE, STAYS, UNREAD
+from megatron.zero_bubble.cli.catalogue.judge import BROKEN, GAINS, OTHER, REFUSED, SINGLE, STAYS, UNREAD, judged
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe, world_of
 
 Capture = pytest.CaptureFixture[str]
@@ -143,6 +145,44 @@ def test_reasons_name_files_within_the_folder(tmp_path: Path) -> None:
     (tmp_path / "needs.sh").write_text('# --pipeline-model-parallel-size\n: "${GPUS:?give it to $0}"\n')
     (recipe,) = recipes_in(str(tmp_path))
     assert recipe.problem == "no command with the flags of a job: GPUS: give it to needs.sh"
+
+
+@pytest.mark.parametrize(
+    "script", ["builtin suspend -f", "set -m; builtin set -m; builtin suspend -f", "coproc A { read -t 60 x; }; wait"]
+)
+def test_a_script_can_neither_stop_us_nor_outlive_us(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell, "_SECONDS", 1)
+    (tmp_path / "stops.sh").write_text(f"# --pipeline-model-parallel-size\n{script}\n")
+    (recipe,) = recipes_in(str(tmp_path))
+    assert str(recipe.problem).startswith("no command with the flags of a job")
+    shells = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert shells.stdout == ""
+
+
+def test_secrets_are_not_given_to_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    (tmp_path / "tells.sh").write_text(': "${HF_TOKEN?it is not set}" # --pipeline-model-parallel-size\n')
+    (recipe,) = recipes_in(str(tmp_path))
+    assert str(recipe.problem).endswith("HF_TOKEN: it is not set")
+
+
+def test_what_is_no_catalogue_is_refused_before_it_is_made(tmp_path: Path, folder: Path, capsys: Capture) -> None:
+    (tmp_path / "none").mkdir()
+    assert main(["catalogue", str(tmp_path / "none")]) == 2
+    assert "files that contain --pipeline-model-parallel-size; got none in " in capsys.readouterr().err
+    assert main(["catalogue", str(folder), "--output", str(tmp_path / "no/file.csv")]) == 2
+    assert "files in a folder that exists; got " in capsys.readouterr().err
+
+
+def test_sizes_below_one_and_help_are_rows(tmp_path: Path) -> None:
+    job = f"{MODEL}\ntorchrun pretrain_gpt.py $MODEL --lr 1 --train-iters 9 --pipeline-model-parallel-size 4"
+    (tmp_path / "context.sh").write_text(f"{job} --micro-batch-size 1 --global-batch-size 8 --context-parallel-size 0")
+    (tmp_path / "help.sh").write_text(f"{job} --help")
+    context, asks = (judged(recipe, "h100") for recipe in recipes_in(str(tmp_path)))
+    assert context.outcome == BROKEN and "--context-parallel-size must be positive, got 0" in context.reason
+    assert asks.outcome == OTHER
 
 
 def test_files_of_flags_are_read(read: dict[str, Recipe]) -> None:

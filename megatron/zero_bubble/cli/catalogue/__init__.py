@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.zero_bubble.cli.catalogue.find import recipes_in
+from megatron.zero_bubble.cli.catalogue.find import MARK, recipes_in
 from megatron.zero_bubble.cli.catalogue.judge import Row, judged
 from megatron.zero_bubble.cli.catalogue.table import ASSUMPTIONS, FORMATS, text_of
 from megatron.zero_bubble.cli.machine import ASSUMED
@@ -21,7 +21,8 @@ def add_catalogue(verb: argparse.ArgumentParser) -> None:
     verb.description = (
         "Give every recipe of a folder to the dry run and to the quick advice: its idle time, the best change, or the "
         "option or the error that stands in the way. Recipes are shell scripts, YAML files with flags, and those of a "
-        "checkout of Megatron-LM or Megatron-Bridge. Nothing is started."
+        "checkout of Megatron-LM or Megatron-Bridge. Scripts start nothing; recipes of Megatron-Bridge are Python, and "
+        "are run: give only checkouts that you trust."
     )
     verb.add_argument("folders", nargs="+", metavar="FOLDER", help="a folder with launch scripts, or a checkout")
     verb.add_argument(
@@ -50,7 +51,12 @@ def catalogue(options: argparse.Namespace) -> str:
     files = [Path(name) for name in options.output]
     if wrong := next((file for file in files if file.suffix not in FORMATS), None):
         raise UserError(f"--output takes files that end in {', '.join(FORMATS)}; got {wrong}; rename it")
+    if wrong := next((file for file in files if not file.parent.is_dir()), None):
+        raise UserError(f"--output takes files in a folder that exists; got {wrong}; make its folder")
     rows = list(_rows(options))
+    if not rows:
+        where = ", ".join(options.folders)
+        raise UserError(f"a catalogue needs files that contain {MARK}; got none in {where}; give another folder")
     for file in files:
         try:
             file.write_text(FORMATS[file.suffix](rows), encoding="utf-8")

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.zero_bubble.cli.catalogue.models import MODELS
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe
 from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.job.arguments.parser import flags_of
 
 _PROGRAM = Path(__file__).with_name("bridge_program.py")
@@ -30,23 +31,47 @@ def is_bridge(root: Path) -> bool:
 
 
 def recipes_of_bridge(root: Path) -> Iterator[Recipe]:
-    """Yield its recipes."""
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", str(_PROGRAM), str(root)],
-        input=json.dumps(MODELS),
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS,
-        check=False,
-    )
-    for line in done.stdout.splitlines():
-        yield _recipe(json.loads(line))
+    """Yield its recipes, which an interpreter without packages and without our environment runs.
+
+    Raises:
+        UserError: they do not end, or end the interpreter.
+    """
+    remedy = "leave that file out of the folder"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-B", str(_PROGRAM), str(root)],
+            input=json.dumps(MODELS),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+            env={},
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UserError(
+            f"the recipes of {root} must end within {_SECONDS} s; one of them does not; {remedy}"
+        ) from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise UserError(f"the recipes of {root} must not end the interpreter; got {last}; {remedy}")
+    for found in map(json.loads, done.stdout.splitlines()):
+        name = f"{found['file']}:{found['name']}" if found["name"] else found["file"]
+        if "problem" in found:
+            yield Recipe(name, problem=f"it cannot be run without its packages: {found['problem']}")
+            continue
+        try:
+            yield _recipe(name, found)
+        except (KeyError, TypeError, ValueError) as error:
+            yield Recipe(name, problem=f"a field has a value of another type: {error}")
 
 
-def _recipe(found: Mapping[str, Any]) -> Recipe:
-    name = f"{found['file']}:{found['name']}" if found["name"] else found["file"]
-    if "problem" in found:
-        return Recipe(name, problem=f"it cannot be run without its packages: {found['problem']}")
+def _recipe(name: str, found: Mapping[str, Any]) -> Recipe:
+    """A recipe by what its function has set.
+
+    Raises:
+        KeyError, TypeError, ValueError: a value that such a field never has.
+    """
     fields: dict[str, Any] = {}
     for part in _PARTS:
         own = found["parts"].get(part, {})

@@ -19,8 +19,7 @@ from typing import Any, ClassVar
 
 RECIPES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes")
 _REAL = (*RECIPES, "megatron.bridge.training.mixed_precision")
-"""Modules of which the code is run; those above them are empty packages."""
-_ABOVE = ("megatron", "megatron.bridge", "megatron.bridge.training")
+"""Modules of which the code is run."""
 _FOREIGN = ("megatron", "torch", "transformers", "transformer_engine", "nemo_run", "omegaconf", "yaml", "numpy")
 
 
@@ -107,7 +106,7 @@ class _Finder(MetaPathFinder):
         self.source = source
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name.startswith(_REAL):
+        if any(f"{name}.".startswith(f"{real}.") for real in _REAL):
             return PathFinder.find_spec(name, [str(self.source.joinpath(*name.split(".")[:-1]))])
         return ModuleSpec(name, _Stand(), is_package=True) if name.partition(".")[0] in _FOREIGN else None
 
@@ -125,7 +124,8 @@ def plain(value: Any) -> Any:
 
 def main(checkout: str) -> None:
     """Print every recipe: its file, its name, what it sets, and why it failed, if it did."""
-    source = Path(checkout) / "src"
+    source, out = Path(checkout) / "src", sys.stdout
+    sys.stdout = sys.stderr  # what recipes print
     Bridge.sizes = json.load(sys.stdin)
     sys.meta_path.insert(0, _Finder(source))
     for file in sorted(file for name in RECIPES for file in source.joinpath(*name.split(".")).rglob("*.py")):
@@ -133,23 +133,23 @@ def main(checkout: str) -> None:
         where = str(file.relative_to(checkout))
         try:
             found = vars(importlib.import_module(module_name))
-        except Exception as error:  # noqa: BLE001 - code of others, of which any failure is a row of the catalogue
-            print(json.dumps({"file": where, "name": "", "problem": f"{type(error).__name__}: {error}"}))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - any failure of others' code is a row of the catalogue
+            print(json.dumps({"file": where, "name": "", "problem": f"{type(error).__name__}: {error}"}), file=out)
             continue
         for name, function in found.items():
             is_own = inspect.isfunction(function) and function.__module__ == module_name
             if is_own and name.endswith("_config") and not name.startswith("_"):
-                print(json.dumps({"file": where, "name": name, **_recorded(function)}))
+                print(json.dumps({"file": where, "name": name, **_recorded(function)}), file=out)
 
 
 def _recorded(function: Any) -> dict[str, Any]:
     """What a recipe sets, by the part of its configuration, or why it failed."""
     try:
-        config = function()
-    except Exception as error:  # noqa: BLE001 - as above
+        fields = vars(function())
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
         return {"problem": f"{type(error).__name__}: {error}"}
-    parts = {name: part for name, part in vars(config).items() if hasattr(part, "__dict__")}
-    named = {name: plain(part) for name, part in vars(config).items() if isinstance(part, str)}
+    parts = {name: part for name, part in fields.items() if hasattr(part, "__dict__")}
+    named = {name: plain(part) for name, part in fields.items() if isinstance(part, str)}
     return {"parts": {n: {k: plain(v) for k, v in vars(part).items()} for n, part in parts.items()}, "named": named}
 
 

@@ -13,7 +13,7 @@ from megatron.zero_bubble.cli.catalogue.recipe import Recipe
 from megatron.zero_bubble.cli.catalogue.shell import SUFFIXES, recipes_of_script
 from megatron.zero_bubble.core.errors import UserError
 
-_MARK = "--pipeline-model-parallel-size"
+MARK = "--pipeline-model-parallel-size"
 """What a file of a job with a pipeline contains, unless it leaves that to files that it sources."""
 
 
@@ -44,5 +44,5 @@ def _files(root: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for file in (Path(path) / name for name in sorted(names)):
             is_kind = file.suffix in (*SUFFIXES, ".yaml", ".yml") and file.is_file()
-            if is_kind and _MARK in file.read_text(encoding="utf-8", errors="replace"):
+            if is_kind and MARK in file.read_text(encoding="utf-8", errors="replace"):
                 yield file

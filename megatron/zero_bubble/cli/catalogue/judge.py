@@ -95,7 +95,7 @@ def judged(recipe: Recipe, gpu: str) -> Row:
 def _of_job(recipe: Recipe, row: Row) -> Row:
     if recipe.program not in _PROGRAMS:
         return replace(row, outcome=OTHER, option=recipe.program)
-    if not any(word.startswith(_OF_TRAINING) for word in recipe.flags):
+    if "--help" in recipe.flags or not any(word.startswith(_OF_TRAINING) for word in recipe.flags):
         return replace(row, outcome=OTHER)
     parsed = attempted(partial(parsed_megatron_job, recipe.flags, 1, 1))
     if isinstance(parsed, Refusal):

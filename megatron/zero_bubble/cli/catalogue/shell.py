@@ -11,8 +11,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe, of_command
@@ -22,8 +24,8 @@ SUFFIXES = (".sh", ".bash", ".sbatch", ".slurm", ".sub")
 _SECONDS = 10
 """Time after which a script that waits for something is given up."""
 _HEAD = r"""
-enable -n kill history
-ulimit -f 0 -t 2
+enable -n kill history suspend
+ulimit -f 1024 -t 2 -v 4194304
 exec 7>&1 1>&2
 command_not_found_handle() { printf '%s\0' "$#" "$@" >&7; }
 cd() { :; }
@@ -51,11 +53,13 @@ bash() {
 sh() { bash "$@"; }
 """
 """What stands in front of a script: builtins that could do harm, or what they are replaced by."""
-_ENDLESS = "it does not end"
+_ENDLESS, _LARGE = "it does not end", "it needs too much memory or space"
 _STAYS = "exit() { :; }\n"
 """What stands in front of a script that ends early, because a file or a setting is missing here."""
 _WRITES = re.compile(r"(?<=[\s)])(?:[12]|&)?>>?\s*(?![&(\s])[\"'\w./${][^\s;|)]*")
 _COMPARES = re.compile(r"\[\[.*>|\(\(.*>")
+_HIDDEN = re.compile("^(BASH|ENV)|TOKEN|KEY|SECRET|PASSW|CREDENTIAL")
+"""Variables that a script does not get: those that change bash, and secrets, which a reason could repeat."""
 _PATH = re.compile(r"(?<![A-Za-z0-9_$])PATH=")
 _HEADER = re.compile(r"^#SBATCH\s+--?([\w-]+)[=\s]+(\S+)", re.MULTILINE)
 
@@ -92,24 +96,28 @@ def recorded(text: str, file: Path, root: Path, folder: Path) -> tuple[list[list
     program = _PATH.sub("ZB_PATH=", "\n".join(lines)).replace("BASH_SOURCE", "ZB_SOURCE")
     if (bash := shutil.which("bash")) is None:
         raise UserError("shell scripts are read by bash; got a machine without it; install bash")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("BASH", "ENV"))}
+    kept = {name: value for name, value in os.environ.items() if not _HIDDEN.search(name)}
     given = {"PATH": "/nonexistent", "ZB_SOURCE": str(file), "ZB_ROOT": str(root)}
+    running = subprocess.Popen(
+        [bash, "-r", "-c", f"{_HEAD}\n{program}", str(file)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=folder,
+        env=kept | given,
+        start_new_session=True,  # so that it can stop neither this process nor outlive it
+    )
     try:
-        done = subprocess.run(
-            [bash, "-r", "-c", f"{_HEAD}\n{program}", str(file)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            cwd=folder,
-            env=kept | given,
-            timeout=_SECONDS,
-            check=False,
-        )
+        out, errors = running.communicate(timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         return [], _ENDLESS
-    if done.returncode < 0:  # the limits above
-        return [], _ENDLESS
-    said = [line for line in done.stderr.decode(errors="replace").splitlines() if line.startswith(f"{file}: line ")]
-    return list(_commands(done.stdout.decode(errors="replace"))), said[-1].split(": ", 2)[2].replace(
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+    if running.returncode < 0:  # the limits above
+        return [], _ENDLESS if -running.returncode in (signal.SIGXCPU, signal.SIGKILL) else _LARGE
+    said = [line for line in errors.decode(errors="replace").splitlines() if line.startswith(f"{file}: line ")]
+    return list(_commands(out.decode(errors="replace"))), said[-1].split(": ", 2)[2].replace(
         f"{root}/", ""
     ) if said else ""
 

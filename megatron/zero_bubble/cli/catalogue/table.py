@@ -14,7 +14,8 @@ from importlib import resources
 from megatron.zero_bubble.cli.catalogue.judge import BROKEN, GAINS, OUTCOMES, REFUSED, Row
 
 ASSUMPTIONS = (
-    "Scripts are read by a restricted bash that starts nothing, without arguments, with the variables of this shell.",
+    "Scripts are read by a restricted bash that starts nothing, without arguments, with this shell's variables.",
+    "Reasons repeat values of flags: read the table before you publish it.",
     "Times are estimates from the peaks and bandwidths of the GPU that a recipe names, or else that of --gpu.",
     "A gain below 2 % is within the error of estimates, and counts as none.",
     "Where a recipe gives no number of GPUs, or too few for its parallelism, the fewest are assumed.",
@@ -84,7 +85,11 @@ FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {".html": page_of, ".csv": 
 def summary_of(rows: Sequence[Row]) -> Iterator[str]:
     """Yield sentences with the numbers of all recipes."""
     counts = Counter(row.outcome for row in rows)
-    yield f"{len(rows)} recipes: " + ", ".join(f"{counts[each]} {each}" for each in OUTCOMES if counts[each]) + "."
+    yield (
+        f"{len(rows)} recipe{'s' * (len(rows) != 1)}: "
+        + ", ".join(f"{counts[each]} {each}" for each in OUTCOMES if counts[each])
+        + "."
+    )
     known = [row.idle for row in rows if row.idle is not None]
     if known:
         idle = " and ".join(f"{sum(each >= least for each in known)} at least {least:.0%}" for least in (0.05, 0.1))

@@ -342,8 +342,10 @@ def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
 
 
 def _zeroing_later(pipeline: Pipeline) -> Callable[..., None]:
-    def zero_grad_buffer(original: Callable[..., None], chunk: DistributedDataParallel, *args: Any) -> None:
-        zero = functools.partial(original, chunk, *args)
+    def zero_grad_buffer(
+        original: Callable[..., None], chunk: DistributedDataParallel, *args: Any, **named: Any
+    ) -> None:
+        zero = functools.partial(original, chunk, *args, **named)
         if pipeline.optimizer is not None and pipeline.optimizer.steps(chunk):
             pipeline.optimizer.zero(zero)
         else:
