@@ -126,8 +126,10 @@ def test_what_cannot_be_read_says_why(read: dict[str, Recipe]) -> None:
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("print('hello')\ndef one_config(): return None", "vars() argument must have __dict__ attribute"),
         (
-            "class C: pass\ndef one_config():\n c = C(); c.model = C()\n"
-            " c.model.pipeline_model_parallel_size = '4'\n return c",
+            (
+                "class C: pass\ndef one_config():\n c = C(); c.model = C()\n"
+                " c.model.pipeline_model_parallel_size = '4'\n return c"
+            ),
             "a field has a value of another type",
         ),
     ],
