@@ -50,7 +50,8 @@ stock = train("1f1b")
 # ## 2. Where the time goes
 #
 # A backward is two passes: B, the gradient of the input, which the other rank waits for, and W, the gradient of the
-# weights, which nobody waits for. This run measures them. Each letter of the drawing is a pass, with its microbatch.
+# weights, on which no other pass depends. This run measures them. A cell of the drawing is a pass: its letter, and the
+# number of its microbatch.
 
 # %%
 costs_file = FILES / "costs.json"

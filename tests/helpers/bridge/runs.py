@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from tests.helpers.hybrid_models import STAND_INS
 from tests.helpers.megatron_lm import Checkout, Log, checkouts, environment
+from tests.helpers.processes import wait_for
 
 VARIABLE = "ZB_BRIDGE"
 NUM_RANKS = 2
@@ -76,11 +76,7 @@ def run_bridge(runs: Sequence[BridgeRun], folder: Path, timeout: float = 700) ->
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         with output.open("wb") as file:
             ranks.append(subprocess.Popen(command, env=common | own, stdout=file, stderr=subprocess.STDOUT, cwd=folder))
-    deadline = time.monotonic() + timeout
-    while any(each.poll() is None for each in ranks) and not any(each.poll() for each in ranks):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
+    wait_for(ranks, timeout)
     for each in ranks:
         each.kill()  # those that wait for one that failed
     codes = [each.wait() for each in ranks]

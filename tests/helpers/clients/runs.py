@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.helpers.megatron_lm import ROOT
+from tests.helpers.processes import wait_for
 
 NUM_RANKS = 2
 
@@ -88,11 +88,7 @@ def run_client(module: str, variable: str, runs: Sequence[ClientRun], folder: Pa
         with (folder / f"output-{rank}").open("wb") as file:
             pipes: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
             ranks.append(subprocess.Popen([*command, str(folder)], env=own, cwd=folder, **pipes))
-    deadline = time.monotonic() + timeout
-    while any(each.poll() is None for each in ranks) and not any(each.poll() for each in ranks):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
+    wait_for(ranks, timeout)
     for each in ranks:
         if each.poll() is None:  # those that wait for one that failed, with the processes that they have forked
             os.killpg(each.pid, signal.SIGKILL)

@@ -34,7 +34,7 @@ PIPELINE = "--pipeline-model-parallel-size 8"
         ("--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup min", "--zero-bubble-schedule v-min"),
         (
             "--zero-bubble-v-schedule --enable-optimizer-post-validation --enable-exactly-numeric-match",
-            "--zero-bubble-schedule zb-v --zero-bubble-post-validation --zero-bubble-post-validation exact",
+            "--zero-bubble-schedule zb-v --zero-bubble-post-validation exact",
         ),
         ("--allow-padding-num-layers --enable-zb-runtime --lr 1", "--lr 1"),
         ("--zero-bubble-pipeline-timers-start-iter 5 --zero-bubble-pipeline-timers-end-iter 9", ""),

@@ -1,6 +1,7 @@
 """Sizes of published models, which recipes of Megatron-Bridge name instead of giving them.
 
-The figures are those of the models' own ``config.json``, under the names of megatron-core's configuration.
+The figures are those that their authors publish, under the names of megatron-core's configuration; they were entered by
+hand and not compared with the models' files.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def modernize(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             said.append(f"{flag} is ignored: it has no effect without {_POST_VALIDATION}")
         elif _given(old, flag):
             said.append(f"{flag} is replaced by {' '.join(flags)}")
-            rewritten += flags
+            rewritten = [word for word in rewritten if word not in flags] + flags  # exact replaces the default
     for flag, why in (_NEEDLESS | _NEEDLESS_WITH_VALUE).items():
         if _given(old, flag):
             said.append(f"{flag} is no longer needed: {why}")
