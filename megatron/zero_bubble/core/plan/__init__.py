@@ -12,6 +12,7 @@ from megatron.zero_bubble.core.plan.plan_of import (
 )
 from megatron.zero_bubble.core.plan.post_validation import with_validation
 from megatron.zero_bubble.core.plan.prove import Queues, prove, prove_for_queues
+from megatron.zero_bubble.core.plan.slots import Slots, num_slots, slots
 from megatron.zero_bubble.core.plan.unroll import alike
 
 __all__ = [
@@ -20,14 +21,17 @@ __all__ = [
     "LoweringPass",
     "PostReceives",
     "Queues",
+    "Slots",
     "alike",
     "communicate",
     "lower",
+    "num_slots",
     "plan_of",
     "plan_of_evaluation",
     "plan_without_messages",
     "prove",
     "prove_for_queues",
+    "slots",
     "unproved_plan_of",
     "with_validation",
 ]
