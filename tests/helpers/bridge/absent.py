@@ -141,4 +141,10 @@ def lora(bridge: Path) -> Any:
 
 
 def _within(names: Collection[str]) -> Callable[[str], bool]:
-    return lambda module: any(f"{module}.".startswith(f"{name}.") for name in names)
+    """Whether a module has one of ``names``, or is in a package that has one and is a stand-in."""
+
+    def is_absent(module: str) -> bool:
+        package = module.rpartition(".")[0]
+        return module in names or (isinstance(sys.modules.get(package), _Module) and is_absent(package))
+
+    return is_absent

@@ -141,7 +141,7 @@ def test_layers_that_do_not_divide_are_balanced(logs: dict[str, Log]) -> None:
 def test_a_divided_vocabulary_gives_the_same_losses(logs: dict[str, Log]) -> None:
     """Up to rounding, because sums are in another order."""
     ours, stock = (_losses(logs[name]) for name in ("divided vocabulary", "unclipped stock"))
-    assert len(stock) > 5 and ours == pytest.approx(stock, rel=1e-5)
+    assert len(stock) >= 5 and ours == pytest.approx(stock, rel=1e-5)
 
 
 def _losses(log: Log) -> list[float]:
