@@ -12,12 +12,10 @@ import pytest
 from megatron.zero_bubble import SCHEDULES
 from megatron.zero_bubble.__main__ import main, parser
 from megatron.zero_bubble.cli.compare import how_to_run
-from megatron.zero_bubble.cli.compare_table import ComparedRow
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
-from megatron.zero_bubble.core.ir import Placement
-from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.placements import placements
+from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.candidates import Comparison
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.flags import add_flags
@@ -68,11 +66,10 @@ def test_a_published_schedule_is_run_by_name() -> None:
     comparison = Comparison(2, 2.0, placements("auto", 2), False, Setup())
     job = argparse.ArgumentParser()
     add_flags(job)
-    found, work = {}, Workload(Placement.linear(2), 4)
+    found = {}
     for candidate in comparison.whole(figures):
         if candidate.question.schedule in SCHEDULES:
-            row = ComparedRow(candidate.title, work, *(0.0,) * 9, 0, None, None, None, True, None)
-            line = how_to_run(argparse.Namespace(), candidate, row)
+            line = how_to_run(argparse.Namespace(), candidate, answer(candidate.question).schedule)
             found[candidate.name] = line.removeprefix("To run it, add to the job: ")
     assert found.pop("1f1b") == "It is Megatron's own schedule: add nothing."
     assert found["zb-h1"] == "--zero-bubble-schedule zb-h1"

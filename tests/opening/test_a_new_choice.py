@@ -19,6 +19,7 @@ from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.choosers import CHOOSERS
 from megatron.zero_bubble.planning.offer import Ask, Offer
+from megatron.zero_bubble.planning.offload import OffloadPlan
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.setup import Setup
@@ -83,7 +84,7 @@ def test_its_best_value_is_chosen_with_every_other_decision() -> None:
     assert limited.timeline.span_ms > free.timeline.span_ms, "repeated, to be within the limit"
     assert limited.certificate is not None and max(limited.timeline.peak_activation) <= 3
     moved = answer(asked("--schedule zb-h2 --offload all --host-ms 2 --repeat 6"), WITH_REPEAT)
-    assert moved.offloaded is not None and moved.timeline.schedule == limited.schedule
+    assert moved.part(OffloadPlan) is not None and moved.timeline.schedule == limited.schedule
 
 
 def test_a_value_without_a_plan_is_reported() -> None:

@@ -18,7 +18,7 @@ from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.core.search.cut import even, least_layers
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.layout_plan import EVEN, MOVED
+from megatron.zero_bubble.planning.layout_plan import EVEN, MOVED, LayoutPlan
 from megatron.zero_bubble.planning.layouts import lay_out, shifted_layers
 from megatron.zero_bubble.planning.offer import Ask, Offer
 from megatron.zero_bubble.planning.plans import auto, fitted
@@ -63,7 +63,7 @@ def test_no_layout_and_no_baseline_is_better(seeds: range) -> None:
         layers = random_layers(dice, dice.randint(max(1, sum(least_layers(placement))), 12))
         costs = of(layers, p, m)
         limit = dice.choice((None, dice.uniform(0.4, 1.2) * p * costs.microbatch))
-        plan = lay_out(asking(costs, objective, limit), [placement], making(schedule)).layouts
+        plan = lay_out(asking(costs, objective, limit), [placement], making(schedule)).part(LayoutPlan)
         assert plan is not None
 
         def valued(
@@ -102,7 +102,7 @@ def test_searched_schedules_are_never_longer_than_those_of_the_baselines(name: s
     placements = [Placement.vee(3), *([Placement.linear(3)] if name == "zb-auto" else [])]
     order = Searched("auto") if name == "zb-auto" else Named(name)
     made = answer(replace(asking(costs, "span", memory), setup=Setup(order, layout=BY_COST, step=Validated())))
-    plan = made.layouts
+    plan = made.part(LayoutPlan)
     assert plan is not None and any(other.is_bound for other in plan.others.values())
     assert all(other.excess or other.ms >= plan.best.ms * (1 - 1e-9) for other in plan.others.values())
     for placement in placements:
@@ -151,7 +151,7 @@ def test_searching_for_128_layers_on_32_ranks_takes_seconds(loss: float) -> None
     costs = of(layers, 32, 128)
     setup = Setup(Searched("auto"), layout=BY_COST, step=Validated())
     began = time.process_time()
-    plan = answer(Question(costs, setup, 32 * costs.microbatch)).layouts
+    plan = answer(Question(costs, setup, 32 * costs.microbatch)).part(LayoutPlan)
     assert time.process_time() - began < 6
     assert plan is not None and all(other.ms >= plan.best.ms * (1 - 1e-9) for other in plan.others.values())
 
@@ -166,6 +166,6 @@ def test_128_layers_on_32_ranks_take_seconds(name: str) -> None:
     schedule = build(name, num_ranks=32, num_microbatches=128)
     began = time.process_time()
     question = asking(of(layers, 32, 128), "span", None)
-    plan = lay_out(question, [schedule.placement], making(schedule)).layouts
+    plan = lay_out(question, [schedule.placement], making(schedule)).part(LayoutPlan)
     assert time.process_time() - began < 8
     assert plan is not None and min(plan.gains().values()) > 0.02

@@ -20,12 +20,13 @@ from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.planning.layout_plan import EVEN
+from megatron.zero_bubble.planning.layout_plan import EVEN, LayoutPlan
+from megatron.zero_bubble.planning.offload import OffloadPlan
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.setup import BY_COST, Named, Offload, Searched, Setup, Shards
-from megatron.zero_bubble.planning.shards import Replicas
+from megatron.zero_bubble.planning.shards import Replicas, ShardPlan
 from tests.helpers.equal_weights import EqualStages
 
 P, M, MICROBATCH = 4, 16, 1000.0
@@ -55,20 +56,22 @@ def asked(order: Named | Searched, limit: float, moves: bool) -> Answer:
 def test_offloading_makes_units_shorter_within_a_limit_that_includes_weights(order: Named | Searched) -> None:
     limit = 5.0 * MICROBATCH
     kept, moved = (asked(order, limit, moves) for moves in (False, True))
-    assert kept.shards is not None and moved.shards is not None and moved.offloaded is not None
-    assert within(max(moved.shards.peaks), limit), "shards, what is whole at a time, and activations"
+    units, copies = moved.part(ShardPlan), moved.part(OffloadPlan)
+    assert kept.part(ShardPlan) is not None and units is not None and copies is not None
+    assert within(max(units.peaks), limit), "shards, what is whole at a time, and activations"
     assert moved.timeline.makespan_ms <= kept.timeline.makespan_ms
     if order == UNITS:
-        assert moved.offloaded.moves
+        assert copies.moves
         assert moved.timeline.makespan_ms < 0.95 * kept.timeline.makespan_ms
 
 
 def test_the_timeline_and_all_figures_are_those_of_one_plan() -> None:
     made = asked(UNITS, 5.0 * MICROBATCH, moves=True)
-    assert made.shards is not None and made.offloaded is not None
+    units, copies = made.part(ShardPlan), made.part(OffloadPlan)
+    assert units is not None and copies is not None
     again = timeline_of(made.schedule, *made.costs.on(made.schedule.placement), made.added)
-    assert again == made.timeline == made.offloaded.timeline == made.shards.timeline
-    assert made.offloaded.device_peak == made.shards.activations
+    assert again == made.timeline == copies.timeline == units.timeline
+    assert copies.device_peak == units.activations
     assert {str(span.op)[:1] for row in made.timeline.lanes for span in row}, (
         "copies, gathers and reductions have lanes"
     )
@@ -77,8 +80,9 @@ def test_the_timeline_and_all_figures_are_those_of_one_plan() -> None:
 def test_a_search_for_units_takes_several_stages_per_rank() -> None:
     limit = 8.0 * MICROBATCH
     made = asked(SEARCHED, limit, moves=False)
-    assert made.schedule.num_stages > P and made.shards is not None
-    assert within(max(made.shards.peaks), limit)
+    units = made.part(ShardPlan)
+    assert made.schedule.num_stages > P and units is not None
+    assert within(max(units.peaks), limit)
     assert made.timeline.makespan_ms <= asked(UNITS, limit, moves=False).timeline.makespan_ms
     with pytest.raises(UserError, match="sharded units need 2 or more stages per rank"):
         asked(Searched("linear"), limit, moves=False)
@@ -144,16 +148,16 @@ def with_layout(name: str, more: str, by_cost: bool) -> Answer:
 def test_layouts_are_chosen_by_the_timeline_of_their_plan(name: str, more: str) -> None:
     """With the passes of the vocabulary, the collectives of units, or the all-to-alls of experts."""
     evenly, made = (with_layout(name, more, by_cost) for by_cost in (False, True))
-    on = made.schedule.placement
-    assert made.layouts is not None and sum(made.layouts.best.layout) == 24
+    on, laid_out = made.schedule.placement, made.part(LayoutPlan)
+    assert laid_out is not None and sum(laid_out.best.layout) == 24
     assert made.timeline.makespan_ms < 0.99 * evenly.timeline.makespan_ms
-    assert made.layouts.best.ms == made.timeline.makespan_ms and made.layouts.gains()[EVEN] > 0.01
+    assert laid_out.best.ms == made.timeline.makespan_ms and laid_out.gains()[EVEN] > 0.01
     limit = made.question.limit
     assert within(peak_memory(evenly.timeline, evenly.costs), limit) and within(
         peak_memory(made.timeline, made.costs), limit
     )
     assert timeline_of(made.schedule, *made.costs.on(on), made.added) == made.timeline
-    assert made.costs.on(on)[0].forward_ms == made.costs.laid_out(on, made.layouts.best.layout).on(on)[0].forward_ms
+    assert made.costs.on(on)[0].forward_ms == made.costs.laid_out(on, laid_out.best.layout).on(on)[0].forward_ms
     assert (algorithm_of(made.schedule) is not None) is (more in ("1", "2"))
-    assert (made.shards is not None) is (more == "shards")
+    assert (made.part(ShardPlan) is not None) is (more == "shards")
     assert made.schedule.overlaps is (more == "pairs")

@@ -13,6 +13,7 @@ from megatron.zero_bubble.planning.change import AdviceRow, Today
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.idle import idle_of
 from megatron.zero_bubble.planning.job.model import GPT2_VOCAB_SIZE
+from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.vocabulary import divided_costs
 
 OTHER_SIZES = (32_000, 256_000)
@@ -55,7 +56,7 @@ def _with_other(size: int, today: Today, costs: Figures, best: AdviceRow | None,
 
 def _costs_of(row: AdviceRow, costs: Figures) -> Figures:
     """The costs of a row's layers per stage and vocabulary."""
-    schedule, layouts = row.timeline.schedule, row.plan.layouts
+    schedule, layouts = row.timeline.schedule, row.plan.part(LayoutPlan)
     own = costs if layouts is None else costs.evenly()
     if (algorithm := algorithm_of(schedule)) is not None:
         own = divided_costs(own, Divided(algorithm))

@@ -7,24 +7,28 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from megatron.zero_bubble.cli.offload import add_offload, offload_summary, offloads, with_copies
-from megatron.zero_bubble.cli.shards import add_shards, shard_summary, shards, with_shards
+from megatron.zero_bubble.cli.compare_table import Columns
+from megatron.zero_bubble.cli.offload import MovedColumns, add_offload, offload_summary, offloads, with_copies
+from megatron.zero_bubble.cli.shards import UnitColumns, add_shards, shard_summary, shards, with_shards
 from megatron.zero_bubble.cli.slices import add_slices, check_cuts
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, divided_of, with_vocabulary
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
 from megatron.zero_bubble.planning.answer import Answer
+from megatron.zero_bubble.planning.candidates import Candidate
 from megatron.zero_bubble.planning.codecs import setup_of_flags, speller
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offload import OffloadPlan
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Cuts, Setup
+from megatron.zero_bubble.planning.shards import Replicas, ShardPlan
 from megatron.zero_bubble.planning.values import PLAN_ROWS, placed
 from megatron.zero_bubble.planning.vocabulary import VocabularyChoice, are_divided
 
 
-def add_choices(verb: argparse.ArgumentParser, cuts: str) -> None:
-    """Add the flags; ``cuts`` says what the verb does without a number of slices."""
-    add_slices(verb, cuts)
+def add_choices(verb: argparse.ArgumentParser, compares: bool = False) -> None:
+    """Add the flags, of a plan or of the plans that are compared."""
+    add_slices(verb, compares)
     add_vocabulary(verb)
     add_offload(verb)
     add_shards(verb)
@@ -71,9 +75,18 @@ def setup_of(
 
 def added_text(made: Answer) -> str:
     """Format the figures of offloading and of sharded units."""
-    over = made.question.replicas
-    text = "" if made.offloaded is None else offload_summary(made.offloaded, made.costs)
-    return text if made.shards is None or over is None else text + shard_summary(over, made.shards, made.costs)
+    over, moved, units = made.question.replicas, made.part(OffloadPlan), made.part(ShardPlan)
+    text = "" if moved is None else offload_summary(moved, made.costs)
+    return text if units is None or over is None else text + shard_summary(over, units, made.costs)
+
+
+def columns_of(made: Answer, row: Candidate, over: Replicas | None) -> tuple[Columns, ...]:
+    """The figures of offloading, and of what replicas send and hold, in the table of ``compare``.
+
+    Args:
+        over: the replicas of the row's plan; None if they are not compared.
+    """
+    return MovedColumns.of(made), UnitColumns.of(made, row, over)
 
 
 def choices_of(options: argparse.Namespace) -> RunOptions:

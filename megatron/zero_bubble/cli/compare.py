@@ -7,11 +7,18 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
-from megatron.zero_bubble.cli.choices import add_choices, check_choices, common_choices, setup_of, with_choices
+from megatron.zero_bubble.cli.choices import (
+    add_choices,
+    check_choices,
+    columns_of,
+    common_choices,
+    setup_of,
+    with_choices,
+)
 from megatron.zero_bubble.cli.compare_table import ComparedRow, Table, short_text, table_text
 from megatron.zero_bubble.cli.figures import add_figures, figures, replicas
 from megatron.zero_bubble.cli.offload import host_limits
@@ -19,7 +26,7 @@ from megatron.zero_bubble.cli.plan import add_search, counts_in_p
 from megatron.zero_bubble.cli.plan_text import imbalance_text, picture
 from megatron.zero_bubble.cli.progress import progress, working
 from megatron.zero_bubble.cli.shards import add_tensor, with_tensor
-from megatron.zero_bubble.cli.vocabulary import asks_to_divide
+from megatron.zero_bubble.cli.vocabulary import GainOverLayouts, asks_to_divide
 from megatron.zero_bubble.cli.winner import how_to_run
 from megatron.zero_bubble.core.analysis.score import length_ms, within
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
@@ -32,6 +39,7 @@ from megatron.zero_bubble.planning.codecs import speller
 from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
+from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.plans import about_1p, peak_memory, rank_memory
 from megatron.zero_bubble.planning.question import Offloading, search_limits
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
@@ -67,7 +75,7 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         help="most stages per rank (chunks, in Megatron) to try for interleaved schedules (default: 4, or fewer if "
         "--config has fewer layers per rank)",
     )
-    add_choices(verb, "default: no schedules of slices")
+    add_choices(verb, compares=True)
     add_tensor(verb)
     plan_flag("overlap_experts").add(
         verb,
@@ -126,7 +134,8 @@ def compare(options: argparse.Namespace) -> str:
         bounds = comparison.bounds(costs, options.objective)
     sizes = options.objective, costs.num_ranks, costs.num_microbatches, limit
     sorted_rows = _with_speedups(rows, options.objective)
-    table = Table(*sizes, *bounds, sorted_rows, (*absent, *hidden), break_even=break_even)
+    gain = GainOverLayouts.of(sorted_rows, options.objective)
+    table = Table(*sizes, bounds, sorted_rows, (*absent, *hidden), gain, break_even)
     costs = kinds[-1].costs
     if options.format == "json":
         return json.dumps(table.content, indent=2) + "\n"
@@ -137,7 +146,7 @@ def compare(options: argparse.Namespace) -> str:
     timeline, candidate, row = best
     bound = " (a lower bound)" if costs.halves(timeline.schedule.placement) else ""
     uneven = imbalance_text(timeline, costs, by_cost, divides)
-    run = how_to_run(options, candidate, row)
+    run = how_to_run(options, candidate, timeline.schedule, row.needed_layout)
     return f"{text}\nShortest within the limit{bound}: {picture(timeline)}{uneven}{run}\n"
 
 
@@ -199,18 +208,15 @@ def _answered(
 def _row(
     timeline: Timeline, made: Answer, candidate: Candidate, limit: float, replicas: Replicas | None
 ) -> ComparedRow:
-    schedule, costs, offload_plan = timeline.schedule, made.costs, made.offloaded
-    ranks = schedule.placement.stage_to_rank
-    whole = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
-    kept = peak_memory(timeline, costs)
+    schedule, costs, laid_out = timeline.schedule, made.costs, made.part(LayoutPlan)
     replicas = None if replicas is None else replace(replicas, count=replicas.count // (candidate.tensor_parallel or 1))
-    sent, static = (None, None) if replicas is None else replicas.bytes_of(made.shards, costs, schedule.placement)
     total = [*rank_memory(timeline, costs)]
-    if static is not None and replicas is not None and replicas.limit < math.inf:  # the limit includes it
-        total = [peak + own for peak, own in zip(total, static, strict=True)]
+    if replicas is not None and replicas.counts_weights:
+        _, static = replicas.bytes_of(made.parts, costs, schedule.placement)
+        total = total if static is None else [peak + own for peak, own in zip(total, static, strict=True)]
     return ComparedRow(
         schedule=schedule.name,
-        work=Workload.of(schedule),
+        work=(work := Workload.of(schedule)),
         span_ms=timeline.span_ms,
         makespan_ms=timeline.makespan_ms,
         bubble_rate_span=timeline.bubble_rate("span"),
@@ -219,23 +225,16 @@ def _row(
         idle_rate_makespan=timeline.idle_rate("makespan"),
         imbalance=timeline.imbalance,
         peak_microbatches=max(timeline.peak_activation),
-        peak_memory=kept,
-        messages=whole * schedule.num_slices,
-        message_bytes=None if costs.message_bytes is None else whole * costs.message_bytes,
+        peak_memory=peak_memory(timeline, costs),
+        messages=work.num_messages,
+        message_bytes=None if costs.message_bytes is None else work.crossings * costs.message_bytes,
         speedup_over_1f1b=None,
         speedup_over_interleaved=None,
         within_limit=within(max(total), limit),
-        layout=None if made.layouts is None else made.layouts.best.text,
-        offloaded_share=None if offload_plan is None else offload_plan.share,
-        host_peak=None if offload_plan is None else max(offload_plan.host_peak),
-        gathers=None if made.shards is None else max(made.shards.gathers),
-        reductions=None if made.shards is None else max(made.shards.reductions),
-        static_bytes=None if static is None else max(static),
-        replica_bytes=None if sent is None else max(sent),
-        tensor_parallel=candidate.tensor_parallel,
-        tensor_bytes=candidate.tensor_bytes,
+        layout=None if laid_out is None else laid_out.best.text,
+        columns=columns_of(made, candidate, replicas),
         is_lower_bound=costs.halves(schedule.placement),
-        needed_layout=costs.needed_layout(schedule.placement) if made.layouts is None else None,
+        needed_layout=costs.needed_layout(schedule.placement) if laid_out is None else None,
     )
 
 

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import chain, groupby
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from itertools import chain, compress, groupby
+from typing import Any, Protocol
 
 from megatron.zero_bubble.cli.break_even import BreakEven
 from megatron.zero_bubble.cli.divisions import division_lines, mark
-from megatron.zero_bubble.cli.layouts import compared
 from megatron.zero_bubble.cli.plan_text import SLOW
+from megatron.zero_bubble.cli.vocabulary import GainOverLayouts
 from megatron.zero_bubble.core.analysis.score import length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.search.loops import compiled
 from megatron.zero_bubble.core.search.placements import name_of
-from megatron.zero_bubble.planning.candidates import FITTED
+from megatron.zero_bubble.planning.candidates import FITTED, Bounds
 from megatron.zero_bubble.planning.figures import Figures
+
+
+class Columns(Protocol):
+    """Figures of a choice that rows may have, which are shown if some row has them. Their names are keys in JSON."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the row has them."""
+
+    @property
+    def head(self) -> str:
+        """The head of the columns."""
+
+    def cells(self, costs: Figures) -> str:
+        """Format them."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +42,7 @@ class ComparedRow:
     """One schedule in the table.
 
     Attributes:
-        work: what it puts in order; of it the table has the placement, the slices, and the algorithm of vocabulary
-            parallelism.
+        work: what it puts in order; of it the table has the placement, and what tells it from other work.
         span_ms, makespan_ms: length of an iteration; the longest span of a rank, and the time from the first pass of
             any rank to the last.
         bubble_rate_span, bubble_rate_makespan: share of either in which the busiest rank does not compute.
@@ -40,13 +55,7 @@ class ComparedRow:
         speedup_over_1f1b, speedup_over_interleaved: factor by which the objective is shorter; None without the
             baseline.
         layout: Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost.
-        offloaded_share: share of the forwards that move to host memory; None without ``--offload``.
-        host_peak: the most host memory of a rank, in the unit of the costs; None without ``--offload``.
-        gathers, reductions: collectives of a rank per iteration; None where weights are not sharded.
-        static_bytes: weights, gradients and optimizer, on the rank that needs most in total; None if unknown.
-        replica_bytes: what a rank sends to its replicas per iteration; None if unknown.
-        tensor_parallel: number of GPUs that divide a layer instead of replicas; None where layers are whole.
-        tensor_bytes: what a rank sends to these GPUs per iteration; None where layers are whole.
+        columns: the figures of other choices, of all rows alike.
         is_lower_bound: whether the costs of a stage were divided without knowing its layers.
         needed_layout: the layout without which a job has other layers per stage.
     """
@@ -68,14 +77,7 @@ class ComparedRow:
     speedup_over_interleaved: float | None
     within_limit: bool
     layout: str | None
-    offloaded_share: float | None = None
-    host_peak: float | None = None
-    gathers: int | None = None
-    reductions: int | None = None
-    static_bytes: float | None = None
-    replica_bytes: float | None = None
-    tensor_parallel: int | None = None
-    tensor_bytes: float | None = None
+    columns: tuple[Columns, ...] = ()
     is_lower_bound: bool = False
     needed_layout: str | None = None
 
@@ -86,61 +88,49 @@ class ComparedRow:
         return "interleaved" if name == "loop" else name or "another one"
 
     @property
-    def num_slices(self) -> int:
-        """Slices per sequence."""
-        return len(self.work.slices)
-
-    @property
-    def vocabulary(self) -> Algorithm | None:
-        """The algorithm of vocabulary parallelism; None without it."""
-        return self.work.vocabulary
-
-    @property
     def content(self) -> dict[str, Any]:
         """What ``--format json`` has of it."""
-        figures = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "work"}
-        of_work = {"placement": self.placement, "num_slices": self.num_slices, "vocabulary": self.vocabulary}
-        return {"schedule": self.schedule, **of_work, **figures}
+        content: dict[str, Any] = {}
+        for field in fields(self):
+            if field.name == "work":
+                content |= {"placement": self.placement, **self.work.figures}
+            elif field.name == "columns":
+                content |= {name: value for columns in self.columns for name, value in columns._asdict().items()}
+            else:
+                content[field.name] = getattr(self, field.name)
+        return content
 
 
 @dataclass(frozen=True)
 class Table:
-    """What ``--format json`` has; ``lower_bound_ms`` is by placement, ``absent`` explains missing schedules.
-
-    ``lower_bound_ms`` is for whole sequences, ``sliced_lower_bound_ms`` for slices; empty unless all are cut alike.
-    Both are for equally many layers per stage. ``gain_of_vocabulary`` is the share by which the shortest schedule with
-    vocabulary parallelism is shorter than the shortest with a layout by cost; None without either.
+    """What ``--format json`` has; ``absent`` explains missing schedules, and bounds are for equally many layers per
+    stage.
     """
 
     objective: Metric
     num_ranks: int
     num_microbatches: int
     memory_limit: float
-    lower_bound_ms: dict[str, float]
-    sliced_lower_bound_ms: dict[str, float]
+    bounds: tuple[Bounds, ...]
     rows: tuple[ComparedRow, ...]
     absent: tuple[str, ...]
-    gain_of_vocabulary: float | None = field(init=False)
+    gain: GainOverLayouts
     break_even: BreakEven | None = None
-
-    def __post_init__(self) -> None:
-        """Compare the shortest with a divided vocabulary and the shortest with a layout by cost."""
-        lengths = [self.shortest(divided=divided) for divided in (False, True)]
-        whole, divided = (None if row is None else length_ms(row, self.objective) for row in lengths)
-        object.__setattr__(self, "gain_of_vocabulary", 1 - divided / whole if whole and divided is not None else None)
 
     @property
     def content(self) -> dict[str, Any]:
         """The content of ``--format json``."""
-        rows = [row.content for row in self.rows]
-        return asdict(replace(self, rows=())) | {"rows": rows, "gain_of_vocabulary": self.gain_of_vocabulary}
-
-    def shortest(self, *, divided: bool) -> ComparedRow | None:
-        """Return the shortest schedule within the limit with a divided vocabulary, or else with a layout by cost and a
-        whole one.
-        """
-        rows = (row for row in self.rows if row.within_limit and (row.vocabulary is not None) is divided)
-        return next((row for row in rows if divided or row.layout is not None), None)
+        return {
+            "objective": self.objective,
+            "num_ranks": self.num_ranks,
+            "num_microbatches": self.num_microbatches,
+            "memory_limit": self.memory_limit,
+            **{bounds.key: bounds.ms for bounds in self.bounds},
+            "rows": [row.content for row in self.rows],
+            "absent": self.absent,
+            **self.gain.content,
+            "break_even": None if self.break_even is None else asdict(self.break_even),
+        }
 
 
 def short_text(row: ComparedRow, objective: Metric) -> str:
@@ -159,10 +149,9 @@ def table_text(table: Table, costs: Figures, about_limit: str | None = None) -> 
     width = max(22, *(len(row.schedule) + 1 for row in table.rows)) if table.rows else 22
     head = f"{'':{width}}{'placement':12}{'span ms':>11}{'bubble':>8}{'makespan ms':>13}{'bubble':>8}{'idle':>8}"
     head += f"{'peak':>7}"
-    moves = any(row.offloaded_share is not None for row in table.rows)
-    head += f"{'moved':>8}{'host':>8}" if moves else ""
-    units = any(row.gathers is not None for row in table.rows)
-    head += f"{'gathers':>9}{'reduces':>9}{'static':>8}{'sent':>8}" if units else ""
+    known = ([columns.is_known for columns in row.columns] for row in table.rows)
+    listed = list(map(any, zip(*known, strict=True)))
+    head += "".join(columns.head for columns in compress(table.rows[0].columns, listed)) if listed else ""
     head += f"{'GiB' if costs.in_bytes else '':>8}{'sends':>7}{'GiB' if costs.message_bytes else '':>8}"
     size = f"{table.num_ranks} ranks, {table.num_microbatches} microbatches"
     lines = [
@@ -175,17 +164,16 @@ def table_text(table: Table, costs: Figures, about_limit: str | None = None) -> 
         line = f"{row.schedule:{width}}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.2%}"
         line += f"{row.makespan_ms:13.3f}{row.bubble_rate_makespan:8.2%}{row.idle_rate_makespan:8.2%}"
         line += f"{row.peak_microbatches:7.4g}"
-        line += _moved(row, costs) if moves else ""
-        line += _collectives(row) if units else ""
-        line += f"{_gib(row.peak_memory if costs.in_bytes else None)}{row.messages:7}{_gib(row.message_bytes)}"
+        line += "".join(columns.cells(costs) for columns in compress(row.columns, listed))
+        line += f"{gib_cell(row.peak_memory if costs.in_bytes else None)}{row.messages:7}{gib_cell(row.message_bytes)}"
         line += f"{_percent(row.speedup_over_1f1b):>9}{_percent(row.speedup_over_interleaved):>21}"
         lines.append(line + ("" if row.within_limit else "   over the limit") + mark(row))
     lines += _legend(table)
-    whole = " of whole sequences" if any(row.num_slices > 1 for row in table.rows) else ""
+    whole = "" if all(row.work.is_whole for row in table.rows) else " of whole sequences"
     whole += " of equally many layers per stage" if any(row.layout for row in table.rows) else ""
-    for of, bounds in ((whole, table.lower_bound_ms), (" of these slices", table.sliced_lower_bound_ms)):
-        for placement, ms in bounds.items():
-            lines.append(f"no {placement} schedule{of} within the limit has a {table.objective} below {ms:.3f} ms")
+    for bounds in table.bounds:
+        schedule = f"schedule{bounds.of or whole} within the limit"
+        lines += (f"no {on} {schedule} has a {table.objective} below {ms:.3f} ms" for on, ms in bounds.ms.items())
     lines += chain(division_lines(table.rows), _layouts(table))
     lines += [] if table.break_even is None else [str(table.break_even)]
     lines += (f"not compared: {reason}" for reason in table.absent)
@@ -208,34 +196,15 @@ def _legend(table: Table) -> Iterator[str]:
 
 
 def _layouts(table: Table) -> Iterator[str]:
-    """Yield the layouts by cost and their schedules, the best layout, and what a divided vocabulary gains over it."""
+    """Yield the layouts by cost and their schedules, and what is gained over the best."""
     laid_out = sorted((row for row in table.rows if row.layout is not None), key=lambda row: str(row.layout))
     for layout, rows in groupby(laid_out, key=lambda row: row.layout):
         yield f"--pipeline-model-parallel-layout '{layout}': {', '.join(row.schedule for row in rows)}"
-    best, divided = table.shortest(divided=False), table.shortest(divided=True)
-    if best is not None:
-        yield f"best layout: '{best.layout}' with {best.schedule}, {length_ms(best, table.objective):.3f} ms"
-    if divided is not None and (gain := table.gain_of_vocabulary) is not None:
-        ms = length_ms(divided, table.objective)
-        yield f"vocabulary parallelism, {divided.schedule}, {ms:.3f} ms: {compared(gain)} the best layout"
+    yield from table.gain.lines()
 
 
-def _moved(row: ComparedRow, costs: Figures) -> str:
-    """Format the share that moves, and the peak of host memory, in GiB or microbatches."""
-    if row.offloaded_share is None or row.host_peak is None:
-        return f"{'':16}"
-    host = row.host_peak / (2**30 if costs.in_bytes else costs.microbatch)
-    return f"{row.offloaded_share:8.0%}{host:8.4g}"
-
-
-def _collectives(row: ComparedRow) -> str:
-    """Format gathers, reductions, static memory in GiB, and what a rank sends to replicas and to parts of layers."""
-    counts = ("" if count is None else count for count in (row.gathers, row.reductions))
-    sent = None if row.replica_bytes is None else row.replica_bytes + (row.tensor_bytes or 0.0)
-    return "".join(f"{count:>9}" for count in counts) + _gib(row.static_bytes) + _gib(sent)
-
-
-def _gib(amount: float | None) -> str:
+def gib_cell(amount: float | None) -> str:
+    """Format a column of bytes in GiB; empty if they are not known."""
     return f"{'' if amount is None else format(amount / 2**30, '.4g'):>8}"
 
 

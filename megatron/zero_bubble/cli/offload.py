@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from megatron.zero_bubble.core.costs.units import bytes_per_ms, parse_bytes, positive_figure
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.plan.offload import NO_SHARE, parse_share
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offer import Offer
 from megatron.zero_bubble.planning.offload import AUTO, HostLimits, OffloadPlan, check_copies
 
 
@@ -102,6 +104,41 @@ def _size(options: argparse.Namespace, costs: Figures, name: str) -> float | Non
             "file with activation and wgrad, or --config"
         )
     return size
+
+
+class MovedColumns(NamedTuple):
+    """The columns of ``compare`` for offloading; see ``Columns``.
+
+    Attributes:
+        offloaded_share: share of the forwards that move to host memory; None without ``--offload``.
+        host_peak: the most host memory of a rank, in the unit of the costs; None without ``--offload``.
+    """
+
+    offloaded_share: float | None = None
+    host_peak: float | None = None
+
+    @classmethod
+    def of(cls, made: Offer) -> MovedColumns:
+        """Those of a plan."""
+        moved = made.part(OffloadPlan)
+        return cls() if moved is None else cls(moved.share, max(moved.host_peak))
+
+    @property
+    def is_known(self) -> bool:
+        """See ``Columns``."""
+        return self.offloaded_share is not None
+
+    @property
+    def head(self) -> str:
+        """See ``Columns``."""
+        return f"{'moved':>8}{'host':>8}"
+
+    def cells(self, costs: Figures) -> str:
+        """Format the share that moves, and the peak of host memory, in GiB or microbatches."""
+        if self.offloaded_share is None or self.host_peak is None:
+            return f"{'':16}"
+        host = self.host_peak / (2**30 if costs.in_bytes else costs.microbatch)
+        return f"{self.offloaded_share:8.0%}{host:8.4g}"
 
 
 def offload_summary(done: OffloadPlan, costs: Figures) -> str:

@@ -33,7 +33,6 @@ from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.render.svg import render_svg, zoomable
 from megatron.zero_bubble.core.schedules import SCHEDULES
-from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.choosers import MOST_CHUNKS
 from megatron.zero_bubble.planning.codecs import speller
@@ -42,6 +41,7 @@ from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.experts import verdict
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.runnable import check_trainable
+from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.offload import NO_LIMITS
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.plans import ADAPTING, about_1p, limit_verdict, slower_than_1f1b
@@ -87,7 +87,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         f"{ZB_AUTO} on a loop or in a wave, where auto is the best of a few numbers; with --shard-weights, auto is the "
         f"best of 2 to {MOST_CHUNKS}, or fewer if --config has fewer layers per rank (default: 2, for {ZB_AUTO} auto)",
     )
-    add_choices(verb, f"default: {len(DEFAULT_SLICES)} for schedules whose name begins with seq-, else 1")
+    add_choices(verb)
     add_lengths(verb)
     plan_flag("overlap_experts").add(
         verb,
@@ -150,7 +150,7 @@ def plan(options: argparse.Namespace) -> str:
         return zoomable(render_svg(timeline))
     if options.format in _OF_TORCH:
         return _OF_TORCH[options.format](timeline.schedule)
-    layouts, has_units = made.layouts, made.question.replicas is not None
+    layouts, has_units = made.part(LayoutPlan), made.question.replicas is not None
     if options.format == "json":
         return written(made)
     divided = division_text(costs, timeline.schedule.placement)

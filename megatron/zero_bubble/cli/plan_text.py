@@ -7,6 +7,7 @@ import shutil
 from megatron.zero_bubble.core.analysis.period import period_ms
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.formats.plan import Certificate
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.render.excerpt import draw
 from megatron.zero_bubble.core.render.text import headline, imbalance
 from megatron.zero_bubble.core.search.loops import compiled
@@ -86,7 +87,7 @@ def limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) -> 
     kept, verdict = limit_verdict(timeline, costs, certificate.memory_limit)
     lines = [verdict]
     where = best.reason if best.rank is None else f"{best.reason}, rank {best.rank}"
-    these = "placement and limit" if timeline.schedule.num_slices == 1 else "placement, limit and cuts"
+    these = "placement and limit" if Workload.of(timeline.schedule).is_whole else "placement, limit and cuts"
     lines.append(f"lower bound {best.value_ms:.3f} ms {objective}, for this {these} ({where})")
     if kept:
         gap = f"{certificate.gap(timeline):.2%}"

@@ -6,13 +6,17 @@ import argparse
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
+from megatron.zero_bubble.cli.compare_table import gib_cell
 from megatron.zero_bubble.cli.figures import replicas
 from megatron.zero_bubble.core.analysis.score import within
 from megatron.zero_bubble.core.costs.units import bytes_per_ms, checked_figure, refuse_huge
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.schedules import recipe
+from megatron.zero_bubble.planning.candidates import Candidate
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offer import Offer
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, sharded_bound, with_collectives
 from megatron.zero_bubble.planning.source import ZB_AUTO
@@ -138,6 +142,55 @@ def _omitted(rate: float | None) -> Iterator[str]:
             "Rows with tpN divide layers among N of the replicas, with sequence parallelism: passes take 1/N of the "
             f"time, and none of the all-reduces, at {rate / 1e6:g} GB/s, is hidden."
         )
+
+
+class UnitColumns(NamedTuple):
+    """The columns of ``compare`` for what replicas exchange and hold; see ``Columns``.
+
+    Attributes:
+        gathers, reductions: collectives of a rank per iteration; None where weights are not sharded.
+        static_bytes: weights, gradients and optimizer, on the rank that needs most in total; None if unknown.
+        replica_bytes: what a rank sends to its replicas per iteration; None if unknown.
+        tensor_parallel: number of GPUs that divide a layer instead of replicas; None where layers are whole.
+        tensor_bytes: what a rank sends to these GPUs per iteration; None where layers are whole.
+    """
+
+    gathers: int | None = None
+    reductions: int | None = None
+    static_bytes: float | None = None
+    replica_bytes: float | None = None
+    tensor_parallel: int | None = None
+    tensor_bytes: float | None = None
+
+    @classmethod
+    def of(cls, made: Offer, row: Candidate, over: Replicas | None) -> UnitColumns:
+        """Those of a row and its plan."""
+        units, placement = made.part(ShardPlan), made.schedule.placement
+        sent, static = (None, None) if over is None else over.bytes_of(made.parts, made.costs, placement)
+        return cls(
+            None if units is None else max(units.gathers),
+            None if units is None else max(units.reductions),
+            None if static is None else max(static),
+            None if sent is None else max(sent),
+            row.tensor_parallel,
+            row.tensor_bytes,
+        )
+
+    @property
+    def is_known(self) -> bool:
+        """See ``Columns``."""
+        return self.gathers is not None
+
+    @property
+    def head(self) -> str:
+        """See ``Columns``."""
+        return f"{'gathers':>9}{'reduces':>9}{'static':>8}{'sent':>8}"
+
+    def cells(self, costs: Figures) -> str:
+        """Format collectives, static memory in GiB, and what a rank sends to replicas and to parts of layers."""
+        counts = ("" if count is None else count for count in (self.gathers, self.reductions))
+        sent = None if self.replica_bytes is None else self.replica_bytes + (self.tensor_bytes or 0.0)
+        return "".join(f"{count:>9}" for count in counts) + gib_cell(self.static_bytes) + gib_cell(sent)
 
 
 def shard_summary(over: Replicas, plan: ShardPlan, costs: Figures) -> str:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
+from megatron.zero_bubble.cli.layouts import compared
+from megatron.zero_bubble.core.analysis.score import length_ms
+from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs.units import refuse_huge
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.planning.codecs import setup_of_flags
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.vocabulary import VocabularyChoice, divided_by, with_times
@@ -28,6 +34,69 @@ def add_vocabulary(verb: argparse.ArgumentParser) -> None:
          "(default: 0)")),
     ):  # fmt: skip
         verb.add_argument(flag, type=float, metavar=metavar, help=text)
+
+
+class ComparedWork(Protocol):
+    """A row of a table with these figures."""
+
+    @property
+    def schedule(self) -> str: ...
+
+    @property
+    def work(self) -> Workload: ...
+
+    @property
+    def layout(self) -> str | None: ...
+
+    @property
+    def within_limit(self) -> bool: ...
+
+    @property
+    def span_ms(self) -> float: ...
+
+    @property
+    def makespan_ms(self) -> float: ...
+
+
+class GainOverLayouts(NamedTuple):
+    """What a divided vocabulary gains over a layout by cost.
+
+    Attributes:
+        layout, divided: the shortest schedules within the limit with a layout by cost and a whole vocabulary, and with
+            a divided one; None without either.
+    """
+
+    objective: Metric
+    layout: ComparedWork | None
+    divided: ComparedWork | None
+
+    @classmethod
+    def of(cls, rows: Sequence[ComparedWork], objective: Metric) -> GainOverLayouts:
+        """Compare rows, of which the shortest are the first."""
+        listed = [row for row in rows if row.within_limit]
+        laid_out = (row for row in listed if row.work.vocabulary is None and row.layout is not None)
+        divided = (row for row in listed if row.work.vocabulary is not None)
+        return cls(objective, next(laid_out, None), next(divided, None))
+
+    @property
+    def share(self) -> float | None:
+        """The share by which the divided one is shorter; None without either."""
+        if self.layout is None or self.divided is None or not (whole := length_ms(self.layout, self.objective)):
+            return None
+        return 1 - length_ms(self.divided, self.objective) / whole
+
+    @property
+    def content(self) -> dict[str, float | None]:
+        """What ``--format json`` has of it."""
+        return {"gain_of_vocabulary": self.share}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the best layout, and what a divided vocabulary gains over it."""
+        if (best := self.layout) is not None:
+            yield f"best layout: '{best.layout}' with {best.schedule}, {length_ms(best, self.objective):.3f} ms"
+        if self.divided is not None and (gain := self.share) is not None:
+            ms = length_ms(self.divided, self.objective)
+            yield f"vocabulary parallelism, {self.divided.schedule}, {ms:.3f} ms: {compared(gain)} the best layout"
 
 
 def asks_to_divide(options: argparse.Namespace) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.cli.choices import choices_of
-from megatron.zero_bubble.cli.compare_table import ComparedRow
 from megatron.zero_bubble.cli.plan import add_plan
+from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.planning.candidates import Candidate
 from megatron.zero_bubble.planning.decision import shown
@@ -18,19 +17,22 @@ from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.setup import Named, Setup
 from megatron.zero_bubble.planning.values import PLAN_ROWS, values_of_plan
 
-FILE = "plan.json"
+FILE, OFF = "plan.json", "off"
 
 
-def how_to_run(options: argparse.Namespace, winner: Candidate, row: ComparedRow) -> str:
-    """Return the flags that a job needs for the row; or, where no flag says all, the command that writes its plan.
+def how_to_run(
+    options: argparse.Namespace, winner: Candidate, schedule: Schedule, needed_layout: str | None = None
+) -> str:
+    """Return the flags that a job needs for a row; or, where no flag says all, the command that writes its plan.
 
     Args:
         options: the flags of ``compare``.
+        schedule, needed_layout: the order and the layout that its plan has.
     """
     tensor = [] if winner.tensor_parallel is None else [f"--tensor-model-parallel-size {winner.tensor_parallel}"]
-    named = has_name(winner.question, row.vocabulary, row.needed_layout)
+    named = has_name(winner.question, schedule, needed_layout)
     flags = flags_of_name(winner.question) if named else None
-    command = "" if named else f"{' '.join(_command(_chosen(options, winner, row)))} --format json > {FILE}"
+    command = "" if named else f"{' '.join(_command(_chosen(options, winner, schedule)))} --format json > {FILE}"
     return run_text(flags, command, tensor)
 
 
@@ -49,14 +51,14 @@ def run_text(flags: Sequence[str] | None, get_file: str, more: Sequence[str] = (
     return f"To run it, add to the job: {words}" if words else "It is Megatron's own schedule: add nothing."
 
 
-def has_name(question: Question, vocabulary: int | None, needed_layout: str | None) -> bool:
+def has_name(question: Question, schedule: Schedule, needed_layout: str | None) -> bool:
     """Return whether the name of a schedule is all that was chosen.
 
     Args:
-        vocabulary, needed_layout: the algorithm of vocabulary parallelism and the layout that its plan has.
+        schedule, needed_layout: the order and the layout that its plan has.
     """
-    setup = replace(question.setup, vocabulary=None)  # which may have been open
-    more = question.adapts or setup.adds or setup.cuts or vocabulary or needed_layout
+    setup = question.setup.running(Setup.of(schedule))
+    more = question.adapts or setup.adds or question.setup.cuts or needed_layout
     return isinstance(setup.order, Named) and not more
 
 
@@ -76,16 +78,17 @@ def _flags(setup: Setup) -> Iterator[str]:
         yield f"--zero-bubble-unit-microbatches {setup.unit}"
 
 
-def _chosen(options: argparse.Namespace, winner: Candidate, row: ComparedRow) -> dict[str, Any]:
-    """The flags of ``plan`` that make this row, by name: those of ``compare``, and what the row has chosen."""
-    setup, asked = winner.question.setup, choices_of(options).setup
-    if setup.shards is not None:
-        setup = replace(setup, shards=asked.shards, unit=asked.unit)
-    if setup.cuts is not None and asked.cuts is not None:
-        setup = replace(setup, cuts=replace(asked.cuts, number=row.num_slices))
-    values = values_of_plan(setup)
-    chosen = {decision.plan.option: values.get(decision.name) for decision in PLAN_ROWS if decision.plan}
-    chosen["vocabulary"] = row.vocabulary or ("off" if options.vocabulary else None)
+def _chosen(options: argparse.Namespace, winner: Candidate, schedule: Schedule) -> dict[str, Any]:
+    """The flags of ``plan`` that make this row, by name: those of ``compare``, and what the row has chosen. A flag that
+    was left open is off, if it can be, where nothing was chosen.
+    """
+    asked = choices_of(options).setup
+    values = values_of_plan(winner.question.setup.alone(asked, Setup.of(schedule)))
+    chosen: dict[str, Any] = {}
+    for decision in PLAN_ROWS:
+        if (flag := decision.plan) is not None:
+            is_off = OFF in flag.values and getattr(options, flag.option, None)
+            chosen[flag.option] = values.get(decision.name, OFF if is_off else None)
     return {**vars(options), **chosen, "memory_limit": options.memory_limit}
 
 

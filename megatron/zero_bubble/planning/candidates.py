@@ -100,6 +100,19 @@ def comparable(
     return kept, [f"{name}: only for comparison; --all lists it" for name in dict.fromkeys(names)]
 
 
+class Bounds(NamedTuple):
+    """Lower bounds in ms, by placement.
+
+    Attributes:
+        key: in JSON.
+        of: which schedules they are for, in words after "schedule"; "" for those of whole sequences.
+    """
+
+    key: str
+    of: str
+    ms: dict[str, float]
+
+
 class _Way(NamedTuple):
     """How to make one schedule."""
 
@@ -156,9 +169,9 @@ class Comparison:
         if self.replicas is not None and self.tensor_rate is not None:
             yield from self.tensor(costs, self.replicas, self.tensor_rate)
 
-    def bounds(self, costs: Figures, objective: Metric) -> tuple[dict[str, float], dict[str, float]]:
-        """Lower bounds by placement, none with pairs: of whole sequences, for the rows of all variants; and of slices,
-        where all are cut alike.
+    def bounds(self, costs: Figures, objective: Metric) -> tuple[Bounds, ...]:
+        """Lower bounds, none with pairs: of whole sequences, for the rows of all variants; and of slices, where all are
+        cut alike.
         """
         bounds_of = partial(self._bounds, Goal(objective, self.limit))
         least: dict[str, float] = {}
@@ -168,7 +181,8 @@ class Comparison:
                 least[name] = min(ms, least.get(name, ms))
         cuts = self.setup.cuts
         among = () if cuts is None else with_candidates(cuts, first.costs).among
-        return least, bounds_of(first, *among) if len(among) == 1 and len(among[0]) > 1 else {}
+        of_slices = bounds_of(first, *among) if len(among) == 1 and len(among[0]) > 1 else {}
+        return Bounds("lower_bound_ms", "", least), Bounds("sliced_lower_bound_ms", " of these slices", of_slices)
 
     def _bounds(self, goal: Goal, variant: Variant, slices: Slices = WHOLE) -> dict[str, float]:
         """The lower bound for each placement on which some schedule fits the limit."""

@@ -19,6 +19,7 @@ from megatron.zero_bubble.core.search.placements import label_of
 from megatron.zero_bubble.planning.cuts import with_candidates
 from megatron.zero_bubble.planning.experts import hidden
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.layouts import lay_out
 from megatron.zero_bubble.planning.offer import Ask, Chooser, Offer, score
 from megatron.zero_bubble.planning.offload import AUTO, plan_offload
@@ -54,7 +55,7 @@ def shards(question: Question, ask: Ask) -> Offers:
     else:
         makers = [partial(make, own)]
     plan = plan_shards(question.costs, makers, question.has_units, question.replicas)
-    yield Offer(plan.timeline.schedule, question.costs, shards=plan, simulated=plan.timeline)
+    yield Offer(plan.timeline.schedule, question.costs, (plan,), plan.timeline)
 
 
 def _counts(costs: Figures, order: Named) -> Sequence[int | None]:
@@ -143,8 +144,8 @@ def _moved(question: Question, moving: Offloading, offer: Offer) -> Offer:
         limit -= max(offer.static or (0.0,))
     share = AUTO if choice is None or choice.share is None else choice.share
     found = plan_offload(offer.timeline, costs, memory, share, limit, moving.host, offer.added)
-    units = None if offer.shards is None else offer.shards.on(found.timeline, memory)
-    return replace(offer, offloaded=found, shards=units, simulated=found.timeline)
+    own = replace(offer, parts=tuple(part.on(found.timeline, memory) for part in offer.parts))
+    return own.choosing(found, found.timeline)
 
 
 def layout(question: Question, ask: Ask) -> Offers:
@@ -159,7 +160,8 @@ def layout(question: Question, ask: Ask) -> Offers:
         questions = [asked.deciding(order=replace(order, stages=count)) for count in counts]
     for own in questions:
         offer = lay_out(own, _choices(own), ask)
-        yield from () if offer.layouts is None else offer.layouts.dropped
+        laid_out = offer.part(LayoutPlan)
+        yield from () if laid_out is None else laid_out.dropped
         yield offer
 
 

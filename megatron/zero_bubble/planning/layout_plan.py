@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble.core.formats.layout import layout_text
 from megatron.zero_bubble.core.search.layout import Layout
+from megatron.zero_bubble.planning.part import Part
 from megatron.zero_bubble.planning.score import DroppedVariant, Score
 
 EVEN, MOVED = "even split", "even split with layers moved from the last stage"
@@ -53,7 +54,7 @@ class Baseline(RatedLayout):
 
 
 @dataclass(frozen=True)
-class LayoutPlan:
+class LayoutPlan(Part):
     """The best layout that was found, those that it is compared with, by name, and those without a schedule."""
 
     best: RatedLayout

@@ -92,7 +92,7 @@ def _laid_out(question: Question, rated: Question, placements: Sequence[Placemen
             if (baseline := desk.baseline(layout, options.get((desk, layout)), chosen)) is not None:
                 others[name] = min(others.get(name, baseline), baseline, key=lambda one: one.value)
     plan = LayoutPlan(RatedLayout(chosen.layout, chosen.value), others, tuple(dropped))
-    return replace(chosen.offer, layouts=plan, simulated=chosen.offer.timeline)
+    return chosen.offer.choosing(plan, chosen.offer.timeline)
 
 
 def searches_drafts(question: Question) -> bool:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from typing import TypeVar
 
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.ir import Plan, Schedule
-from megatron.zero_bubble.core.plan import Additions
+from megatron.zero_bubble.core.plan import NOTHING, Additions, plan_without_messages
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.offload import OffloadPlan
+from megatron.zero_bubble.planning.part import Part
 from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant, Score
-from megatron.zero_bubble.planning.shards import ShardPlan, figures_of, lowered
+
+Chosen = TypeVar("Chosen", bound=Part)
 
 
 @dataclass(frozen=True)
@@ -25,24 +27,23 @@ class Offer:
     """A schedule with its costs, and what was chosen together with it.
 
     Attributes:
-        layouts: the layers per stage, and the layouts that they are compared with; None if they were given.
-        offloaded: what moves to host memory; None if nothing may move.
-        shards: the sharded units; None for whole weights.
+        parts: what was chosen besides the order, such as what moves to host memory, the last choice first.
         simulated: the timeline of its plan, where it is known.
     """
 
     schedule: Schedule
     costs: Figures
-    layouts: LayoutPlan | None = None
-    offloaded: OffloadPlan | None = None
-    shards: ShardPlan | None = None
+    parts: tuple[Part, ...] = ()
     simulated: Timeline | None = None
+
+    def part(self, kind: type[Chosen]) -> Chosen | None:
+        """The choice of a kind; None if it was not open."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
     def added(self) -> Additions:
         """What its plan has in addition to the passes."""
-        moves = () if self.offloaded is None else self.offloaded.moves
-        return Additions(moves=moves, sharding=None if self.shards is None else self.shards.sharding)
+        return reduce(lambda added, part: part.adding(added), self.parts, NOTHING)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -59,30 +60,36 @@ class Offer:
     @property
     def is_plain(self) -> bool:
         """Whether its plan is its schedule, without copies and collectives."""
-        return self.offloaded is None and self.shards is None
+        return not any(part.adds_ops for part in self.parts)
 
     @property
     def untimed(self) -> Offer:
         """The same without its timeline, which is large, and without the layouts that it was compared with."""
-        return replace(self, layouts=None, simulated=None)
+        return replace(self, parts=tuple(part for part in self.parts if part.adds_ops), simulated=None)
 
     @property
     def static(self) -> tuple[float, ...] | None:
-        """Bytes per rank of shards, and of weights and gradients that are whole at a time; None without, or unknown."""
-        return None if self.shards is None else self.shards.static
+        """Bytes per rank that its choices take besides activations; None if there are none, or they are unknown."""
+        return next((part.held for part in self.parts if part.held is not None), None)
 
     def with_costs(self, costs: Figures, plan: Plan | None = None) -> Offer:
-        """The same schedule and units with other costs, without what moves.
+        """The same schedule with other costs, and what was chosen whatever these are.
 
         Args:
             plan: what is simulated; None to lower the schedule for it.
         """
-        if self.shards is None:
-            timeline = None if plan is None else simulate(plan, *costs.on(self.schedule.placement))
-            return Offer(self.schedule, costs, simulated=timeline)
-        sharding, replicas = self.shards.sharding, self.shards.replicas
-        units = figures_of(costs, plan or lowered(self.schedule, sharding), sharding, replicas)
-        return Offer(self.schedule, costs, shards=units, simulated=units.timeline)
+        own = Offer(self.schedule, costs, tuple(part for part in self.parts if part.suits_any_costs))
+        if plan is None and own.parts:
+            plan = plan_without_messages(self.schedule, own.added)
+        if plan is None:
+            return own
+        timeline = simulate(plan, *costs.on(self.schedule.placement))
+        parts = tuple(part.recosted(costs, plan, timeline) for part in own.parts)
+        return replace(own, parts=parts, simulated=timeline)
+
+    def choosing(self, part: Part, timeline: Timeline) -> Offer:
+        """The same with one more choice, and the timeline of its plan."""
+        return replace(self, parts=(part, *self.parts), simulated=timeline)
 
 
 Ask = Callable[[Question], Iterable[Offer | DroppedVariant]]
@@ -93,8 +100,9 @@ Chooser = Callable[[Question, Ask], Iterable[Offer | DroppedVariant]]
 
 def score(question: Question, offer: Offer) -> Score:
     """How good an offer is. Of plans with offloading that are equally long, the one with the lowest peak is better."""
-    peak = peak_memory(offer.timeline, offer.costs) if question.limit is not None or offer.offloaded else 0.0
+    moves = offer.part(OffloadPlan) is not None
+    peak = peak_memory(offer.timeline, offer.costs) if question.limit is not None or moves else 0.0
     if question.replicas is not None and question.replicas.counts_weights:
         peak += max(offer.static or (0.0,))
     value = question.goal.value(offer.timeline, peak)
-    return value if offer.offloaded is None else (*value, peak)
+    return (*value, peak) if moves else value

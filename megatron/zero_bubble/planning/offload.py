@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron.zero_bubble.core.analysis.memory import host_peaks, most_kept
 from megatron.zero_bubble.core.analysis.simulate import simulate
@@ -11,11 +12,14 @@ from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.analysis.undelayed import undelayed
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.moves import OFFLOAD, moves_content
 from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.core.ir.passes import F
 from megatron.zero_bubble.core.plan import NOTHING, Additions, plan_without_messages, prove
 from megatron.zero_bubble.core.plan.offload import Move, parse_share
 from megatron.zero_bubble.core.plan.select import Selection, pending_wgrads
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.part import Part
 
 AUTO = "auto"
 _TRIES = 6
@@ -49,7 +53,7 @@ NO_LIMITS = HostLimits()
 
 
 @dataclass(frozen=True)
-class OffloadPlan:
+class OffloadPlan(Part):
     """The figures of a plan with offloading. Memory is in the unit of the costs.
 
     Attributes:
@@ -70,6 +74,27 @@ class OffloadPlan:
     host_peak: tuple[float, ...]
     pending_wgrad: tuple[float, ...]
     added_ms: float
+    adds_ops = True
+
+    def adding(self, added: Additions) -> Additions:
+        """See ``Part``."""
+        return replace(added, moves=self.moves)
+
+    def content(self, costs: Figures) -> dict[str, Any]:
+        """See ``Part``."""
+        return {**self.figures, **moves_content(self.moves)}
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The figures of offloading, and for which choice they are, by key of the plan's JSON."""
+        return {
+            OFFLOAD: self.choice,
+            "offloaded_share": self.share,
+            "offload_added_ms": self.added_ms,
+            "device_peak": self.device_peak,
+            "host_peak": self.host_peak,
+            "pending_wgrad": self.pending_wgrad,
+        }
 
 
 @without_gc()

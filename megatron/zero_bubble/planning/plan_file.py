@@ -6,23 +6,21 @@ from typing import Any
 
 from megatron.zero_bubble.core.formats.facts import KEY_FACTS
 from megatron.zero_bubble.core.formats.layout import LAYERS, LAYOUT, NEEDED_LAYOUT
-from megatron.zero_bubble.core.formats.moves import OFFLOAD, moves_content
 from megatron.zero_bubble.core.formats.plan import PlanFile, plan_to_json
 from megatron.zero_bubble.core.formats.vocabulary import logits_content
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.offload import OffloadPlan
 from megatron.zero_bubble.planning.plans import message_memory
-from megatron.zero_bubble.planning.shards import shard_content
 
 
 def decided(plan: Answer) -> PlanFile:
     """Return what a run takes from the file that ``written`` returns."""
-    schedule = plan.timeline.schedule
+    schedule, laid_out, moved = plan.timeline.schedule, plan.part(LayoutPlan), plan.part(OffloadPlan)
     return PlanFile(
         schedule,
-        plan.costs.needed_layout(schedule.placement) if plan.layouts is None else plan.layouts.best.text,
-        None if plan.offloaded is None else plan.offloaded.choice,
+        plan.costs.needed_layout(schedule.placement) if laid_out is None else laid_out.best.text,
+        None if moved is None else moved.choice,
         plan.added,
         plan.divided,
         plan.costs.facts,
@@ -37,32 +35,18 @@ def written(plan: Answer) -> str:
         content[KEY_FACTS] = dict(costs.facts)
     if costs.message_bytes is not None:
         content["message_peak"] = message_memory(schedule, costs.message_bytes)
-    if plan.layouts is not None:
-        content |= _layout_content(plan.layouts)
+    if (laid_out := plan.part(LayoutPlan)) is not None:
+        content |= _layout_content(laid_out)
     else:
         if (layout := costs.needed_layout(schedule.placement)) is not None:
             content[NEEDED_LAYOUT] = layout
         if costs.halves(schedule.placement):
             content["is_lower_bound"] = True
-    if plan.offloaded is not None:
-        content |= {**offload_content(plan.offloaded), **moves_content(plan.offloaded.moves)}
-    if plan.shards is not None:
-        content |= shard_content(plan.shards, costs)
+    for part in plan.parts:
+        content |= part.content(costs)
     if plan.dropped:
         content["dropped"] = {each.name: each.reason for each in plan.dropped}
     return plan_to_json(plan.timeline, plan.certificate, content)
-
-
-def offload_content(done: OffloadPlan) -> dict[str, Any]:
-    """Return the figures of offloading, and for which choice they are."""
-    return {
-        OFFLOAD: done.choice,
-        "offloaded_share": done.share,
-        "offload_added_ms": done.added_ms,
-        "device_peak": done.device_peak,
-        "host_peak": done.host_peak,
-        "pending_wgrad": done.pending_wgrad,
-    }
 
 
 def _layout_content(plan: LayoutPlan) -> dict[str, Any]:

@@ -276,6 +276,19 @@ class Setup:
             pairs=decided.pairs,
         )
 
+    def alone(self, asked: Setup, decided: Setup) -> Setup:
+        """What a plan is asked for that makes one row of a comparison alone: its units and cuts as they were asked for,
+        with the number of slices that it has.
+
+        Args:
+            asked: what was asked for of all rows.
+            decided: what the schedule of the row decides (see ``of``).
+        """
+        own = self if self.shards is None else replace(self, shards=asked.shards, unit=asked.unit)
+        if own.cuts is None or asked.cuts is None or decided.cuts is None:
+            return own
+        return replace(own, cuts=replace(asked.cuts, number=len(decided.cuts.among[0])))
+
     @property
     def objective(self) -> Metric:
         """The length that an iteration takes."""

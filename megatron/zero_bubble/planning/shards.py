@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.zero_bubble.core.plan.shard import (
     traffic_bytes,
 )
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.part import Part
 from megatron.zero_bubble.planning.plans import bound
 from megatron.zero_bubble.planning.setup import Setup
 
@@ -65,13 +66,15 @@ class Replicas:
         return within(max(plan.peaks), self.limit) and within(max(plan.activations), self.activation_limit)
 
     def bytes_of(
-        self, plan: ShardPlan | None, costs: Figures, placement: Placement
+        self, parts: Iterable[Part], costs: Figures, placement: Placement
     ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
         """Bytes that every rank sends to its replicas, and its static bytes; None if sizes are unknown.
 
-        Without a plan, nothing is sharded: a distributed optimizer reduces and gathers once per iteration.
+        Args:
+            parts: those of a plan. Without sharded units, a distributed optimizer reduces and gathers once per
+                iteration.
         """
-        sizes = costs.sizes_on(placement)
+        sizes, plan = costs.sizes_on(placement), next((part for part in parts if isinstance(part, ShardPlan)), None)
         if plan is not None or sizes is None:
             return (None, None) if plan is None else (plan.traffic, plan.static)
         ranks = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
@@ -81,7 +84,7 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class ShardPlan:
+class ShardPlan(Part):
     """The figures of a plan with sharded units.
 
     Attributes:
@@ -104,6 +107,13 @@ class ShardPlan:
     static: tuple[float, ...] | None
     activations: tuple[float, ...]
     lane_ms: float
+    adds_ops = True
+    suits_any_costs = True
+
+    @property
+    def held(self) -> tuple[float, ...] | None:
+        """See ``Part``."""
+        return self.static
 
     @property
     def peaks(self) -> tuple[float, ...]:
@@ -111,9 +121,31 @@ class ShardPlan:
         static = self.static or (0.0,) * len(self.activations)
         return tuple(map(sum, zip(self.activations, static, strict=True)))
 
+    def adding(self, added: Additions) -> Additions:
+        """See ``Part``."""
+        return replace(added, sharding=self.sharding)
+
     def on(self, timeline: Timeline, memory: PassMemory) -> ShardPlan:
-        """The figures of the same units in a plan with more ops, which has another timeline."""
+        """See ``Part``."""
         return replace(self, timeline=timeline, activations=most_kept(timeline, memory))
+
+    def recosted(self, costs: Figures, plan: Plan, timeline: Timeline) -> ShardPlan:
+        """See ``Part``."""
+        return figures_of(costs, plan, timeline, self.sharding, self.replicas)
+
+    def content(self, costs: Figures) -> dict[str, Any]:
+        """See ``Part``."""
+        return {
+            SHARD_WEIGHTS: True,
+            "replicas": self.replicas,
+            **sharding_content(self.sharding),
+            "gathers": self.gathers,
+            "reductions": self.reductions,
+            "replica_traffic_bytes": self.traffic,
+            "static_bytes": self.static,
+            "collectives_ms": self.lane_ms,
+            **dict(zip(("lower_bound_ms", "lower_bound_reason"), sharded_bound(self, costs), strict=True)),
+        }
 
 
 def replicas_of(setup: Setup, costs: Figures, memory_limit: str | None, count: int) -> Replicas | None:
@@ -137,15 +169,15 @@ def of_schedule(costs: Figures, schedule: Schedule, sharding: Sharding, replicas
     """
     plan = lowered(schedule, sharding)
     prove(plan)
-    return figures_of(costs, plan, sharding, replicas)
+    timeline = simulate(plan, *costs.on(schedule.placement))
+    return figures_of(costs, plan, timeline, sharding, replicas)
 
 
-def figures_of(costs: Figures, plan: Plan, sharding: Sharding, replicas: int) -> ShardPlan:
-    """Simulate a sharded plan, without a proof."""
-    schedule = plan.schedule
-    times, memory = costs.on(schedule.placement)
-    timeline = simulate(plan, times, memory)
-    sizes = costs.sizes_on(schedule.placement)
+def figures_of(costs: Figures, plan: Plan, timeline: Timeline, sharding: Sharding, replicas: int) -> ShardPlan:
+    """The figures of a sharded plan, which takes this time."""
+    placement = plan.schedule.placement
+    times, memory = costs.on(placement)
+    sizes = costs.sizes_on(placement)
     return ShardPlan(
         timeline,
         sharding,
@@ -230,21 +262,6 @@ def sharded_bound(plan: ShardPlan, costs: Figures) -> tuple[float, str]:
     schedule = plan.timeline.schedule
     passes = bound(costs, Workload.of(schedule), SHORTEST)
     return least_ms(costs.on(schedule.placement)[0], schedule.placement, passes.value_ms)
-
-
-def shard_content(plan: ShardPlan, costs: Figures) -> dict[str, Any]:
-    """The keys of the plan's JSON."""
-    return {
-        SHARD_WEIGHTS: True,
-        "replicas": plan.replicas,
-        **sharding_content(plan.sharding),
-        "gathers": plan.gathers,
-        "reductions": plan.reductions,
-        "replica_traffic_bytes": plan.traffic,
-        "static_bytes": plan.static,
-        "collectives_ms": plan.lane_ms,
-        **dict(zip(("lower_bound_ms", "lower_bound_reason"), sharded_bound(plan, costs), strict=True)),
-    }
 
 
 def _lane_ms(op: Op, times: PassCosts) -> float:

@@ -23,7 +23,6 @@ from megatron.zero_bubble.core.costs.terms import TIMES
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.ir.sizes import check_size
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.codecs import StrictParser
@@ -86,7 +85,7 @@ class PageJob:
             return "It is the job's own schedule: add nothing."
         schedule = made.timeline.schedule
         needed = made.costs.needed_layout(schedule.placement)
-        flags = flags_of_name(asked) if has_name(asked, algorithm_of(schedule), needed) else None
+        flags = flags_of_name(asked) if has_name(asked, schedule, needed) else None
         text = run_text(flags, f"save the plan as {FILE}")
         out = given_of(self._drops(schedule.placement, named=bool(flags)), self.flags)
         return f"{text.removesuffix('.')}; leave out {' '.join(out)}" if out else text

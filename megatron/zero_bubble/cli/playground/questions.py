@@ -32,8 +32,8 @@ from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.codecs import StrictParser
 from megatron.zero_bubble.planning.decision import SWITCH
-from megatron.zero_bubble.planning.offload import AUTO
-from megatron.zero_bubble.planning.plan_file import offload_content, written
+from megatron.zero_bubble.planning.offload import AUTO, OffloadPlan
+from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.plans import limit_verdict, rank_memory
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.setup import Given
@@ -169,8 +169,8 @@ def page_answer(asked: PageQuestion, job: PageJob | None = None) -> PageAnswer:
         of_bound = ("lower_bound_ms", "lower_bound_reason", "gap")
         equal = {key: value for key, value in plan.items() if key not in of_bound}
         plan, more = equal | plan_content(timeline), {"lengths": lengths.text()}
-    if made.offloaded is not None:
-        plan |= offload_content(made.offloaded)
+    if (moved := made.part(OffloadPlan)) is not None:
+        plan |= moved.figures
     drawing = {
         "order": [[str(span.pass_) for span in row] for row in timeline.spans],
         "times": [[(start, end) for _, start, end in row] for row in timeline.spans],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.zero_bubble.core.ir.placement import Placement
@@ -27,3 +28,23 @@ class Workload(NamedTuple):
     def of(cls, schedule: Schedule) -> Workload:
         """That of a schedule."""
         return cls(schedule.placement, schedule.num_microbatches, schedule.slices, algorithm_of(schedule))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether sequences are whole."""
+        return len(self.slices) == 1
+
+    @property
+    def crossings(self) -> int:
+        """How often activations or gradients of a whole sequence go from rank to rank in an iteration."""
+        return 2 * self.num_microbatches * sum(a != b for a, b in pairwise(self.placement.stage_to_rank))
+
+    @property
+    def num_messages(self) -> int:
+        """Messages between ranks in an iteration."""
+        return self.crossings * len(self.slices)
+
+    @property
+    def figures(self) -> dict[str, int | None]:
+        """What tells it from others on its placement, by key of the tables that have it."""
+        return {"num_slices": len(self.slices), "vocabulary": self.vocabulary}

@@ -21,6 +21,7 @@ from megatron.zero_bubble.planning.change import MESSAGES, ORDER, ROUNDED, SAME,
 from megatron.zero_bubble.planning.cuts import with_candidates
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.setup import (
@@ -289,16 +290,17 @@ def _deciding(change: Change, name: str, **decisions: Any) -> Change:
 
 def _laid_out(setup: Setup, plan: Answer) -> Setup:
     """With the layout, unless the job has these layers without one."""
-    assert plan.layouts is not None, "the layout was asked for"
-    best, evenly, on = plan.layouts.best, plan.question.costs, plan.schedule.placement
+    laid_out = plan.part(LayoutPlan)
+    assert laid_out is not None, "the layout was asked for"
+    best, evenly, on = laid_out.best, plan.question.costs, plan.schedule.placement
     if evenly.needed_layout(on) is None and tuple(best.layout) == tuple(evenly.layout(on)):
         return setup
     return replace(setup, layout=best.text)
 
 
 def _sharded(setup: Setup, plan: Answer) -> Setup:
-    assert plan.shards is not None, "weights are sharded"
-    sharding = plan.shards.sharding
+    sharding = plan.added.sharding
+    assert sharding is not None, "weights are sharded"
     return replace(setup, unit=sharding.unit_microbatches, shards=Shards(sharding.open_chunks))
 
 
