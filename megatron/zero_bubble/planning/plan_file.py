@@ -7,7 +7,7 @@ from typing import Any
 from megatron.zero_bubble.core.formats.facts import KEY_FACTS
 from megatron.zero_bubble.core.formats.layout import LAYERS, LAYOUT, NEEDED_LAYOUT
 from megatron.zero_bubble.core.formats.plan import PlanFile, plan_to_json
-from megatron.zero_bubble.core.formats.vocabulary import logits_content
+from megatron.zero_bubble.core.formats.schedule import logits_content
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.offload import OffloadPlan

@@ -15,7 +15,7 @@ from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.static import StageBytes
 from megatron.zero_bubble.core.costs.units import parse_memory_limit
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.formats.sharding import SHARD_WEIGHTS, sharding_content
+from megatron.zero_bubble.core.formats.schedule import SHARD_WEIGHTS, sharding_content
 from megatron.zero_bubble.core.ir import Op, Placement, Plan, Schedule
 from megatron.zero_bubble.core.ir.shards import Gather, Reduce
 from megatron.zero_bubble.core.ir.workload import Workload

@@ -14,7 +14,7 @@ from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import LAYOUT, NEEDED_LAYOUT, job_layers
 from megatron.zero_bubble.core.formats.plan import plan_to_json
-from megatron.zero_bubble.core.formats.sharding import sharding_content
+from megatron.zero_bubble.core.formats.schedule import sharding_content
 from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.planning.job.arguments.checks import check_layout

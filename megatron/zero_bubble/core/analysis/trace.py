@@ -102,6 +102,10 @@ class Trace:
     timeline: Timeline
     ranks: tuple[RankTrace, ...]
 
+    def running(self, schedule: Schedule) -> Trace:
+        """Return a copy whose passes, in the same order, are those of ``schedule``."""
+        return Trace(replace(self.timeline, schedule=schedule), self.ranks)
+
     def with_loads(self, loads: tuple[Load, ...]) -> Trace:
         """Return a copy whose microbatches have ``loads``.
 

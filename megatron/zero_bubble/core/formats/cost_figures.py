@@ -3,12 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from megatron.zero_bubble.core.costs.memory import PassMemory
+from megatron.zero_bubble.core.costs.passes import PassCosts
 from megatron.zero_bubble.core.costs.terms import BY_KEY, OF, REQUIRED, TERMS, Figure, Owner
 from megatron.zero_bubble.core.costs.units import refuse_huge
+from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
+
+LINKS = "links"
+OF_RANKS: tuple[Owner, ...] = ("vocabulary",)
+"""The values of costs that ranks have, besides those that their stages have."""
+
+
+def costs_content(costs: PassCosts, memory: PassMemory | None) -> dict[str, Any]:
+    """Return the figures of costs and memory by the keys of a file."""
+    links = [[source, destination, ms] for (source, destination), ms in costs.links.items()]
+    of_ranks = written("vocabulary", costs.vocabulary)
+    return {**written("passes", costs), LINKS: links, **written("memory", memory), **of_ranks}
+
+
+def with_ranks(costs: PassCosts, figures: Mapping[str, Figure], placement: Placement) -> PassCosts:
+    """Return costs of stages with those that ranks have: the passes of a divided vocabulary.
+
+    Raises:
+        UserError: for a list with another number of ranks.
+    """
+    of_ranks = figures_on(figures, "vocabulary", placement)
+    return replace(costs, vocabulary=VocabularyCosts(**of_ranks) if of_ranks else None)
 
 
 def written(owner: Owner, costs: object) -> dict[str, Any]:

@@ -23,9 +23,15 @@ from megatron.zero_bubble.core.costs.slice_tokens import SliceTokens
 from megatron.zero_bubble.core.costs.terms import BY_KEY, MEMORY, OF, SHARED, TIMES, Figure
 from megatron.zero_bubble.core.costs.terms import per_stage as converted
 from megatron.zero_bubble.core.costs.units import refuse_huge, refuse_no_time
-from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError, nearest
-from megatron.zero_bubble.core.formats.cost_figures import figures_from, figures_on, written
+from megatron.zero_bubble.core.formats.cost_figures import (
+    LINKS,
+    costs_content,
+    figures_from,
+    figures_on,
+    with_ranks,
+    written,
+)
 from megatron.zero_bubble.core.formats.cost_keys import COST_KEYS
 from megatron.zero_bubble.core.formats.experts import ExpertFigures, experts_content, experts_from
 from megatron.zero_bubble.core.formats.facts import KEY_FACTS, Facts, facts_from
@@ -35,9 +41,9 @@ from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.sizes import check_layers
 from megatron.zero_bubble.core.search.cut import even
 
-_LINKS, _LAYOUT = "links", "layers_per_stage"
+_LAYOUT = "layers_per_stage"
 _KEYS = (*BY_KEY, *(key.name for key in COST_KEYS))
-_BESIDE_LAYERS = frozenset((*SHARED, *(term.key for term in OF["tokens"]), _LINKS, LAYERS, PARTS, KEY_FACTS))
+_BESIDE_LAYERS = frozenset((*SHARED, *(term.key for term in OF["tokens"]), LINKS, LAYERS, PARTS, KEY_FACTS))
 """The keys of a file with costs per layer: all others are figures of stages or ranks."""
 _WHAT = "costs file"
 _ALIKE = 0.01
@@ -56,10 +62,7 @@ def costs_to_json(
     Figures that need not be there are left out where they are all 0, and the layers per stage if they are unknown. With
     these, the parts ``embedding`` and ``loss`` are derived by ``of_stages``.
     """
-    content = written("passes", costs)
-    content[_LINKS] = [[source, destination, ms] for (source, destination), ms in costs.links.items()]
-    content |= written("memory", memory) | written("vocabulary", costs.vocabulary) | written("tokens", tokens)
-    content |= experts_content(costs)
+    content = costs_content(costs, memory) | written("tokens", tokens) | experts_content(costs)
     if layers_per_stage:
         content[_LAYOUT] = list(layers_per_stage)
         content |= ends_content(of_stages(costs, memory, layers_per_stage))
@@ -146,10 +149,10 @@ class CostsFile:
                 )
             if not is_per_layer and key in TIMES and key not in content:
                 raise UserError(f"it must have the key {key}, {BY_KEY[key].form}; it is missing")
-        figures, links, facts = figures_from(content, *OF), _links(content.get(_LINKS, [])), facts_from(content)
+        figures, links, facts = figures_from(content, *OF), _links(content.get(LINKS, [])), facts_from(content)
         if is_per_layer:
             shared = {key: figures[key] for key in SHARED if key in figures}
-            return cls(figures, links, layers=layers_from(content, {**shared, _LINKS: links}), facts=facts)
+            return cls(figures, links, layers=layers_from(content, {**shared, LINKS: links}), facts=facts)
         refuse_no_time(*(figures[name] for name in TIMES))
         layout, ends, experts = _layout(content), ends_from(content), experts_from(content)
         return cls(figures, links, layers_per_stage=layout, ends=ends, experts=experts, facts=facts)
@@ -193,8 +196,8 @@ class CostsFile:
                 return self.layers.on(even(placement, self.layers.num_layers))
             if self.layers_per_stage and placement.num_stages != len(self.layers_per_stage):
                 return self.on_layout(placement, even(placement, sum(self.layers_per_stage)))
-            costs = PassCosts(**figures_on(self.figures, "passes", placement), links=self.links)
-            costs = replace(costs, vocabulary=self._vocabulary(placement))
+            own = PassCosts(**figures_on(self.figures, "passes", placement), links=self.links)
+            costs = with_ranks(own, self.figures, placement)
             if "attention" in self.figures and "backward_attention" not in self.figures:
                 costs = costs.with_attention(costs.forward_attention)
             if self.experts is not None:
@@ -212,15 +215,11 @@ class CostsFile:
         layers = self.layer_costs()
         assert layers is not None, "the file has no costs per layer"
         costs, memory = layers.on(layout)
-        costs = replace(costs, vocabulary=self._vocabulary(placement))
+        costs = with_ranks(costs, self.figures, placement)
         if self.layers is None and "activation" not in self.figures:
             return costs, None
         of_ranks = {key: figure for key, figure in self.figures.items() if BY_KEY[key].of_ranks}
         return costs, replace(memory, **figures_on(of_ranks, "memory", placement))
-
-    def _vocabulary(self, placement: Placement) -> VocabularyCosts | None:
-        own = figures_on(self.figures, "vocabulary", placement)
-        return VocabularyCosts(**own) if own else None
 
     def _naming(self) -> AbstractContextManager[None]:
         return nullcontext() if self.path is None else naming(_WHAT, self.path)

@@ -7,32 +7,32 @@ ignores times, rates and peaks, which depend on the costs that they were compute
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.core.analysis.bounds import Bound
 from megatron.zero_bubble.core.analysis.score import length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.core.analysis.validate import validate
-from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.facts import Facts, facts_from
-from megatron.zero_bubble.core.formats.files import is_positive, is_text, is_true, json_object, read_file, read_key
+from megatron.zero_bubble.core.formats.files import json_object, read_file
 from megatron.zero_bubble.core.formats.layout import layout_from
-from megatron.zero_bubble.core.formats.moves import moves_from, offload_from
+from megatron.zero_bubble.core.formats.moves import offload_from
 from megatron.zero_bubble.core.formats.plan_keys import PLAN_KEYS
-from megatron.zero_bubble.core.formats.sharding import sharding_from
-from megatron.zero_bubble.core.formats.slices import slices_content, slices_from
+from megatron.zero_bubble.core.formats.schedule import (
+    additions_from,
+    additions_in_words,
+    divided_from,
+    schedule_content,
+    schedule_from,
+)
 from megatron.zero_bubble.core.formats.torch_csv import schedule_from_csv
-from megatron.zero_bubble.core.formats.vocabulary import algorithm_content, divided_from, flow_from, logits_content
-from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
-from megatron.zero_bubble.core.ir.sizes import check_size
+from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm, Divided, algorithm_of
 from megatron.zero_bubble.core.plan.plan_of import NOTHING, Additions
 
 CSV = ".csv"
-OVERLAP_EXPERTS = "overlap_experts"
 _NAMES = frozenset(key.name for key in PLAN_KEYS)
 
 
@@ -77,17 +77,8 @@ def plan_to_json(
 
 def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> dict[str, Any]:
     """Return the content of the plan's JSON, by key."""
-    schedule = timeline.schedule
     content: dict[str, Any] = {
-        "schedule": schedule.name,
-        "num_ranks": schedule.num_ranks,
-        "num_stages": schedule.num_stages,
-        "num_microbatches": schedule.num_microbatches,
-        "stage_to_rank": schedule.placement.stage_to_rank,
-        **slices_content(schedule.slices),
-        **algorithm_content(schedule),
-        "order": schedule.to_text(),
-        **({OVERLAP_EXPERTS: True} if schedule.overlap_experts else {}),
+        **schedule_content(timeline.schedule),
         "makespan_ms": timeline.makespan_ms,
         "span_ms": timeline.span_ms,
         "bubble_rate_makespan": timeline.bubble_rate("makespan"),
@@ -143,13 +134,7 @@ class PlanFile:
     @property
     def besides(self) -> tuple[str, ...]:
         """What a run takes from it besides the schedule, in words."""
-        decided = {
-            "layout": self.layout,
-            "moves": self.added.moves,
-            "sharded units": self.added.sharding,
-            "recomputed logits": logits_content(self.divided),
-        }
-        return tuple(name for name, value in decided.items() if value)
+        return (*(["layout"] if self.layout else []), *additions_in_words(self.added, self.divided))
 
 
 def plan_from_json(text: str) -> PlanFile:
@@ -159,39 +144,15 @@ def plan_from_json(text: str) -> PlanFile:
         UserError: when the text is not a plan; a ``ScheduleError``, with the grid, when the order is invalid.
     """
     content = json_object(text)
-    schedule = _schedule_from(content)
+    schedule = schedule_from(content)
     return PlanFile(
         schedule,
         layout_from(content, schedule.placement),
         offload_from(content),
-        Additions(moves=moves_from(content, schedule), sharding=sharding_from(content, schedule.placement)),
+        additions_from(content, schedule),
         divided_from(content),
         facts_from(content),
     )
-
-
-def _schedule_from(content: dict[str, Any]) -> Schedule:
-    name = read_key(content, "schedule", "a string", is_text)
-    num_microbatches = read_key(content, "num_microbatches", "a whole number above 0", is_positive)
-    stage_to_rank = read_key(content, "stage_to_rank", "a list of ranks", lambda v: _is_list(v, _is_rank))
-    rows = read_key(content, "order", 'one list per rank, of passes such as "0F0"', lambda v: _is_list(v, _is_row))
-    placement = Placement(tuple(stage_to_rank))
-    flat = Schedule.from_text(name, placement, num_microbatches, rows)
-    # Every slice has an F, so the order gives the number of slices; only uneven cuts need a key.
-    num_slices = 1 + max((p.slice for p in flat.passes()), default=0)
-    slices = slices_from(content) or Slices.even(num_slices)
-    chunks = -(-placement.num_stages // placement.num_ranks)
-    check_size(placement.num_ranks, num_microbatches, chunks, num_slices)
-    schedule = replace(
-        flat, slices=slices, make_flow=flow_from(content), overlap_experts=is_true(content, OVERLAP_EXPERTS)
-    )
-    for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):
-        if content.get(key, value) != value:
-            raise UserError(f"{key} must agree with stage_to_rank, which gives {value}; got {content[key]!r}")
-    if len(slices) != num_slices:
-        raise UserError(f"num_slices must agree with the order, which has {num_slices}; got {len(slices)}")
-    validate(schedule)
-    return schedule
 
 
 def read_plan_file(path: str | Path) -> PlanFile:
@@ -204,15 +165,3 @@ def read_plan_file(path: str | Path) -> PlanFile:
 def read_schedule_file(path: str | Path) -> Schedule:
     """Read a file with ``read_plan_file``, and return its schedule."""
     return read_plan_file(path).schedule
-
-
-def _is_rank(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_list(value: object, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(fits, value))
-
-
-def _is_row(value: object) -> bool:
-    return _is_list(value, is_text)

@@ -18,7 +18,6 @@ from megatron.zero_bubble.core.analysis.validate import validate
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Kind, Pass, Placement, Plan, Schedule
 from megatron.zero_bubble.core.ir.ops import Op, Recv, Send, Settle
-from megatron.zero_bubble.core.ir.passes import groups
 from megatron.zero_bubble.core.ir.sizes import check_size
 
 _KINDS = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
@@ -85,7 +84,7 @@ def schedule_to_csv(schedule: Schedule) -> str:
     Raises:
         UserError: slices, or passes of vocabulary parallelism, which torch does not have.
     """
-    return _written([_cell(works) for works in groups(row, schedule.pairs)] for row in schedule.order)
+    return _written(list(map(_cell, row)) for row in schedule.works)
 
 
 def plan_to_csv(plan: Plan) -> str:
@@ -109,7 +108,7 @@ def _cell(works: Sequence[Pass]) -> str:
 
 
 def _action(p: Pass) -> str:
-    if p.kind not in _ACTIONS or p.slice:
+    if p.kind not in _ACTIONS or p != Pass(p.stage, p.kind, p.microbatch):
         raise UserError(
             f"torch's CSV has passes of whole sequences and stages, F, B, W and BW; got {p}; write it with --format "
             "json, or plan without sequence slices and vocabulary parallelism"

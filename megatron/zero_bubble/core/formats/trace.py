@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -23,13 +22,18 @@ from megatron.zero_bubble.core.analysis.validate import validate
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.lengths import Load, PackedCosts
 from megatron.zero_bubble.core.costs.terms import BY_KEY, MEMORY, OF, REQUIRED, Owner
-from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.formats.cost_figures import figures_from, figures_on, written
+from megatron.zero_bubble.core.formats.cost_figures import (
+    LINKS,
+    OF_RANKS,
+    costs_content,
+    figures_from,
+    figures_on,
+    with_ranks,
+)
 from megatron.zero_bubble.core.formats.files import json_object, read_file, read_key
-from megatron.zero_bubble.core.formats.slices import slices_content, slices_from
-from megatron.zero_bubble.core.formats.vocabulary import algorithm_content, flow_from
-from megatron.zero_bubble.core.ir import Op, Pass, Placement
+from megatron.zero_bubble.core.formats.schedule import passes_content, with_passes_of
+from megatron.zero_bubble.core.ir import Op, Pass, Placement, Schedule
 from megatron.zero_bubble.core.ir.collectives import collectives_of
 from megatron.zero_bubble.core.ir.offload import OFFLOAD_OPS
 from megatron.zero_bubble.core.ir.ops import parse_op
@@ -51,7 +55,7 @@ _LANES = "lanes"
 _SEQUENCE, _LOADS = "sequence_tokens", "loads"
 """The keys of the sequence that the costs are for, and of the loads of the microbatches of an iteration."""
 
-_NOT_RECORDED = ("host_ms", "gather_ms", "reduce_ms")
+_NOT_RECORDED = (LINKS, "host_ms", "gather_ms", "reduce_ms")
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,7 @@ def trace_to_json(recording: Recording) -> str:
         "schedule": schedule.name,
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_microbatches,
-        **slices_content(schedule.slices),
-        **algorithm_content(schedule),
+        **passes_content(schedule),
         **_written(costs, memory),
         **({} if recording.sequence is None else {_SEQUENCE: recording.sequence}),
         "planned": _figures([planned]),
@@ -129,7 +132,6 @@ def trace_from_json(text: str) -> Recording:
     name = read_key(content, "schedule", "a string", lambda value: isinstance(value, str))
     iterations = read_key(content, "iterations", "a list of at least one iteration", _is_filled_list)
     traces: dict[int, Trace] = {}
-    slices, make_flow = slices_from(content), flow_from(content)
     for iteration in iterations:
         if not isinstance(iteration, dict):
             raise UserError(f"every iteration must be an object; got {json.dumps(iteration)[:60]}")
@@ -138,9 +140,8 @@ def trace_from_json(text: str) -> Recording:
             raise UserError(f"iteration numbers must be unique; got {number} twice; remove one of them")
         ranks = read_key(iteration, "ranks", "a list of at least one rank", _is_filled_list)
         rows = tuple(_rank_from(row, rank, len(ranks), number) for rank, row in enumerate(ranks))
-        trace = Trace.of(name, rows, slices, make_flow, pairs=frozenset(chain.from_iterable(map(_pairs_from, ranks))))
-        traces[number] = trace.with_loads(_loads_from(iteration))
-        validate(traces[number].timeline.schedule)
+        trace = Trace.of(name, rows).with_loads(_loads_from(iteration))
+        traces[number] = trace.running(_schedule_from(content, trace.timeline.schedule, ranks))
     num_stages = {trace.timeline.schedule.num_stages for trace in traces.values()}
     if len(num_stages) > 1:
         raise UserError(f"all iterations must have the same number of stages; got {sorted(num_stages)}; split the file")
@@ -158,14 +159,12 @@ def read_trace_file(path: str | Path) -> Recording:
 
 def _written(costs: PassCosts, memory: PassMemory | None) -> dict[str, Any]:
     """The figures that a recording has, by the fields of their values."""
-    figures = written("passes", costs) | written("memory", memory) | written("vocabulary", costs.vocabulary)
+    figures = costs_content(costs, memory)
     return {BY_KEY[key].field: figure for key, figure in figures.items() if key not in _NOT_RECORDED}
 
 
 def _costs_from(content: dict[str, Any], placement: Placement) -> tuple[PassCosts, PassMemory | None]:
-    of_ranks = figures_on(figures_from(content, "vocabulary"), "vocabulary", placement)
-    vocabulary = VocabularyCosts(**of_ranks) if of_ranks else None
-    costs = PassCosts(**_of_stages(content, "passes"), vocabulary=vocabulary)
+    costs = with_ranks(PassCosts(**_of_stages(content, "passes")), figures_from(content, *OF_RANKS), placement)
     if not content.keys() & set(MEMORY):
         return costs, None
     logits = BY_KEY["logits"]
@@ -205,7 +204,7 @@ def _loads(trace: Trace) -> str:
 
 def _loads_from(iteration: dict[str, Any]) -> tuple[Load, ...]:
     form = "a list of pairs of whole numbers, tokens and the sum of the squares of the samples' tokens"
-    return tuple(Load(*pair) for pair in read_key(iteration, _LOADS, form, _is_pairs)) if _LOADS in iteration else ()
+    return tuple(Load(*pair) for pair in read_key(iteration, _LOADS, form, _are_loads)) if _LOADS in iteration else ()
 
 
 def _rank(row: RankTrace, timeline: Timeline, rank: int) -> dict[str, Any]:
@@ -243,10 +242,12 @@ def _rank_from(row: object, rank: int, num_ranks: int, iteration: int) -> RankTr
     return RankTrace(spans, sends, receives, settles, validations, error_ms, lanes)
 
 
-def _pairs_from(row: dict[str, Any]) -> Iterator[Pass]:
-    """The forwards that ran together with the next pass of the rank."""
-    for works, *_ in _events(row, _PASSES, _PASSES):
-        yield from works[:-1]
+def _schedule_from(content: dict[str, Any], ran: Schedule, ranks: Sequence[dict[str, Any]]) -> Schedule:
+    """The schedule of an iteration, of which the order ``ran`` is known already."""
+    order = ((works for works, *_ in row[_PASSES]) for row in ranks)
+    schedule = with_passes_of(content, Schedule.from_text(ran.name, ran.placement, ran.num_microbatches, order))
+    validate(schedule)
+    return schedule
 
 
 def _op(text: str, rank: int, num_ranks: int) -> Op | str:
@@ -304,7 +305,7 @@ def _is_positive(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _is_pairs(value: object) -> bool:
+def _are_loads(value: object) -> bool:
     return isinstance(value, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(map(_is_positive, pair)) for pair in value
     )

@@ -87,11 +87,16 @@ class Schedule:
         order = tuple(tuple(p for p in row if p.kind in FORWARDS) for row in self.order)
         return replace(self, name=f"{self.name} (forward only)", order=order, evaluates=True, pairs=frozenset())
 
+    @property
+    def works(self) -> Iterator[Iterator[tuple[Pass, ...]]]:
+        """``order`` with passes that run at the same time as one element: pairs and single passes."""
+        return (groups(row, self.pairs) for row in self.order)
+
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         """``order`` as strings, the form of the ``"order"`` key of ``zero-bubble plan --format json``; the two passes
         of a pair are one string, ``3F7&0B4``.
         """
-        return tuple(tuple(AND.join(map(str, works)) for works in groups(row, self.pairs)) for row in self.order)
+        return tuple(tuple(AND.join(map(str, works)) for works in row) for row in self.works)
 
     @classmethod
     def from_text(
