@@ -15,11 +15,10 @@ import pytest
 from megatron.zero_bubble.__main__ import parser as command_line
 from megatron.zero_bubble.integration.megatron_lm import fork_flags
 from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
-from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
+from megatron.zero_bubble.planning.exclusions import EXCLUSIONS, OPTIONS, RANGES
 from megatron.zero_bubble.planning.job.arguments.parser import build_parser
 from megatron.zero_bubble.planning.job.effects import EFFECTS
 from megatron.zero_bubble.planning.job.flags import add_flags, as_given
-from megatron.zero_bubble.planning.job.options import OPTIONS
 from megatron.zero_bubble.planning.job.settled import settle_options
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Named, Setup
@@ -100,7 +99,7 @@ def test_every_rule_of_the_tables_of_refusals_is_documented() -> None:
     flags = {option.name: f"`--zero-bubble-{option.flag}`" for option in DECISIONS}
     parts = [(flags[row.name], row.why.format(schedule="…", last="…"), row.remedy(as_given)) for row in EFFECTS]
     parts += [(row.one.words, row.why, row.remedy()) for row in EXCLUSIONS]
-    parts += [(row.choice.subject, row.why, "" if row.is_set else row.remedy) for row in OPTIONS]
+    parts += [(row.choice.subject, row.why, "" if row.is_set else row.remedy) for row in (*OPTIONS, *RANGES)]
     for row in parts:
         assert all(part in page for part in row), row
 

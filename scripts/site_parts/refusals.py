@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
+from megatron.zero_bubble.planning import exclusions
 from megatron.zero_bubble.planning.decisions import DECISIONS
-from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
-from megatron.zero_bubble.planning.job import options
 from megatron.zero_bubble.planning.job.effects import EFFECTS, Effect, Job
 from megatron.zero_bubble.planning.job.flags import as_given
 from megatron.zero_bubble.planning.job.overlaps import OVERLAPS
 from megatron.zero_bubble.planning.observations import Observations
+from megatron.zero_bubble.planning.rule import Fits
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Named, Setup, Validated
 from site_parts.markdown import code, table
@@ -113,15 +113,16 @@ def _first_refusal(name: str, job: Job) -> Effect | None:
 def of_options() -> str:
     """The Megatron options that a choice cannot honour."""
     rows = []
-    for rule in options.OPTIONS:
+    for rule in (*exclusions.OPTIONS, *exclusions.RANGES):
         if not rule.is_set:
-            rows.append((rule.choice.subject, code(rule.option), code(repr(rule.value)), rule.why, rule.remedy))
-    return table(("what needs it", "option", "the one value that works", "because", "remedy"), rows)
+            works = rule.value.words if isinstance(rule.value, Fits) else code(repr(rule.value))
+            rows.append((rule.choice.subject, code(rule.option), works, rule.why, rule.remedy))
+    return table(("what needs it", "option", "what works", "because", "remedy"), rows)
 
 
 def of_tuning() -> str:
     """What becomes of the options with which published recipes are tuned, under any schedule."""
-    own = {rule.option: rule for rule in options.OPTIONS if rule.choice in (options.SCHEDULE, options.GRAPHS)}
+    own = {rule.option: rule for rule in exclusions.OPTIONS if rule.choice in (exclusions.SCHEDULE, exclusions.GRAPHS)}
     off = [rule for rule in own.values() if rule.is_set]
     rows = [(code(name), "honoured", how) for name, how in HONOURED.items()]
     rows += [(code(rule.option), "switched off, with a line", rule.why) for rule in off]
@@ -134,7 +135,7 @@ def of_tuning() -> str:
 
 def of_exclusions() -> str:
     """The choices that exclude each other."""
-    rows = [(rule.one.words, rule.other.words, rule.why, rule.remedy()) for rule in EXCLUSIONS]
+    rows = [(rule.one.words, rule.other.words, rule.why, rule.remedy()) for rule in exclusions.EXCLUSIONS]
     return table(("choice", "other choice", "because", "remedy"), rows)
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from megatron.zero_bubble import __main__
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.planning.exclusions import BALANCE, SHARDS
+from megatron.zero_bubble.planning.exclusions import BALANCE, OPTIONS, SHARDS
 from megatron.zero_bubble.planning.job.arguments.parser import build_parser, parse
-from megatron.zero_bubble.planning.job.options import OPTIONS, flag_of
+from megatron.zero_bubble.planning.job.options import flag_of
 from pretrain import run
 from tests.helpers.refusals import H1, MEGATRONS_VALUES, jobs_of_effects, jobs_of_exclusions
 

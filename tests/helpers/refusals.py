@@ -6,9 +6,9 @@ from typing import Any
 
 from megatron.zero_bubble.planning import exclusions
 from megatron.zero_bubble.planning.decisions import DECISIONS as OURS
-from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
+from megatron.zero_bubble.planning.exclusions import EXCLUSIONS, OPTIONS
 from megatron.zero_bubble.planning.job.effects import EFFECTS, Effect
-from megatron.zero_bubble.planning.job.options import OPTIONS, flag_of
+from megatron.zero_bubble.planning.job.options import flag_of
 from megatron.zero_bubble.planning.rule import Exclusion, OptionRule
 
 H1, V, SEQ = (f"--zero-bubble-schedule {name}" for name in ("zb-h1", "zb-v", "seq-zb-h1"))

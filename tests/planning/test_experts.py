@@ -26,12 +26,12 @@ from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning.advice import Advice, Adviser, StartedWith
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import AdviceRow, Change, Today, need_of
-from megatron.zero_bubble.planning.exclusions import refuse_excluded
+from megatron.zero_bubble.planning.exclusions import PAIRS, RANGES, refuse_excluded
 from megatron.zero_bubble.planning.experts import contenders, verdict
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import measured
 from megatron.zero_bubble.planning.job.changes import JobChanges
-from megatron.zero_bubble.planning.job.options import _NEEDED_BY_PAIRS, check_pairs, flag_of
+from megatron.zero_bubble.planning.job.options import check_options, flag_of
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Named, Setup, Validated
@@ -130,7 +130,7 @@ def advised(changes: list[Change], today: Today, **more: Any) -> tuple[Advice, l
     return adviser.advise(changes), adviser.rows
 
 
-@pytest.mark.parametrize("rule", _NEEDED_BY_PAIRS, ids=lambda rule: rule.option)
+@pytest.mark.parametrize("rule", [row for row in RANGES if row.choice is PAIRS], ids=lambda rule: rule.option)
 def test_a_broken_rule_of_pairs_has_its_remedy(rule: Any) -> None:
     broken = {
         "expert_model_parallel_size": 1,
@@ -139,15 +139,19 @@ def test_a_broken_rule_of_pairs_has_its_remedy(rule: Any) -> None:
         "moe_shared_expert_overlap": True,
         "mtp_num_layers": 2,
         "recompute_modules": ["mlp", "moe"],
+        "bf16": False,
     }
-    refused = attempted(partial(check_pairs, SimpleNamespace(**{rule.option: broken[rule.option]})))
+    paired = RunOptions(Setup(Named("dualpipe-v"), pairs=True))
+    refused = attempted(
+        partial(check_options, SimpleNamespace(fp16=False, **{rule.option: broken[rule.option]}), paired)
+    )
     remedy = rule.flags(broken[rule.option])
     assert isinstance(refused, Refusal) and refused.reason.endswith(rule.remedy) and refused.remedy == remedy
     if remedy is not None:
         flag, *values = (*remedy.adds, *remedy.drops)
         assert flag == flag_of(rule.option)
         kept = values[:1] if rule.option == "recompute_modules" else values[0] if remedy.adds else None
-        check_pairs(SimpleNamespace(**{rule.option: kept}))
+        check_options(SimpleNamespace(**{rule.option: kept}), paired)
 
 
 def test_plan_and_compare_with_pairs(capsys: pytest.CaptureFixture[str]) -> None:

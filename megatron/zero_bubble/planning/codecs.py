@@ -85,8 +85,8 @@ def parse(given: Sequence[str] | str | Mapping[str, Any], as_: Medium = "job") -
         UserError: a value that a decision does not have, or a decision that needs another one, which is missing.
     """
     if isinstance(given, str):
-        pairs = parse_qsl(given, keep_blank_values=True)
-        return parse([word for flag, value in pairs for word in _words(f"--{flag}", value or True)], "plan")
+        flags = parse_qsl(given, keep_blank_values=True)
+        return parse([word for flag, value in flags for word in _words(f"--{flag}", value or True)], "plan")
     if isinstance(given, Mapping):
         if as_ == "json":
             words = [word for name, value in given.items() for word in _words(_flag(_row(name)), value)]

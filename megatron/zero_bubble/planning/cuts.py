@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from megatron.zero_bubble.core.costs import PassCosts
 from megatron.zero_bubble.core.costs.cuts import balanced, default_cuts
@@ -93,3 +94,33 @@ def slices_of(cuts: Cuts | None) -> Slices | None:
     # A product of matrices takes equally long in F, B and W, and attention twice as long in B as in F.
     costs = PassCosts.uniform(Placement.linear(1), 1.0, 1.0 + share, 1.0 - share, attention=share)
     return balanced(costs, cuts.number)
+
+
+def check_cuts(cuts: Cuts | None, given: Cuts | None, job: Any) -> None:
+    """Check that the job's sequences can be cut.
+
+    Args:
+        cuts: those that run; None for whole sequences.
+        given: those that the user gave.
+        job: the job's flags.
+
+    Raises:
+        UserError: ends that belong to sequences of another length, or sequences with too few tokens.
+    """
+    if cuts is None:
+        return
+    places, length = None if given is None else given.places, job.seq_length
+    ends = tuple(map(int, places)) if isinstance(places, tuple) else None
+    if ends is not None and ends[-1] != length:
+        raise UserError(
+            f"the last end of the slices must be the length of the sequences, --seq-length {length}; got "
+            f"--zero-bubble-slices {','.join(map(str, ends))}; give {length} as the last end"
+        )
+    multiple = job.tensor_model_parallel_size if job.sequence_parallel else 1
+    tokens = cuts.among[0].in_tokens(length, multiple)
+    if ends is not None and tokens != ends:
+        raise UserError(
+            "with sequence parallelism, every slice must end at a multiple of the tensor-parallel size "
+            f"{multiple}; got --zero-bubble-slices {','.join(map(str, ends))}; give for example "
+            f"{','.join(map(str, tokens))}"
+        )

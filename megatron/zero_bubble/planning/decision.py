@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from megatron.zero_bubble.core.formats.plan import PlanFile
-
 Spell = Callable[[str, Any], str]
 """Writes a decision, by its name, and its value as the user gives them."""
 Tier = Literal["core", "advanced", "expert", "retired"]
@@ -75,7 +73,7 @@ class Decision:
         in_run: whether a run can change it.
         by_auto: whether ``auto`` decides it, so that its flag contradicts a schedule that is decided.
         within: the name of the decision whose flag makes this one too, in place of its own flag, which is retired.
-        planned: what a plan file has in its place, given the value that the user gave; None if it leaves it open.
+        planned: whether a plan file makes it.
         split: maps the value of a flag that makes several decisions to their values, by name.
     """
 
@@ -91,7 +89,7 @@ class Decision:
     in_run: bool = False
     by_auto: bool = False
     within: str = ""
-    planned: Callable[[PlanFile, Any], Any] | None = None
+    planned: bool = False
     split: Callable[[str | None], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
@@ -217,16 +215,6 @@ def token_counts(text: str) -> tuple[int, ...]:
     if not all(map(_NUMBER.fullmatch, parts)):
         raise argparse.ArgumentTypeError(f"ends of slices are numbers of tokens, such as 1536,2560,4096; got {text!r}")
     return tuple(map(int, parts))
-
-
-def slices(text: str | None) -> dict[str, Any]:
-    """Split a number of slices, or the ends of all.
-
-    Raises:
-        argparse.ArgumentTypeError: any other text.
-    """
-    ends = token_counts(text or "")
-    return {"num_slices": ends[0]} if len(ends) == 1 else {"slice_ends": ends}
 
 
 def ctas(text: str | None) -> dict[str, Any]:

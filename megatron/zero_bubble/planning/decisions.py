@@ -9,30 +9,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.core.schedules import SCHEDULES, ZB_AUTO, sliced
-from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
-from megatron.zero_bubble.core.search.placements import PLACEMENTS, name_of
+from megatron.zero_bubble.core.search.placements import PLACEMENTS
 from megatron.zero_bubble.planning.decision import (
     SWITCH,
     Decision,
     PlanFlag,
     ctas,
     number_or_auto,
-    slices,
+    token_counts,
     unit_microbatches,
 )
 from megatron.zero_bubble.planning.observations import OBSERVATIONS
 from megatron.zero_bubble.planning.retired import RETIRED
-from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT, LEAST_TOKENS
+from megatron.zero_bubble.planning.setup import DEFAULT_CUTS, DEFAULT_LIMIT, LEAST_TOKENS
 
 _OF_SLICES = ", ".join(sliced())
 
 
-def _planned_placement(plan: PlanFile, _: Any) -> str:
-    return name_of(plan.schedule.placement) or "another one"
+def _cut(text: str | None) -> dict[str, Any]:
+    """Split a number of slices, or the ends of all.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    ends = token_counts(text or "")
+    return {"num_slices": ends[0]} if len(ends) == 1 else {"slice_ends": ends}
 
 
 DECISIONS = (
@@ -101,7 +105,7 @@ DECISIONS = (
             True,
         ),
         in_run=True,
-        planned=lambda plan, _: plan.offload or ("its moves" if plan.added.moves else None),
+        planned=True,
     ),
     Decision(
         "vocabulary-parallel",
@@ -122,7 +126,7 @@ DECISIONS = (
             "auto if the costs have the times of S and T, else off)",
             True,
         ),
-        planned=lambda plan, _: plan.vocabulary or "off",
+        planned=True,
         by_auto=True,
     ),
     Decision(
@@ -158,7 +162,7 @@ DECISIONS = (
             "shard weights and gradients over replicas, as --zero-bubble-shard-weights does: gather weights and "
             "reduce gradients once per unit; needs 2 or more stages per rank",
         ),
-        planned=lambda plan, _: True if plan.added.sharding else None,
+        planned=True,
         by_auto=True,
     ),
     Decision(
@@ -167,9 +171,9 @@ DECISIONS = (
         "N|TOKENS",
         f"slices into which {_OF_SLICES} or {ZB_AUTO} cut every sequence: their number, or the ends of all in tokens, "
         "e.g. 1536,2560,3392,4096, the last one being the sequence length",
-        f"{len(DEFAULT_SLICES)}, or 1 for {ZB_AUTO} without --zero-bubble-attention-share",
+        f"{DEFAULT_CUTS}, or 1 for {ZB_AUTO} without --zero-bubble-attention-share",
         path="cuts",
-        split=slices,
+        split=_cut,
     ),
     Decision(
         "attention-share",
@@ -196,7 +200,7 @@ DECISIONS = (
             "T computes the logits again, so that only the hidden states are kept from S to T; for estimates of "
             "--vocabulary",
         ),
-        planned=lambda plan, _: (plan.divided is not None and plan.divided.recompute_logits) or None,
+        planned=True,
     ),
     Decision(
         "keep-faster",
@@ -216,7 +220,7 @@ DECISIONS = (
         "linear",
         path="order.placement",
         plan=PlanFlag("placement", (*PLACEMENTS, "auto"), on_page=True),
-        planned=_planned_placement,
+        planned=True,
         by_auto=True,
     ),
     Decision(
@@ -228,7 +232,7 @@ DECISIONS = (
         int,
         path="order.stages",
         plan=PlanFlag("num-chunks", "N|auto", number_or_auto, on_page=True),
-        planned=lambda plan, _: plan.schedule.num_stages // plan.schedule.num_ranks,
+        planned=True,
         by_auto=True,
     ),
     Decision(
@@ -261,7 +265,7 @@ DECISIONS = (
             "microbatches of a unit of zero-pp, and after which --shard-weights reduces gradients (default: auto, for "
             "zero-pp those of the shortest schedule within the memory limit, else one microbatch per rank)",
         ),
-        planned=lambda plan, _: plan.added.sharding and plan.added.sharding.unit_microbatches,
+        planned=True,
     ),
     Decision(
         "costs",
@@ -290,7 +294,7 @@ DECISIONS = (
             "within the memory limit, chosen together with the units (default: auto where --memory-limit includes "
             f"weights, that is in bytes with --config, else {DEFAULT_OPEN_CHUNKS})",
         ),
-        planned=lambda plan, _: plan.added.sharding and plan.added.sharding.open_chunks,
+        planned=True,
     ),
     Decision(
         "balance-microbatches",

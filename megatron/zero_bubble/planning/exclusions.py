@@ -1,18 +1,19 @@
-"""Which choices exclude each other: one symmetric table, asked before any search and before a job starts.
+"""What excludes what: choices each other, in one symmetric table, and choices the options of Megatron.
 
-A job, its dry run, ``plan``, ``compare`` and the playground ask the same rows, and so refuse in the same words.
+A job, its dry run, ``plan``, ``compare`` and the playground ask the same rows before any search and before a job
+starts, and so refuse in the same words. An option that a later Megatron adds counts as disabled where it is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import Remedy, UserError
 from megatron.zero_bubble.core.plan.offload import parse_share
 from megatron.zero_bubble.core.schedules import sliced
 from megatron.zero_bubble.planning.decision import Spell, in_fields
 from megatron.zero_bubble.planning.offload import AUTO
-from megatron.zero_bubble.planning.rule import Choice, Exclusion, Shown
+from megatron.zero_bubble.planning.rule import Choice, Exclusion, Fits, OptionRule, Shown
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Given, Searched, Setup
 
@@ -91,17 +92,41 @@ def _order(name: str, kind: type) -> Callable[[RunOptions], list[Shown]]:
 PLANS = Choice("zb-auto", _order("schedule", Searched))
 SCHEDULE_FILE = Choice("a schedule file", _order("schedule_file", Given))
 SLICES = Choice("sequence slices", _slices)
-VOCABULARY = Choice("vocabulary parallelism", _vocabulary)
-OFFLOAD = Choice("offloading", _offload)
+VOCABULARY = Choice(
+    "vocabulary parallelism",
+    _vocabulary,
+    how="give <vocabulary=2>",
+    refined_by=(
+        ("recompute_logits", ", whose passes compute the logits; got {schedule} without it"),
+        ("nccl_collective_ctas", ", whose collectives it limits; got {schedule} without it"),
+    ),
+)
+OFFLOAD = Choice(
+    "offloading", _offload, how="give <offload=all>", refined_by=(("host_memory", ", whose memory it limits"),)
+)
 MEASURED_OFFLOAD = Choice(
     "offloading that is planned by times", lambda run: [row for row in _offload(run) if row[1] == AUTO]
 )
-SHARDS = Choice("sharded units", _if("shard_weights", lambda setup: setup.shards), "sharded units")
+SHARDS = Choice(
+    "sharded units",
+    _if("shard_weights", lambda setup: setup.shards),
+    "sharded units",
+    "give <shard_weights>",
+    (
+        ("shard_transport", ", whose shards it exchanges"),
+        ("whole_stages", ", of whose stages so many are whole at most"),
+    ),
+)
 COLLECTIVES = Choice(
     "sharded units without shard_transport=on-demand",
     _if("shard_weights", lambda setup: setup.shards and not setup.exchanges),
 )
-POST_VALIDATION = Choice("post-validation", _if("post_validation", lambda setup: setup.validates))
+POST_VALIDATION = Choice(
+    "post-validation",
+    _if("post_validation", lambda setup: setup.validates),
+    how="give <post_validation>",
+    refined_by=(("rollback", ", whose steps it undoes"),),
+)
 BALANCE = Choice(
     "balanced microbatches",
     lambda run: [] if run.balance is None else [("balance_microbatches", True)],
@@ -111,6 +136,18 @@ RECORDED_COSTS = Choice("recorded costs", _recorded_costs)
 UNTOLD_LENGTHS = Choice("microbatches of different lengths", _lengths)
 LENGTHS = Choice(UNTOLD_LENGTHS.words, lambda run: [*_lengths(run), *BALANCE.shown_by(run)])
 PAIRS = Choice("pairs", _pairs, "schedules that hide the all-to-all of experts")
+SCHEDULE = Choice("a zero-bubble schedule", lambda run: [("schedule", run.setup.name)], "zero-bubble schedules")
+"""What is always chosen where options are checked."""
+ON_A_V = Choice("stages on a V or in a wave", SCHEDULE.shown_by)
+GRAPHS = Choice(SCHEDULE.words, SCHEDULE.shown_by, SCHEDULE.plural)
+"""A schedule, in a job whose training may capture CUDA graphs."""
+IN_SEQUENCE = Choice(
+    "a schedule that does not hide the all-to-all of experts",
+    lambda run: [] if run.setup.overlaps else SCHEDULE.shown_by(run),
+    "zero-bubble schedules that do not hide the all-to-all of experts",
+)
+REFINED = (OFFLOAD, SHARDS, VOCABULARY, POST_VALIDATION)
+"""Choices that other decisions refine."""
 _TO_ONE_LENGTH = "pad all microbatches to one length, or leave the other one out"
 _ONE_LENGTH = "its moves are chosen by the bytes and times of one length"
 _BY_SHARE = "give <offload=all>"
@@ -139,3 +176,204 @@ EXCLUSIONS = (
     Exclusion(UNTOLD_LENGTHS, RECORDED_COSTS, "passes of different lengths have no common times", _TO_ONE_LENGTH),
 )
 """What cannot be combined in this version."""
+
+_GRAPHS = "Megatron captures CUDA graphs in the order of its own 1F1B"
+_FSDP = "FSDP does not reduce gradients through DistributedDataParallel"
+_MAXIMUM = "forwards that run again would count twice in the maximum of the attention logits"
+_OFFLOAD = "offloading assumes Megatron's order of backward passes"
+_WIDER = "its stages send more than one hidden state per token, and not all of them equally many"
+_SHARED_MEMORY = "weights are gathered into the memory of the gradients, which the validation may need"
+_COPIES = "TransformerEngine keeps whole copies of the weights in this precision"
+_PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches of their replica"
+_DROP_GRAPHS = "set --cuda-graph-impl none, or, with --perform-rl-step, drop --rl-training-cuda-graphs"
+_DROP_LAYERS = "drop --cpu-offloading-num-layers"
+_SCAN = "a slice would need the state of the scan after the slice before it"
+_OTHER_MODEL = "it divides the vocabulary layers of GPTModel"
+_NO_VOCABULARY = "give --zero-bubble-vocabulary-parallel off"
+_HYBRID = (("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("is_hybrid_model", False))
+"""What a hybrid model has: a pattern of layers, by the older flag until core_r0.16, or none, where all have a scan."""
+_EXPERTS = "experts are sharded over other groups, which this version does not support"
+
+
+def _done_by_itself(option: str, why: str) -> OptionRule:
+    """A row for an option that is switched off, because the schedule does in its place what it asks for."""
+    return OptionRule(SCHEDULE, option, False, why, is_set=True)
+
+
+def _modules_left(modules: Sequence[str]) -> tuple[str, ...]:
+    """The flag for the recomputed modules but experts."""
+    left = [name for name in modules if name != "moe"]
+    return ("--recompute-modules", *left) if left else ()
+
+
+OPTIONS = (
+    OptionRule(GRAPHS, "enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
+    OptionRule(GRAPHS, "external_cuda_graph", False, _GRAPHS),
+    OptionRule(GRAPHS, "cuda_graph_impl", "none", _GRAPHS, _DROP_GRAPHS),
+    OptionRule(
+        IN_SEQUENCE,
+        "overlap_moe_expert_parallel_comm",
+        False,
+        "the passes of two microbatches overlap only in a schedule with pairs",
+        "give --zero-bubble-overlap-experts, with a schedule such as interleaved-1f1b, or drop the option",
+    ),
+    _done_by_itself("delay_wgrad_compute", "the schedule delays all weight gradients itself, to W"),
+    _done_by_itself(
+        "overlap_dispatch_backward_with_experts_wgrad", "the schedule decides where the weight gradients of experts run"
+    ),
+    _done_by_itself("overlap_p2p_comm_warmup_flush", "the schedule overlaps messages with passes in all of its phases"),
+    OptionRule(SCHEDULE, "cpu_offloading", False, _OFFLOAD, _DROP_LAYERS),
+    OptionRule(SCHEDULE, "cpu_offloading_num_layers", 0, _OFFLOAD),
+    OptionRule(SCHEDULE, "moe_ncclep_zero_copy", False, "all layers of experts share the buffers that W would read"),
+    OptionRule(SCHEDULE, "use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
+    *(OptionRule(SCHEDULE, f"enable_{name}", False, _WIDER) for name in ("hyper_connections", "mhc_connections")),
+    OptionRule(SCHEDULE, "enable_attention_residuals", False, _WIDER),
+    OptionRule(SCHEDULE, "use_legacy_models", False, "legacy models bypass the linears that defer W"),
+    OptionRule(SCHEDULE, "use_custom_fsdp", False, _FSDP),
+    OptionRule(SCHEDULE, "use_megatron_fsdp", False, _FSDP),
+    OptionRule(SCHEDULE, "use_torch_fsdp2", False, _FSDP),
+    OptionRule(ON_A_V, "init_model_with_meta_device", False, "a tied embedding is copied when the model is built"),
+    OptionRule(ON_A_V, "logits_save_dir", None, "Megatron looks for the output layer on the last rank"),
+    OptionRule(ON_A_V, "logits_load_dir", None, "Megatron looks for the output layer on the last rank"),
+    OptionRule(POST_VALIDATION, "qk_clip", False, _MAXIMUM),
+    OptionRule(POST_VALIDATION, "log_max_attention_logit", False, _MAXIMUM),
+    OptionRule(POST_VALIDATION, "reuse_grad_buf_for_mxfp8_param_ag", False, _SHARED_MEMORY),
+    OptionRule(
+        POST_VALIDATION, "overlap_param_gather_with_optimizer_step", False, "it gathers weights that may be undone"
+    ),
+    OptionRule(POST_VALIDATION, "optimizer_cpu_offload", False, "a rollback does not restore its copies on the host"),
+    OptionRule(POST_VALIDATION, "optimizer_cuda_graph", False, "a captured step cannot be repeated or delayed"),
+    OptionRule(POST_VALIDATION, "perform_rl_step", False, "rollouts would use weights that may be undone"),
+    OptionRule(POST_VALIDATION, "vision_pretraining", False, "the teacher follows weights that may be undone"),
+    OptionRule(POST_VALIDATION, "mtp_detach_heads", False, "gradients are clipped by one norm, and these by another"),
+    OptionRule(
+        POST_VALIDATION, "fine_grained_activation_offloading", False, "forwards that run again would be offloaded twice"
+    ),
+    OptionRule(POST_VALIDATION, "moe_paged_stash", False, "forwards that run again are not in the order of its pages"),
+    OptionRule(
+        POST_VALIDATION, "moe_expert_rank_capacity_factor", None, "Megatron repeats an iteration whose experts overflow"
+    ),
+    OptionRule(POST_VALIDATION, "moe_routing_trace_path", None, "forwards that run again would be traced twice"),
+    OptionRule(
+        SLICES, "fine_grained_activation_offloading", False, "the backwards of slices run from the last to the first"
+    ),
+    OptionRule(SLICES, "context_parallel_size", 1, "it distributes every sequence over its ranks"),
+    OptionRule(SLICES, "mtp_num_layers", None, "multi-token prediction reads tokens of the next slice"),
+    OptionRule(SLICES, "multi_latent_attention", False, "its rotary embeddings begin at the first token"),
+    OptionRule(SLICES, "experimental_attention_variant", None, "its layers do not keep keys and values"),
+    OptionRule(SLICES, "sft", False, "samples are packed, and slices attend to all before them"),
+    OptionRule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
+    *(OptionRule(SLICES, name, value, _SCAN, "train without slices") for name, value in _HYBRID),
+    *(OptionRule(VOCABULARY, name, value, _OTHER_MODEL, _NO_VOCABULARY) for name, value in _HYBRID),
+    OptionRule(VOCABULARY, "context_parallel_size", 1, "every rank has rows for whole sequences"),
+    OptionRule(VOCABULARY, "mtp_num_layers", None, "multi-token prediction has an output layer of its own"),
+    OptionRule(VOCABULARY, "label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss"),
+    OptionRule(VOCABULARY, "logits_save_dir", None, "no rank has whole logits"),
+    OptionRule(VOCABULARY, "logits_load_dir", None, "no rank has whole logits"),
+    OptionRule(VOCABULARY, "defer_embedding_wgrad_compute", False, "T already defers the weight gradient"),
+    OptionRule(VOCABULARY, "use_mup", False, "its scaled logits are not supported"),
+    OptionRule(VOCABULARY, "init_model_with_meta_device", False, "initial weights are cut into shards"),
+    OptionRule(
+        SHARDS,
+        "use_distributed_optimizer",
+        True,
+        "each replica steps its own shard",
+        "give --use-distributed-optimizer",
+    ),
+    OptionRule(SHARDS, "optimizer", "adam", "the state of no other is divided", "give --optimizer adam"),
+    OptionRule(SHARDS, "use_precision_aware_optimizer", False, "shards are stepped with gradients in float32"),
+    OptionRule(SHARDS, "overlap_grad_reduce", False, "the schedule itself reduces gradients, during the passes"),
+    OptionRule(SHARDS, "overlap_param_gather", False, "the schedule itself gathers weights, during the passes"),
+    OptionRule(SHARDS, "save_wgrads_interval", None, "every replica has only its shard of the gradients"),
+    OptionRule(SHARDS, "num_experts", None, _EXPERTS),
+    OptionRule(SHARDS, "num_moe_experts", None, _EXPERTS, "drop --num-experts"),
+    OptionRule(SHARDS, "num_distributed_optimizer_instances", 1, "this version shards over all replicas"),
+    OptionRule(SHARDS, "context_parallel_size", 1, "replicas must have whole sequences in this version"),
+    OptionRule(SHARDS, "fp8", None, _COPIES, "drop --fp8-format"),
+    OptionRule(SHARDS, "fp4", None, _COPIES, "drop --fp4-format"),
+    OptionRule(SHARDS, "nccl_ub", False, "buffers that are registered with NCCL cannot be freed", "drop --use-nccl-ub"),
+    OptionRule(SHARDS, "optimizer_cpu_offload", False, "the optimizer steps shards where they are"),
+    OptionRule(SHARDS, "defer_embedding_wgrad_compute", False, "what it adds after the passes would not be reduced"),
+    OptionRule(SHARDS, "mtp_num_layers", None, "this version does not support multi-token prediction"),
+    OptionRule(BALANCE, "calculate_per_token_loss", True, _PER_TOKEN, "give --calculate-per-token-loss"),
+    OptionRule(
+        BALANCE,
+        "num_moe_experts",
+        None,
+        "experts exchange tokens between replicas in every microbatch",
+        "drop --num-experts",
+    ),
+    OptionRule(
+        BALANCE, "mtp_num_layers", None, "the loss of multi-token prediction is a mean over microbatches", "drop it"
+    ),
+    OptionRule(BALANCE, "context_parallel_size", 1, "samples are not divided over ranks"),
+    OptionRule(BALANCE, "fp8", None, "FP8 needs samples of a multiple of 16 tokens", "drop --fp8-format"),
+    OptionRule(BALANCE, "reset_attention_mask", False, "every sample is one document already"),
+)
+"""For each choice, the only values that it supports; None is always supported."""
+RANGES = (
+    OptionRule(
+        PAIRS,
+        "expert_model_parallel_size",
+        Fits("2 or more", lambda size, _: size > 1),
+        "without expert parallelism there is no all-to-all to hide",
+        "raise it, or leave pairs out",
+    ),
+    OptionRule(
+        PAIRS,
+        "moe_token_dispatcher_type",
+        Fits("alltoall or flex", lambda kind, _: kind in ("alltoall", "flex")),
+        "another dispatcher has no all-to-all",
+        "give --moe-token-dispatcher-type alltoall",
+        flags=lambda _: Remedy(("--moe-token-dispatcher-type", "alltoall")),
+    ),
+    OptionRule(
+        PAIRS,
+        "recompute_granularity",
+        Fits("selective, or left out", lambda kind, _: kind == "selective"),
+        "megatron-core's plans of layers do not recompute whole layers",
+        "give --recompute-granularity selective",
+        flags=lambda _: Remedy(
+            ("--recompute-granularity", "selective"), ("--recompute-method", "--recompute-num-layers"), True
+        ),
+    ),
+    OptionRule(
+        PAIRS,
+        "moe_shared_expert_overlap",
+        Fits("False", lambda overlaps, _: not overlaps),
+        "shared experts would run during the same all-to-all",
+        flags=lambda _: Remedy(drops=("--moe-shared-expert-overlap",)),
+    ),
+    OptionRule(
+        PAIRS,
+        "mtp_num_layers",
+        Fits("1 or less", lambda number, _: number <= 1),
+        "megatron-core's plans of layers have one prediction at most",
+        "lower --mtp-num-layers",
+    ),
+    OptionRule(
+        PAIRS,
+        "recompute_modules",
+        Fits("without moe", lambda modules, _: "moe" not in modules),
+        "megatron-core's plans of layers run the parts of an expert layer one by one",
+        "leave moe out of --recompute-modules",
+        flags=lambda modules: Remedy(_modules_left(modules), ("--recompute-modules",), True),
+    ),
+    OptionRule(
+        PAIRS,
+        "bf16",
+        Fits("True, or fp16", lambda is_on, options: is_on or getattr(options, "fp16", True)),
+        "megatron-core's plans of layers need 16-bit parameters",
+        "give --bf16",
+    ),
+    OptionRule(
+        SLICES,
+        "moe_router_load_balancing_type",
+        Fits("without seq_aux_loss", lambda kinds, _: "seq_aux_loss" not in kinds),
+        "no pass sees a whole sequence, for which that loss is",
+        "give --moe-router-load-balancing-type aux_loss",
+    ),
+)
+"""The same for options of a model of which several values work; the first rows are what megatron-core requires for its
+own overlap of experts.
+"""

@@ -5,15 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.planning.decision import NEGATABLE, Decision, PlanFlag, token_counts
-
-
-def _planned_ends(plan: PlanFile, ends: Any) -> tuple[int, ...] | None:
-    return None if ends is None else plan.schedule.slices.in_tokens(ends[-1])
-
 
 RETIRED = (
     Decision(
@@ -43,7 +35,7 @@ RETIRED = (
         path="cuts.number",
         plan=PlanFlag("num-slices", "N", on_page=True),
         within="slices",
-        planned=lambda plan, _: len(plan.schedule.slices),
+        planned=True,
         by_auto=True,
     ),
     Decision(
@@ -63,7 +55,7 @@ RETIRED = (
             True,
         ),
         within="slices",
-        planned=_planned_ends,
+        planned=True,
         by_auto=True,
     ),
     Decision(

@@ -1,7 +1,7 @@
 """The rows of the tables of refusals: what excludes what, and which option of Megatron works with what.
 
-``planning/exclusions.py`` has the choices that exclude each other, ``planning/job/options.py`` what options of Megatron
-must be, and ``planning/job/effects.py`` where a flag has an effect.
+``planning/exclusions.py`` has which choices exclude each other and options of Megatron, and ``planning/job/effects.py``
+where a flag has an effect.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.core.errors import as_flag
+from megatron.zero_bubble.core.errors import Remedy, as_flag
 from megatron.zero_bubble.planning.decision import Spell, in_fields
 from megatron.zero_bubble.planning.run_options import RunOptions
 
@@ -27,11 +27,15 @@ class Choice(NamedTuple):
         words: its name in a sentence, without an article for what is excluded.
         shown_by: returns the decisions that choose it; none if it is not chosen.
         plural: what needs something if it is chosen; by default, schedules with it.
+        how: how a user chooses it, as in ``remedy_of``.
+        refined_by: the decisions that have an effect only with it, and why, as in a sentence after its words.
     """
 
     words: str
     shown_by: Callable[[RunOptions], Iterable[Shown]]
     plural: str = ""
+    how: str = ""
+    refined_by: tuple[tuple[str, str], ...] = ()
 
     def is_made(self, run: RunOptions) -> bool:
         """Whether it is chosen."""
@@ -74,14 +78,27 @@ class Exclusion(NamedTuple):
         return remedy_of(self.instead, spell)
 
 
+class Fits(NamedTuple):
+    """Several values of an option of Megatron.
+
+    Attributes:
+        words: which ones, in words.
+        holds: whether one of them is given, and options as attributes.
+    """
+
+    words: str
+    holds: Callable[[Any, Any], object]
+
+
 class OptionRule(NamedTuple):
-    """The only value of an option of Megatron that works with a choice.
+    """The only value of an option of Megatron that works with a choice, or ``Fits`` for several.
 
     Attributes:
         why: the reason why no other does.
         instead: what the user can do; "" to drop the option.
         is_set: whether the option gets that value at the start, with a line, where it has another: it asks for what the
             choice does by itself.
+        flags: the remedy as flags, for a value, where they leave the model and its groups as they are.
     """
 
     choice: Choice
@@ -90,14 +107,22 @@ class OptionRule(NamedTuple):
     why: str
     instead: str = ""
     is_set: bool = False
+    flags: Callable[[Any], Remedy | None] = lambda _: None
 
     def sentence(self, options: Any) -> str:
         """The refusal of options, given as attributes; "" if the value works. Missing ones, and None, always do."""
-        value = getattr(options, self.option, self.value)
-        if value in (self.value, None):
+        value = getattr(options, self.option, None)
+        if value is None or (self.value.holds(value, options) if isinstance(self.value, Fits) else value == self.value):
             return ""
-        needs = f"{self.choice.subject} need {self.option}={self.value!r}, because {self.why}"
-        return f"{needs}; got {value!r}; {self.remedy}"
+        given = ", ".join(map(repr, value)) if isinstance(value, list) else repr(value)
+        return f"{self.choice.subject} need {self.needed}, because {self.why}; got {given}; {self.remedy}"
+
+    @property
+    def needed(self) -> str:
+        """What works, in words."""
+        if isinstance(self.value, Fits):
+            return f"{self.option} to be {self.value.words}"
+        return f"{self.option}={self.value!r}"
 
     @property
     def remedy(self) -> str:

@@ -16,11 +16,15 @@ from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
 from megatron.zero_bubble.core.plan import PostReceives
 from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS, Ctas
-from megatron.zero_bubble.core.schedules import ZB_AUTO
+from megatron.zero_bubble.core.plan.shard import check_chunks
+from megatron.zero_bubble.core.schedules import ZB_AUTO, has_units, sliced
+from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS, PlacementName, name_of, placements
 
 DEFAULT_LIMIT = "1p"
 """Memory limit of ``zb-auto`` where none is given."""
+DEFAULT_CUTS = len(DEFAULT_SLICES)
+"""The number of slices under a schedule of slices, or with a share of attention, if none is given."""
 LEAST_TOKENS = 1024
 """The fewest tokens of a slice whose number is chosen, if neither the user nor a run gives a number."""
 AUTO_LIMIT = "auto"
@@ -249,6 +253,16 @@ class Setup:
         return self.pairs or (self.plan is not None and self.plan.schedule.overlaps)
 
     @property
+    def can_cut(self) -> bool:
+        """Whether its schedule is one of slices."""
+        return self.name in (*sliced(), ZB_AUTO)
+
+    @property
+    def has_units(self) -> bool:
+        """Whether its microbatches are in units."""
+        return has_units(self.name) or self.shards is not None
+
+    @property
     def inserts(self) -> bool:
         """Whether its schedules have passes of a divided vocabulary, or pairs, once their order is made."""
         return self.vocabulary is not None or self.pairs
@@ -264,6 +278,28 @@ class Setup:
         algorithm = algorithm_of(schedule)
         divided = None if algorithm is None else Divided(algorithm)
         return cls(cuts=Cuts(among=(schedule.slices,)), vocabulary=divided, pairs=schedule.overlaps)
+
+    @classmethod
+    def of_plan(cls, plan: PlanFile) -> Setup:
+        """What a plan file decides besides an order and its stages."""
+        share, sharding = plan.offload or ("its moves" if plan.added.moves else None), plan.added.sharding
+        setup = cls(
+            cuts=Cuts(plan.schedule.num_slices, "even", among=(plan.schedule.slices,)),
+            vocabulary=plan.divided,
+            offload=None if share is None else Offload(share),
+        )
+        if sharding is None:
+            return setup
+        return replace(setup, unit=sharding.unit_microbatches, shards=Shards(sharding.open_chunks))
+
+    def check_placement(self, placement: Placement) -> None:
+        """Reject stages that these decisions cannot have.
+
+        Raises:
+            UserError: sharded units of one stage per rank.
+        """
+        if self.shards is not None:
+            check_chunks(placement)
 
     def running(self, decided: Setup) -> Setup:
         """The same with what its schedules decide (see ``of``)."""

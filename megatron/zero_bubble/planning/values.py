@@ -13,10 +13,10 @@ from typing import Any, get_type_hints
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.schedules import ZB_AUTO
-from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.planning.decision import AUTO_UNIT, Decision, Spell
 from megatron.zero_bubble.planning.decisions import DECISIONS, LAYOUT, OF_PLANS
 from megatron.zero_bubble.planning.setup import (
+    DEFAULT_CUTS,
     Cuts,
     Given,
     Named,
@@ -219,7 +219,7 @@ def _cuts(values: Mapping[str, Any]) -> Cuts | None:
     if ends is not None:
         return Cuts(None, ends)
     if share is not None:
-        return Cuts(number or len(DEFAULT_SLICES), share)
+        return Cuts(number or DEFAULT_CUTS, share)
     return None if number is None else Cuts(number, "even")
 
 

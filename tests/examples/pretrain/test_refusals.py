@@ -82,7 +82,7 @@ BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "slices and a loss per sequence": (
         lambda _: [*BASE, *PAIR, *SLICES, "--moe-router-load-balancing-type", "seq_aux_loss"],
-        "got --moe-router-load-balancing-type seq_aux_loss and 4 slices; give aux_loss",
+        "got 'seq_aux_loss'; give --moe-router-load-balancing-type aux_loss",
     ),
     "virtual pipeline": (
         lambda _: [*BASE, *VIRTUAL, *ZERO_BUBBLE],

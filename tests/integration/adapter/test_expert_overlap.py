@@ -125,7 +125,7 @@ def test_what_pairs_exclude_is_refused(other: dict[str, Any]) -> None:
         ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap to be False"),
         ({"mtp_num_layers": 2}, "mtp_num_layers to be 1 or less"),
         ({"recompute_modules": ["mlp", "moe"]}, "recompute_modules to be without moe"),
-        ({"bf16": False, "fp16": False}, "16-bit parameters"),
+        ({"bf16": False, "fp16": False}, "bf16 to be True, or fp16"),
     ],
 )
 def test_what_the_plans_of_layers_need_is_checked_before_the_start(options: dict[str, Any], words: str) -> None:

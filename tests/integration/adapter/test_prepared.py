@@ -13,8 +13,7 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.integration.adapter.prepared import check_model, check_stepping
-from megatron.zero_bubble.planning.exclusions import BALANCE, SHARDS
-from megatron.zero_bubble.planning.job.options import ON_A_V, OPTIONS
+from megatron.zero_bubble.planning.exclusions import BALANCE, ON_A_V, OPTIONS, SHARDS
 from megatron.zero_bubble.planning.rule import OptionRule
 from megatron.zero_bubble.planning.setup import Cuts, Setup, Validated
 from tests.helpers.refusals import unsupported

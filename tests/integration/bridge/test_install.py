@@ -15,8 +15,15 @@ import megatron.zero_bubble
 from megatron.zero_bubble.auto import switch_on
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.integration.bridge import install as bridge
-from megatron.zero_bubble.planning.exclusions import BALANCE, POST_VALIDATION, SHARDS, SLICES, VOCABULARY
-from megatron.zero_bubble.planning.job.options import ON_A_V, OPTIONS
+from megatron.zero_bubble.planning.exclusions import (
+    BALANCE,
+    ON_A_V,
+    OPTIONS,
+    POST_VALIDATION,
+    SHARDS,
+    SLICES,
+    VOCABULARY,
+)
 from megatron.zero_bubble.planning.rule import OptionRule
 from tests.helpers.refusals import unsupported
 from tests.integration.bridge.test_stages import configured

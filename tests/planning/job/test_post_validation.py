@@ -23,9 +23,9 @@ GAINING = "zb-h2, zb-v and zb-auto with more than 1p of memory"
     ("config", "num_microbatches", "advice"),
     [
         (ZeroBubbleConfig("zb-h1"), 8, f"{GAINING} gain"),
-        (ZeroBubbleConfig("zb-h2", vocabulary=2), 8, f"{GAINING}, with --zero-bubble-vocabulary-parallel off, gain"),
-        (ZeroBubbleConfig("zb-v", vocabulary=1), 8, f"{GAINING}, with --zero-bubble-vocabulary-parallel off, gain"),
-        (ZeroBubbleConfig("seq-1f1b", num_slices=2), 8, f"{GAINING}, with whole sequences, gain"),
+        (ZeroBubbleConfig("zb-h2", vocabulary=2), 8, f"{GAINING}, without --zero-bubble-vocabulary-parallel 2, gain"),
+        (ZeroBubbleConfig("zb-v", vocabulary=1), 8, f"{GAINING}, without --zero-bubble-vocabulary-parallel 1, gain"),
+        (ZeroBubbleConfig("seq-1f1b", num_slices=2), 8, f"{GAINING}, without --zero-bubble-slices 2, gain"),
         (ZeroBubbleConfig("zb-h2"), 1, "drop --zero-bubble-post-validation"),
         (ZeroBubbleConfig("zb-v"), 1, "drop --zero-bubble-post-validation"),
     ],

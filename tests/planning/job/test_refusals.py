@@ -24,6 +24,7 @@ from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.exclusions import (
     EXCLUSIONS,
     LENGTHS,
+    OPTIONS,
     SHARDS,
     UNTOLD_LENGTHS,
     refuse_excluded,
@@ -32,7 +33,7 @@ from megatron.zero_bubble.planning.job import planned
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.effects import EFFECTS, Effect, Job
 from megatron.zero_bubble.planning.job.flags import as_given, given_in, parse_ours
-from megatron.zero_bubble.planning.job.options import OPTIONS, check_options, check_shards
+from megatron.zero_bubble.planning.job.options import check_options, check_options_of
 from megatron.zero_bubble.planning.job.rules import check_job
 from megatron.zero_bubble.planning.observations import Observations
 from megatron.zero_bubble.planning.rule import Choice, Exclusion, OptionRule
@@ -69,7 +70,7 @@ def test_options_of_megatron(rule: OptionRule) -> None:
     def ask(value: object, run: RunOptions, on_a_v: bool = False) -> None:
         values = SimpleNamespace(**{rule.option: value})
         if rule.choice is SHARDS:
-            check_shards(values)
+            check_options_of(SHARDS, values)
         else:
             check_options(values, run, megatrons_own=not on_a_v)
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.planning.job.options import OPTIONS, check_options
+from megatron.zero_bubble.planning.exclusions import OPTIONS
+from megatron.zero_bubble.planning.job.options import check_options
 from megatron.zero_bubble.planning.job.settled import settle_options
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Named, Searched, Setup
@@ -40,5 +41,5 @@ def test_pairs_are_asked_of_the_model_alone() -> None:
     paired = RunOptions(Setup(Named("dualpipe-v"), pairs=True))
     parts = [SimpleNamespace(bf16=True), SimpleNamespace(bf16=False, fp16=False)]
     assert settle_options(parts, paired) == []
-    with pytest.raises(UserError, match="need 16-bit parameters"):
+    with pytest.raises(UserError, match="need bf16 to be True, or fp16, because .*; give --bf16"):
         settle_options(parts[::-1], paired)

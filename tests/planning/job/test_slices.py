@@ -10,8 +10,8 @@ import pytest
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Pass, Slices
 from megatron.zero_bubble.core.schedules import build
+from megatron.zero_bubble.planning.cuts import check_cuts
 from megatron.zero_bubble.planning.job.options import check_options
-from megatron.zero_bubble.planning.job.rules import check_slices
 from megatron.zero_bubble.planning.job.runnable import check_runnable
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Cuts, Setup
@@ -22,8 +22,12 @@ JOB = SimpleNamespace(seq_length=48, tensor_model_parallel_size=2, sequence_para
 @pytest.mark.parametrize(
     "option, value, sentence",
     [
-        ("moe_router_load_balancing_type", "seq_aux_loss", "got .*seq_aux_loss and 4 slices; give aux_loss"),
-        ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"], "and 4 slices; give aux_loss"),
+        (
+            "moe_router_load_balancing_type",
+            "seq_aux_loss",
+            "without seq_aux_loss, .*; got .*; give .* aux_loss",
+        ),
+        ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"], "no pass sees a whole sequence"),
     ],
 )
 def test_options_that_slices_do_not_support(option: str, value: object, sentence: str) -> None:
@@ -33,18 +37,26 @@ def test_options_that_slices_do_not_support(option: str, value: object, sentence
         check_options(values, RunOptions(Setup(cuts=Cuts(4, "even"))))
 
 
+EVEN = Cuts(among=(Slices.even(24),))
+
+
+def ending(*tokens: int) -> tuple[Cuts, Cuts]:
+    """What runs of slices with these ends, and what the user gave."""
+    return Cuts(among=(Slices.of_tokens(tokens),)), Cuts(places=tokens)
+
+
 def test_sequences_must_have_the_given_ends() -> None:
-    check_slices(Slices.even(1), None, JOB)
-    check_slices(Slices.even(24), None, JOB)
-    check_slices(Slices.of_tokens((20, 34, 48)), (20, 34, 48), JOB)
+    check_cuts(None, None, JOB)
+    check_cuts(EVEN, Cuts(24, "even"), JOB)
+    check_cuts(*ending(20, 34, 48), JOB)
     with pytest.raises(UserError, match="--seq-length 48; got --zero-bubble-slices 20,40; give 48 as the last"):
-        check_slices(Slices.of_tokens((20, 40)), (20, 40), JOB)
+        check_cuts(*ending(20, 40), JOB)
     with pytest.raises(
         UserError, match="multiple of the tensor-parallel size 2; got .*-slices 21,48; give for example 2"
     ):
-        check_slices(Slices.of_tokens((21, 48)), (21, 48), JOB)
+        check_cuts(*ending(21, 48), JOB)
     with pytest.raises(UserError, match="at most 24 slices of 2 tokens each; got 25 slices; use fewer"):
-        check_slices(Slices.even(25), None, JOB)
+        check_cuts(Cuts(among=(Slices.even(25),)), None, JOB)
 
 
 def test_forwards_of_slices_must_have_the_order_of_the_data() -> None:
@@ -56,7 +68,7 @@ def test_forwards_of_slices_must_have_the_order_of_the_data() -> None:
         return replace(schedule, order=tuple(tuple(change.get(p, p) for p in row) for row in schedule.order))
 
     with pytest.raises(
-        UserError, match="by microbatch and slice; .* runs the forwards of stage 1 in the order 0, 1, 0.1"
+        UserError, match="its F passes .* by microbatch and slice; .* runs those of stage 1 in the order 0, 1, 0.1"
     ):
         check_runnable(swapped("1F0.1", "1F1"), 2, 3)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="stage 1 of .* runs W of microbatch 0 too early; move it behind"):

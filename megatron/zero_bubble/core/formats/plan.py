@@ -29,7 +29,7 @@ from megatron.zero_bubble.core.formats.schedule import (
 )
 from megatron.zero_bubble.core.formats.torch_csv import schedule_from_csv
 from megatron.zero_bubble.core.ir import Schedule
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm, Divided, algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
 from megatron.zero_bubble.core.plan.plan_of import NOTHING, Additions
 
 CSV = ".csv"
@@ -125,11 +125,6 @@ class PlanFile:
     def __post_init__(self) -> None:
         if self.divided is None and (algorithm := algorithm_of(self.schedule)) is not None:
             object.__setattr__(self, "divided", Divided(algorithm))
-
-    @property
-    def vocabulary(self) -> Algorithm | None:
-        """The algorithm of vocabulary parallelism; None if the vocabulary is not divided."""
-        return None if self.divided is None else self.divided.of_run
 
     @property
     def besides(self) -> tuple[str, ...]:

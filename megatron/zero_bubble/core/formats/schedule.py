@@ -21,8 +21,10 @@ from megatron.zero_bubble.core.plan.plan_of import Additions
 from megatron.zero_bubble.core.plan.shard import Sharding, check_chunks
 
 SHARD_WEIGHTS = "shard_weights"
-_NUMBER, _SHARES = "num_slices", "slice_shares"
-_ALGORITHM, _AGAIN = "vocabulary", "recompute_logits"
+_NUMBER = "num_slices"
+_SHARES = "slice_shares"
+_ALGORITHM = "vocabulary"
+_AGAIN = "recompute_logits"
 _OVERLAPS = "overlap_experts"
 _UNIT, _WHOLE = "unit_microbatches", "whole_stages"
 

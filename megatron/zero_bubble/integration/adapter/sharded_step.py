@@ -18,7 +18,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.engine.runtime.shards import OwnShards
-from megatron.zero_bubble.planning.job.options import check_shards
+from megatron.zero_bubble.planning.exclusions import SHARDS
+from megatron.zero_bubble.planning.job.options import check_options_of
 
 _GATHER_SINCE_0_18 = "start_param_sync_for_bucket_group_subset"
 """Gathers weights after a step; before, the optimizer calls ``start_param_sync`` of its chunks."""
@@ -39,7 +40,7 @@ def check_optimizer(optimizer: Any) -> None:
                 "sharded units step shards with megatron-core's DistributedOptimizer; got "
                 f"{type(part).__name__}; give --use-distributed-optimizer"
             )
-        check_shards(part.config)
+        check_options_of(SHARDS, part.config)
         if getattr(part.config, "use_precision_aware_optimizer", False):
             raise UserError(
                 "sharded units step shards only with an optimizer that takes gradients in float32 in this version; got "

@@ -33,7 +33,8 @@ from megatron.zero_bubble.integration.adapter.prepared import Lowering, check_sa
 from megatron.zero_bubble.integration.adapter.replicas import ReplicaComparison
 from megatron.zero_bubble.integration.adapter.sharded_step import BucketPlace, check_optimizer, step_shards
 from megatron.zero_bubble.integration.adapter.versions import skips_stages_without_embedding
-from megatron.zero_bubble.planning.job.options import check_shards
+from megatron.zero_bubble.planning.exclusions import SHARDS
+from megatron.zero_bubble.planning.job.options import check_options_of
 
 
 class DistributedChunk:
@@ -49,7 +50,7 @@ class DistributedChunk:
                 "sharded units need every model chunk in megatron-core's DistributedDataParallel; got "
                 f"{type(model).__name__}; wrap it, or leave out shard_weights"
             )
-        check_shards(model.ddp_config)
+        check_options_of(SHARDS, model.ddp_config)
         self.model = model
         self._groups: list[Any] = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
         buffers: list[Any] = [*model.buffers, *model.expert_parallel_buffers]
@@ -181,7 +182,7 @@ class ShardedUnits(Part):
     def check(self, config: Any, schedule: Schedule) -> None:
         """See ``Part``. Also wait for the answer to ``begin``: only then, a new plan may be made."""
         self.agree()
-        check_shards(config)
+        check_options_of(SHARDS, config)
         check_chunks(schedule.placement)
         ranks = schedule.placement.stage_to_rank
         self._ends_meet = ranks[0] == ranks[-1]

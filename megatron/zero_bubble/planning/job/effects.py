@@ -11,17 +11,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.schedules import ZB_AUTO, has_units, sliced
+from megatron.zero_bubble.core.schedules import ZB_AUTO, has_units
 from megatron.zero_bubble.core.search.placements import HAS_CHUNKS
 from megatron.zero_bubble.planning.decision import Spell
 from megatron.zero_bubble.planning.exclusions import (
     BALANCE,
-    OFFLOAD,
     PLANS,
-    POST_VALIDATION,
+    REFINED,
     SCHEDULE_FILE,
-    SHARDS,
-    VOCABULARY,
 )
 from megatron.zero_bubble.planning.rule import Choice, remedy_of
 from megatron.zero_bubble.planning.run_options import RunOptions
@@ -119,14 +116,14 @@ def _in_the_run(job: Job) -> bool:
 
 SCHEDULE = _if("a zero-bubble schedule", lambda setup: setup.order is not None)
 _FILE = _made(SCHEDULE_FILE)
-_PLANS, _SHARDS, _VOCABULARY = _made(PLANS), _made(SHARDS), _made(VOCABULARY)
+_PLANS = _made(PLANS)
 _BY_NAME = _if("interleaved schedules by name", lambda setup: isinstance(setup.order, Named))
 _HAS_CHUNKS = _if(
     f"{ZB_AUTO} on a loop or in a wave",
     lambda setup: isinstance(setup.order, Searched) and setup.order.placement in HAS_CHUNKS,
 )
-_CUT = _if(f"a schedule of slices or {ZB_AUTO}", lambda setup: setup.name in (*sliced(), ZB_AUTO))
-_HAS_UNITS = _if("zero-pp", lambda setup: has_units(setup.name))
+_CUT = _if(f"a schedule of slices or {ZB_AUTO}", lambda setup: setup.can_cut)
+_HAS_UNITS = _if("zero-pp or sharded units", lambda setup: setup.has_units)
 _CHOSEN_UNITS = _if("zero-pp without unit_microbatches", _chooses_units)
 _OWN_LOOP = Need("scripts/pretrain_gpt.py", lambda job: not job.under_launcher)
 _OBSERVED = Need(
@@ -163,15 +160,8 @@ EFFECTS = (
         "all replicas",
         "train with scripts/pretrain_gpt.py",
     ),
-    *_rows("host_memory", _made(OFFLOAD), ", whose memory it limits", "give <offload=all>"),
-    *_rows("shard_transport", _SHARDS, ", whose shards it exchanges", "give <shard_weights>"),
-    *_rows(
-        "unit_microbatches",
-        _either("zero-pp or sharded units", _HAS_UNITS, _SHARDS),
-        "; got {schedule}",
-        "give <schedule=zero-pp>",
-    ),
-    *_rows("whole_stages", _SHARDS, ", of whose stages so many are whole at most", "give <shard_weights>"),
+    *(Effect(name, _made(choice), why, choice.how) for choice in REFINED for name, why in choice.refined_by),
+    *_rows("unit_microbatches", _HAS_UNITS, "; got {schedule}", "give <schedule=zero-pp>"),
     *_rows("num_slices slice_ends", _either(_CUT.words, _CUT, _FILE), "; got {schedule}", _SEQ_ZB_H1),
     *_rows("attention_share", _either(_CUT.words, _CUT, _made(BALANCE)), "; got {schedule}", _SEQ_ZB_H1),
     *_rows(
@@ -181,18 +171,6 @@ EFFECTS = (
         "name a schedule or placement",
     ),
     *_rows("vocabulary", SCHEDULE, ", into which its passes are inserted; got none", _ZB_H1),
-    *_rows(
-        "recompute_logits",
-        _VOCABULARY,
-        ", whose passes compute the logits; got {schedule} without it",
-        "give <vocabulary=2>",
-    ),
-    *_rows(
-        "nccl_collective_ctas",
-        _VOCABULARY,
-        ", whose collectives it limits; got {schedule} without it",
-        "give <vocabulary=2>",
-    ),
     *_rows(
         "placement",
         _made(PLANS, SCHEDULE_FILE),
@@ -207,7 +185,6 @@ EFFECTS = (
     ),
     *_rows("keep_faster", _PLANS, ", which changes schedules during the run; got {schedule}", "choose zb-auto"),
     *_rows("costs_file", _CHOSEN_UNITS, ", whose units it chooses; got {schedule}", "choose zero-pp"),
-    *_rows("rollback", _made(POST_VALIDATION), ", whose steps it undoes", "give <post_validation>"),
     *_rows(
         "trace log_bubble",
         _either(SCHEDULE.words, SCHEDULE, _OWN_LOOP),

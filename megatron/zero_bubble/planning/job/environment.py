@@ -6,13 +6,14 @@ the value 1 or 0. Both go through one parser, so they have the same values, chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from megatron.zero_bubble.core.errors import UserError, nearest
 from megatron.zero_bubble.planning.codecs import variable, words_of_variable
 from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
 from megatron.zero_bubble.planning.job.flags import HELP_ALL, parse_ours
 from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.values import BALANCE, values_of
 
 PREFIX = "ZERO_BUBBLE_"
 
@@ -20,13 +21,13 @@ _STEPS = "a training loop must hand its optimizer to the pipeline"
 _APPLY = "leave it out, or call megatron.zero_bubble.apply() in the loop"
 _ITERATIONS = "only a training loop of this package or one under the launcher counts iterations and documents"
 _LAUNCH = "leave it out, or run a Megatron-LM script with python -m megatron.zero_bubble.launch"
-_NEEDS_A_LOOP: dict[str, tuple[Callable[[RunOptions], object], str, str]] = {
-    "post_validation": (lambda run: run.setup.validates, _STEPS, _APPLY),
-    "shard_weights": (lambda run: run.setup.shards, _STEPS, _APPLY),
-    "balance_microbatches": (lambda run: run.balance, _ITERATIONS, _LAUNCH),
-    "trace": (lambda run: run.observations.trace, _ITERATIONS, _LAUNCH),
-    "record_costs": (lambda run: run.observations.record_costs, _ITERATIONS, _LAUNCH),
-    "log_bubble": (lambda run: run.observations.log_bubble, _ITERATIONS, _LAUNCH),
+_NEEDS_A_LOOP = {
+    "post_validation": (_STEPS, _APPLY),
+    "shard_weights": (_STEPS, _APPLY),
+    BALANCE: (_ITERATIONS, _LAUNCH),
+    "trace": (_ITERATIONS, _LAUNCH),
+    "record_costs": (_ITERATIONS, _LAUNCH),
+    "log_bubble": (_ITERATIONS, _LAUNCH),
 }
 """What only a training loop can provide, by the names of decisions, with the reason and the remedy."""
 
@@ -53,8 +54,9 @@ def flags_in(environment: Mapping[str, str]) -> RunOptions:
         else:
             raise UserError(_unknown(name))
     run, _ = parse_ours(arguments)
-    for name, (is_asked, why, remedy) in _NEEDS_A_LOOP.items():
-        if is_asked(run):
+    made = {**values_of(run.setup), **vars(run.observations), BALANCE: run.balance}
+    for name, (why, remedy) in _NEEDS_A_LOOP.items():
+        if made.get(name):
             given = _variable(name)
             got = environment.get(given) or "a plan file with it"
             raise UserError(f"{given} has no effect by itself, because {why}; got {got}; {remedy}")

@@ -10,17 +10,27 @@ from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import PlanFile, read_plan_file
+from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.decision import AUTO_UNIT, Spell, shown
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.exclusions import refuse_excluded
 from megatron.zero_bubble.planning.job.effects import Job, check_effects
 from megatron.zero_bubble.planning.observations import Observations
 from megatron.zero_bubble.planning.run_options import Balance, RunOptions
-from megatron.zero_bubble.planning.setup import Given
-from megatron.zero_bubble.planning.values import ALGORITHMS, BALANCE, SHARE, is_given, of_setup, placed, refuse_repeated
+from megatron.zero_bubble.planning.setup import Given, Setup
+from megatron.zero_bubble.planning.values import (
+    ALGORITHMS,
+    BALANCE,
+    SHARE,
+    is_given,
+    of_setup,
+    placed,
+    refuse_repeated,
+    values_of,
+)
 
 _UNDIVIDED = "off"
-_PLANNED = tuple(row for row in DECISIONS if row.planned is not None)
+_PLANNED = tuple(row for row in DECISIONS if row.planned)
 """The decisions that a plan file makes."""
 _OBSERVED = tuple(field.name for field in fields(Observations))
 
@@ -66,11 +76,9 @@ def _adopted(plan: PlanFile, file: str, given: Mapping[str, Any], spell: Spell) 
     Raises:
         UserError: an option that contradicts the plan.
     """
-    adopted = dict(given)
+    adopted, decided = dict(given), _decided(plan, given)
     for row in _PLANNED:
-        assert row.planned is not None, "all of these are planned"
-        own = _chosen(given, row.name)
-        planned = row.planned(plan, own)
+        own, planned = _chosen(given, row.name), decided.get(row.name)
         if own is not None and planned is not None and own != planned:
             raise UserError(
                 f"{spell(row.name, True)} must be that of the schedule file, {shown(planned)}; got {shown(own)} with "
@@ -79,6 +87,16 @@ def _adopted(plan: PlanFile, file: str, given: Mapping[str, Any], spell: Spell) 
         if planned is not None:
             adopted[row.name] = None if row.is_in_plan or planned == _UNDIVIDED else planned
     return adopted
+
+
+def _decided(plan: PlanFile, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a plan decides, by the names of decisions, in the form in which it is given."""
+    setup, on = Setup.of_plan(plan), plan.schedule.placement
+    placement = {"placement": name_of(on) or "another one", "num_chunks": on.num_stages // on.num_ranks}
+    decided = {"vocabulary": _UNDIVIDED, **placement, **values_of(setup)}
+    if setup.cuts is not None and (ends := given.get("slice_ends")) is not None:
+        decided["slice_ends"] = setup.cuts.among[0].in_tokens(ends[-1])
+    return decided
 
 
 def _chosen(given: Mapping[str, Any], name: str) -> Any:

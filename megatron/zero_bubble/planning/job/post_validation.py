@@ -6,8 +6,9 @@ from megatron.zero_bubble.core.analysis.score import ROUNDING
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.ir import Schedule
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.schedules import build
+from megatron.zero_bubble.planning.codecs import spell
+from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource, even_costs
 
 _GAINING = ("zb-h2", "zb-v")
@@ -61,8 +62,7 @@ def _advice(schedule: Schedule, is_planned: bool) -> str:
     if not found:
         return "drop --zero-bubble-post-validation"
     found += [] if is_planned else [f"{ZB_AUTO} with more than 1p of memory"]
-    conditions = ["whole sequences"] if schedule.num_slices > 1 else []
-    conditions += [] if algorithm_of(schedule) is None else ["--zero-bubble-vocabulary-parallel off"]
-    needs = f", with {' and '.join(conditions)}," if conditions else ""
-    *others, last = found
-    return f"{', '.join(others)} and {last}{needs} gain" if others else f"{last}{needs} gains"
+    others = spell(Setup().running(Setup.of(schedule)))
+    needs = f", without {' '.join(others)}," if others else ""
+    *first, last = found
+    return f"{', '.join(first)} and {last}{needs} gain" if first else f"{last}{needs} gains"

@@ -1,9 +1,9 @@
 """Compatibility rules between a job and its schedule, for this package's training loop and for Megatron-LM jobs.
 
-Three tables have rules: ``effects.py`` says where each ``--zero-bubble-*`` flag has an effect, ``options.py`` what the
-options of Megatron must be, and ``planning/exclusions.py`` which choices exclude each other. Rules that depend on the
-schedule itself, such as its number of microbatches, are checked on the schedule. All rules are checked before training
-starts.
+Two files have tables of rules: ``effects.py`` says where each ``--zero-bubble-*`` flag has an effect, and
+``planning/exclusions.py`` which choices exclude each other, and what the options of Megatron must be. Rules that depend
+on the schedule itself, such as its number of microbatches, are checked on the schedule. All rules are checked before
+training starts.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import Schedule, Slices
-from megatron.zero_bubble.core.plan.shard import check_chunks
+from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.schedules import has_units
+from megatron.zero_bubble.planning.cuts import check_cuts
 from megatron.zero_bubble.planning.job.balance import length_cost
 from megatron.zero_bubble.planning.job.effects import Job, check_effects
 from megatron.zero_bubble.planning.job.flags import as_given
 from megatron.zero_bubble.planning.job.options import check_options
 from megatron.zero_bubble.planning.job.runnable import check_runnable, is_megatrons_own
 from megatron.zero_bubble.planning.run_options import RunOptions
-from megatron.zero_bubble.planning.setup import Cuts, Given, Named, Synchronous, Validated
+from megatron.zero_bubble.planning.setup import Given, Named, Synchronous, Validated
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.values import BALANCE
 
@@ -75,10 +75,10 @@ def check_schedule(
         for count in counts:
             source.make(count)
     check_optimizer(setup.step, job)
-    check_slices(source.slices, _ends(setup.cuts), job)
-    check_options(job, replace(run, setup=setup.running(source.setup)), is_megatrons_own(source.placement))
-    if setup.shards is not None:
-        check_chunks(source.placement)
+    running = setup.running(source.setup)
+    check_cuts(running.cuts, setup.cuts, job)
+    check_options(job, replace(run, setup=running), is_megatrons_own(source.placement))
+    setup.check_placement(source.placement)
     if run.observations.record_costs and any(source.make(count).fused for count in counts):
         raise UserError(
             "--zero-bubble-record-costs needs a schedule that splits every backward into B and W, got "
@@ -108,40 +108,6 @@ def check_optimizer(step: Synchronous | Validated, job: Any) -> None:
         raise UserError(
             f"--zero-bubble-post-validation inverse inverts only the update of Adam; got --optimizer {name}; give "
             "--zero-bubble-post-validation exact, or --optimizer adam"
-        )
-
-
-def _ends(cuts: Cuts | None) -> tuple[int, ...] | None:
-    """The ends of slices in tokens that the user gave, if any."""
-    ends = None if cuts is None else cuts.places
-    return tuple(map(int, ends)) if isinstance(ends, tuple) else None
-
-
-def check_slices(slices: Slices, ends: Sequence[int] | None, job: Any) -> None:
-    """Check that the job's sequences can be cut into ``slices``.
-
-    Args:
-        ends: the ends of the slices that the user gave, if any.
-        job: the job's flags.
-
-    Raises:
-        UserError: ends that belong to sequences of another length, or sequences with too few tokens.
-    """
-    if len(slices) == 1:
-        return
-    length = job.seq_length
-    if ends is not None and ends[-1] != length:
-        raise UserError(
-            f"the last end of the slices must be the length of the sequences, --seq-length {length}; got "
-            f"--zero-bubble-slices {','.join(map(str, ends))}; give {length} as the last end"
-        )
-    multiple = job.tensor_model_parallel_size if job.sequence_parallel else 1
-    tokens = slices.in_tokens(length, multiple)
-    if ends is not None and tokens != tuple(ends):
-        raise UserError(
-            "with sequence parallelism, every slice must end at a multiple of the tensor-parallel size "
-            f"{multiple}; got --zero-bubble-slices {','.join(map(str, ends))}; give for example "
-            f"{','.join(map(str, tokens))}"
         )
 
 

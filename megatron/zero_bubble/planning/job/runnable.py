@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Kind, Placement, Schedule
-from megatron.zero_bubble.core.ir.passes import VOCABULARY_KINDS
+
+_IN_ORDER = tuple(kind for kind in Kind if kind not in (Kind.B, Kind.W, Kind.BW))
+"""The kinds of passes that a stage runs in the order of the data."""
 
 
 def is_megatrons_own(placement: Placement) -> bool:
@@ -62,38 +64,23 @@ def check_trainable(schedule: Schedule) -> None:
         UserError: the rule, the values and the remedy.
     """
     check_placement(schedule.placement, schedule.num_ranks)
-    _check_vocabulary(schedule)
     for stage, rank in enumerate(schedule.placement.stage_to_rank):
         row = [p for p in schedule.order[rank] if p.stage == stage]
-        forward = [(p.microbatch, p.slice) for p in row if p.kind is Kind.F]
-        if forward != sorted(forward):
-            raise UserError(
-                "each stage must run its forwards in the order of the data, by microbatch and slice; "
-                f"{schedule.name!r} runs the forwards of stage {stage} in the order {_named(forward)}; sort them"
-            )
-        backward = [(p.microbatch, p.slice) for p in row if p.kind in (Kind.B, Kind.BW)]
-        weight = [(p.microbatch, p.slice) for p in row if p.kind in (Kind.W, Kind.BW)]
+        for kind in _IN_ORDER:
+            run = [p for p in row if p.kind is kind]
+            if run != sorted(run):
+                labels = ", ".join(p.label for p in run)
+                raise UserError(
+                    f"each stage must run its {kind} passes in the order of the data, by microbatch and slice; "
+                    f"{schedule.name!r} runs those of stage {stage} in the order {labels}; sort them"
+                )
+        backward, weight = (
+            [p._replace(kind=Kind.W) for p in row if p.kind in (kind, Kind.BW)] for kind in (Kind.B, Kind.W)
+        )
         if weight != backward:
             early = next(w for w, b in zip(weight, backward, strict=True) if w != b)
             raise UserError(
                 "each stage must run its W passes in the order of its B passes, so that accumulated gradients are "
                 f"exact and can be reduced after the last W; stage {stage} of {schedule.name!r} runs W of microbatch "
-                f"{_named([early])} too early; move it behind the W passes of earlier backwards"
+                f"{early.label} too early; move it behind the W passes of earlier backwards"
             )
-
-
-def _check_vocabulary(schedule: Schedule) -> None:
-    for rank, row in enumerate(schedule.order):
-        for kind in VOCABULARY_KINDS:
-            microbatches = [p.microbatch for p in row if p.kind is kind]
-            if microbatches != sorted(microbatches):
-                raise UserError(
-                    "each rank must run the passes of the vocabulary in the order of the data; "
-                    f"{schedule.name!r} runs the {kind} passes of rank {rank} for microbatches "
-                    f"{', '.join(map(str, microbatches))}; sort them"
-                )
-
-
-def _named(units: list[tuple[int, int]]) -> str:
-    """Microbatches, with their slices in the form of passes."""
-    return ", ".join(f"{microbatch}.{slice_}" if slice_ else str(microbatch) for microbatch, slice_ in units)

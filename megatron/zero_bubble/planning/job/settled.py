@@ -1,8 +1,8 @@
 """The options of Megatron, settled before a job starts: the one check of every entrance.
 
 Jobs of Megatron-LM have their options in their flags, runs of Megatron-Bridge and loops of one's own in the
-configurations of the model, of data parallelism and of the optimizer. All of them are held against one table,
-``options.OPTIONS``: its rows refuse an option, or switch it off. Those that are switched off ask for what the schedule
+configurations of the model, of data parallelism and of the optimizer. All of them are held against the rows of
+``exclusions.OPTIONS``, which refuse an option, or switch it off. Those that are switched off ask for what the schedule
 does by itself, and Megatron would leave it to its own schedules: weight gradients that its linears delay, for example,
 would wait for a call that never comes.
 """
@@ -10,10 +10,10 @@ would wait for a call that never comes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from megatron.zero_bubble.planning.job.options import OPTIONS, check_options, flag_of
+from megatron.zero_bubble.planning.exclusions import OPTIONS
+from megatron.zero_bubble.planning.job.options import check_options, flag_of
 from megatron.zero_bubble.planning.run_options import RunOptions
 
 
@@ -37,7 +37,5 @@ def settle_options(parts: Sequence[Any], run: RunOptions, megatrons_own: bool = 
             if hasattr(options, rule.option):
                 setattr(options, rule.option, rule.value)
     for number, options in enumerate(parts):
-        # Pairs are of layers, which only the model's options are about.
-        of_part = run if number == 0 else replace(run, setup=replace(run.setup, pairs=False))
-        check_options(options, of_part, megatrons_own)
+        check_options(options, run, megatrons_own, of_model=number == 0)
     return [f"{flag_of(rule.option)} is switched off: {rule.why}" for rule in enabled]
