@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build, simulate
-from megatron.zero_bubble.core.analysis.memory import memory_curve, message_peaks, most_kept
+from megatron.zero_bubble.core.analysis.memory import memory_curve, message_peaks, most_kept, peaks_in_order
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Compute, Plan, Recv, Send, Settle, Value
 from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.offload import select_longest
+from megatron.zero_bubble.core.plan.slots import num_slots, slots
+from megatron.zero_bubble.core.search.timed import timed
 from tests.helpers.strategies import schedules
 
 
@@ -69,3 +74,28 @@ def test_steady_states_of_any_length_have_the_same_messages() -> None:
     few, many = (plan_of(build("zb-h2", num_ranks=4, num_microbatches=m)) for m in (40, 400))
     assert many.stem is not many, "the analysis must work on plans that are stored once per window"
     assert message_peaks(few) == message_peaks(many)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "v-half"])
+def test_graphs_keep_the_memory_of_as_many_microbatches_as_a_stage_has_at_once(name: str) -> None:
+    """Two stages of a rank that have their most microbatches at different times need both amounts with graphs."""
+    schedule = build(name, num_ranks=4, num_microbatches=12)
+    on, ones = schedule.placement, (1.0,) * schedule.num_stages
+    costs = PassCosts.uniform(on, 1.0, 1.0, 1.0)
+    outside, graphed = PassMemory(ones, ones), PassMemory(ones, ones, captured=ones)
+    plan = Plan.bare(schedule)
+    counted = tuple(float(num_slots(slots(plan, rank))) for rank in range(4))
+    timeline = simulate(schedule, costs, graphed)
+    assert most_kept(timed(schedule, costs, graphed), graphed) == most_kept(timeline, graphed)
+    assert most_kept(timeline, graphed) == peaks_in_order(schedule, graphed) == counted
+    live = peaks_in_order(schedule, outside)
+    assert all(a >= b for a, b in zip(counted, live, strict=True))
+    assert (counted == live) == (on.num_stages == 4)
+    assert [curve[0].amount for curve in memory_curve(timeline, graphed)] == list(counted)
+    half = replace(graphed, captured=(0.5,) * on.num_stages)
+    assert peaks_in_order(schedule, half) == tuple((a + b) / 2 for a, b in zip(counted, live, strict=True))
+
+
+def test_graphs_keep_no_more_than_a_microbatch_takes() -> None:
+    with pytest.raises(UserError, match="captured must be a part of activation and of wgrad; got 2 of 3 and 1 on st"):
+        PassMemory((3.0,), (1.0,), captured=(2.0,))

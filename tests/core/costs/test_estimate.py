@@ -125,7 +125,8 @@ def test_a_fused_mlp_computes_its_weight_gradients_in_b() -> None:
     """Two thirds of the weights of such a layer; what W reads of the MLP, 20 of 32 sbh, is then kept no longer."""
     model = published("6.2B", 8)
     (split, kept), (fused, kept_fused) = (
-        estimate(replace(model, fused_mlp=fuses), DEVICES["h100"], Placement.linear(8)) for fuses in (False, True)
+        estimate(replace(model, joined=("mlp",) if fuses else ()), DEVICES["h100"], Placement.linear(8))
+        for fuses in (False, True)
     )
     assert fused.wgrad_ms[3] == pytest.approx(split.wgrad_ms[3] / 3)
     assert fused.backward_ms[3] == pytest.approx(split.backward_ms[3] + split.wgrad_ms[3] * 2 / 3)
@@ -136,7 +137,8 @@ def test_a_fused_mlp_computes_its_weight_gradients_in_b() -> None:
 def test_the_savings_of_fp8_are_where_the_weight_gradients_of_a_fused_mlp_are() -> None:
     model = replace(published("6.2B", 8), precision=PRECISIONS["mxfp8"])
     split, fused = (
-        estimate(replace(model, fused_mlp=fuses), DEVICES["h100"], Placement.linear(8))[0] for fuses in (False, True)
+        estimate(replace(model, joined=("mlp",) if fuses else ()), DEVICES["h100"], Placement.linear(8))[0]
+        for fuses in (False, True)
     )
     assert fused.wgrad_ms[3] == pytest.approx(split.wgrad_ms[3] / 3)
     assert fused.backward_ms[3] < split.backward_ms[3] + split.wgrad_ms[3]

@@ -69,9 +69,9 @@ def test_layers_with_experts_take_longer_than_dense_ones() -> None:
 
 def test_mlps_are_fused_where_the_option_is_on_and_the_operation_has_no_queue() -> None:
     options = {"vocab_size": 1024, "use_transformer_engine_op_fuser": True}
-    assert not model_of(job(vocab_size=1024), (18,)).fused_mlp
-    assert model_of(job(**options), (18,)).fused_mlp
-    assert not model_of(job(**options, use_grouped_gemm_for_dense_mlp=True), (18,)).fused_mlp
+    assert not model_of(job(vocab_size=1024), (18,)).joined
+    assert model_of(job(**options), (18,)).joined == ("mlp",)
+    assert not model_of(job(**options, use_grouped_gemm_for_dense_mlp=True), (18,)).joined
 
 
 def test_a_list_of_layers_with_experts_has_one_entry_per_layer() -> None:

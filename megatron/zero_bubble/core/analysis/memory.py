@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 from megatron.zero_bubble.core.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.core.costs import PassMemory
-from megatron.zero_bubble.core.ir import Effects, Message, Plan, Schedule, Slices, Value
+from megatron.zero_bubble.core.ir import Effects, Message, Pass, Plan, Schedule, Slices, Value
+from megatron.zero_bubble.core.ir.passes import BW, F, W
 
 
 class MemoryStep(NamedTuple):
@@ -40,8 +42,30 @@ def peaks_in_order(schedule: Schedule, memory: PassMemory) -> tuple[float, ...]:
     """Return what ``most_kept`` does of any timeline of ``schedule`` without other ops: the peak of a rank depends only
     on the order of its passes.
     """
-    slices = schedule.slices
-    return tuple(highest(change for p in row for change in memory.changes(p, slices)) for row in schedule.order)
+    if not any(memory.captured):
+        slices = schedule.slices
+        return tuple(highest(change for p in row for change in memory.changes(p, slices)) for row in schedule.order)
+    return tuple(
+        in_graphs(row, memory) + highest(change for p in row for change in _outside(p, memory, schedule.slices))
+        for row in schedule.order
+    )
+
+
+def in_graphs(row: Iterable[Pass], memory: PassMemory) -> float:
+    """Return what CUDA graphs keep on a rank: on each of its stages, that of as many microbatches as are between their
+    F and their W at the same time, since a graph serves one of them after the other.
+    """
+    live, most = Counter[int](), Counter[int]()
+    for p in row:
+        live[p.stage] += (p.kind is F) - (p.kind in (W, BW))
+        most[p.stage] = max(most[p.stage], live[p.stage])
+    return sum(number * memory.captured[stage] for stage, number in most.items())
+
+
+def _outside(p: Pass, memory: PassMemory, slices: Slices) -> tuple[float, float]:
+    """The changes of memory by a pass without what CUDA graphs keep."""
+    (start, end), (kept, freed) = memory.changes(p, slices), memory.captured_changes(p)
+    return start - kept, end - freed
 
 
 def host_peaks(plan: Plan, memory: PassMemory) -> tuple[float, ...]:
@@ -101,6 +125,9 @@ def _changes(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[tupl
     """Return the times and sizes of a rank's memory changes. At equal times, memory is freed before it is added."""
     slices = timeline.schedule.slices
     changes = _of_passes(timeline.spans[rank], memory, slices)
+    if any(memory.captured):
+        graphs = in_graphs((span.pass_ for span in timeline.spans[rank]), memory)
+        changes = chain([(0.0, graphs)], changes)
     if not timeline.lanes:
         return changes
     ops = [span for span in timeline.lanes[rank] if not isinstance(span.op, str)]  # parts of passes are text
@@ -112,8 +139,9 @@ def _changes(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[tupl
 
 def _of_passes(spans: Sequence[Span], memory: PassMemory, slices: Slices) -> Iterator[tuple[float, float]]:
     """Return one change per pass, or two for a pass that changes memory at its start and at its end."""
+    outside = any(memory.captured)
     for p, start_ms, end_ms in spans:
-        at_start, at_end = memory.changes(p, slices)
+        at_start, at_end = _outside(p, memory, slices) if outside else memory.changes(p, slices)
         if at_start:
             yield start_ms, at_start
         if at_end or not at_start:

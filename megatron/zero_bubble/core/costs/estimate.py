@@ -95,6 +95,7 @@ def _part(work: LayerWork, model: Model, device: Device) -> LayerFigures:
         work.history,
         forward_attention=work.forward_scores and work.forward_scores / rate / f,
         backward_attention=work.backward_scores and work.backward_scores / rate / b,
+        captured=work.captured,
     )
 
 
@@ -107,13 +108,13 @@ def _milliseconds(layer: LayerWork, model: Model, device: Device) -> tuple[float
     rate, sweep = _rate(model, device), device.memory_tbs * 1e9  # bytes per ms
     added = 1 / _rate(model, device, model.precision) - 1 / rate  # ms per operation, what the precision adds or saves
     # F quantizes the inputs of linear layers, B the gradients of their outputs: each half of what W takes.
-    elements = layer.kept_for_wgrad / model.kept.operand_bytes / 2 if layer.linear else 0.0
+    elements = layer.operands / model.kept.operand_bytes / 2 if layer.linear else 0.0
     waits = elements * device.supported(model.precision).moved / sweep
     waits += layer.reductions * _reduction_ms(model, device)
     forward = layer.forward / rate + layer.linear * added + waits
     again = forward if layer.is_recomputed and model.recompute == "full" else 0.0
     swept = _BACKWARD_SWEEPS * layer.moved + _FORWARD_SWEEPS * layer.moved_again
-    deferred = min(layer.wgrad, layer.linear)  # the W of a fused MLP is a part of B
+    deferred = min(layer.wgrad, layer.linear)  # the W of joined parts is in B
     in_backward = 2 * layer.linear - deferred + layer.repeated
     backward = layer.backward / rate + in_backward * added + waits + again
     times = (

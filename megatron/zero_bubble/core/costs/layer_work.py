@@ -19,6 +19,8 @@ class LayerWork:
         linear: of the operations of each of F, B and W, those of linear layers.
         reductions: how often F, and B as well, adds its hidden states over tensor-parallel ranks.
         repeated: operations of linear layers that B computes again, by selective recomputation.
+        captured: of ``activation`` and of ``kept_for_wgrad``, the bytes in memory of CUDA graphs.
+        other_operands: bytes of operands of weight gradients that are not in ``kept_for_wgrad`` as such.
         is_recomputed: whether full recomputation repeats F in B.
     """
 
@@ -35,11 +37,28 @@ class LayerWork:
     linear: float = 0.0
     repeated: float = 0.0
     reductions: int = 0
+    captured: float = 0.0
+    other_operands: float = 0.0
     is_recomputed: bool = True
 
     def __add__(self, other: LayerWork) -> LayerWork:
         """Both together, as one layer; each must be recomputed if the other is."""
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _AMOUNTS})
+
+    @property
+    def operands(self) -> float:
+        """Bytes of the operands of weight gradients."""
+        return self.kept_for_wgrad - self.captured + self.other_operands
+
+    def without_w(self) -> LayerWork:
+        """The same layer with its weight gradients in B."""
+        backward = self.backward + self.wgrad
+        return replace(self, backward=backward, wgrad=0.0, kept_for_wgrad=0.0, other_operands=self.operands)
+
+    def in_graphs(self) -> LayerWork:
+        """The same layer inside CUDA graphs, which keep the memory of a microbatch until its W."""
+        slot = max(self.activation, self.kept_for_wgrad)
+        return replace(self, activation=slot, kept_for_wgrad=slot, captured=slot, other_operands=self.operands)
 
 
 _AMOUNTS = [field.name for field in fields(LayerWork) if field.name != "is_recomputed"]

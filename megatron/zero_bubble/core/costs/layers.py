@@ -32,7 +32,7 @@ class LayerFigures:
 
     Attributes:
         forward_ms, backward_ms, wgrad_ms: time of F, B and W in ms.
-        activation, wgrad, history: memory as in ``PassMemory``: in bytes, or in microbatches.
+        activation, wgrad, history, captured: memory as in ``PassMemory``: in bytes, or in microbatches.
         forward_attention, backward_attention: shares of attention in F and B, from 0 to 1, as in ``PassCosts``.
         host_ms: time in ms to copy what F saves to host memory, or back; 0 if unknown.
         gather_ms, reduce_ms: time in ms of each collective of sharded units, as in ``PassCosts``; 0 if unknown.
@@ -52,6 +52,7 @@ class LayerFigures:
     host_ms: float = 0.0
     gather_ms: float = 0.0
     reduce_ms: float = 0.0
+    captured: float = 0.0
 
     def __post_init__(self) -> None:
         for term in OF_LAYER:

@@ -9,7 +9,7 @@ from megatron.zero_bubble.core.costs.units import refuse_huge, spread
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import WHOLE, Pass, Placement, Slices, Value
 from megatron.zero_bubble.core.ir.flow import OPERANDS, SAVED
-from megatron.zero_bubble.core.ir.passes import VOCABULARY_KINDS, B, F, S, T, W
+from megatron.zero_bubble.core.ir.passes import BW, VOCABULARY_KINDS, B, F, S, T, W
 
 MOST_SUMMED_AS_THEY_ARE = 8
 """Most slices whose gradients of keys and values are summed in their own dtype; with more slices, in float32."""
@@ -31,6 +31,8 @@ class PassMemory:
             of the last slice allocates as much for their gradients, or twice as much where 16-bit gradients are summed
             in float32 (``MOST_SUMMED_AS_THEY_ARE``).
         logits: what S of vocabulary parallelism saves for its T, per rank; empty without vocabulary parallelism.
+        captured: of ``activation`` and of ``wgrad``, what is in the memory of CUDA graphs (default: 0). They keep it
+            from F until the end of W, and then for other microbatches.
         recomputed: whether ``activation`` lacks the keys and values, because B repeats the whole forward.
 
     Raises:
@@ -42,11 +44,18 @@ class PassMemory:
     history: tuple[float, ...] = ()
     recomputed: bool = False
     logits: tuple[float, ...] = ()
+    captured: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         settle(self, "memory")
         if 0.0 in self.activation:
             raise UserError("activation memory must be above 0, because it is the unit of peaks; got 0; give its size")
+        for stage, (captured, *kept) in enumerate(zip(self.captured, self.activation, self.wgrad, strict=True)):
+            if captured > min(kept):
+                raise UserError(
+                    f"captured must be a part of activation and of wgrad; got {captured:g} of {kept[0]:g} and "
+                    f"{kept[1]:g} on stage {stage}; give no more than the smaller one"
+                )
 
     @classmethod
     def uniform(cls, placement: Placement, activation: float = 1.0, wgrad: float | None = None) -> PassMemory:
@@ -100,6 +109,12 @@ class PassMemory:
         gradients = self.history_gradients(p.stage, slices)
         freed = 0.0 if p.slice else history + gradients
         return gradients if p.slice == len(slices) - 1 else 0.0, left - activation + rows - freed
+
+    def captured_changes(self, p: Pass) -> tuple[float, float]:
+        """The part of ``changes`` that is in the memory of CUDA graphs; jobs with these have whole sequences."""
+        if p.kind is F:
+            return self.captured[p.stage], 0.0
+        return 0.0, -self.captured[p.stage] if p.kind in (W, BW) else 0.0
 
     def history_gradients(self, stage: int, slices: Slices) -> float:
         """Memory of the gradients of a microbatch's keys and values, in the unit of these figures."""

@@ -16,6 +16,8 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 
 Recompute = Literal["none", "selective", "full"]
+Part = Literal["attention", "mlp", "shared experts", "experts", "mamba"]
+"""A part of a layer with weights; ``mlp`` is that of a layer without experts."""
 
 ESTIMATED_KINDS = "M*-E"
 """The kinds of layers of hybrid models that are estimated."""
@@ -35,8 +37,8 @@ class Model:
     whose shapes are ``mamba``, ``*`` for attention, ``-`` for an MLP, and ``E`` for experts. Other models with
     ``experts`` have these instead of the MLP in some layers or all. ``latent`` has the shapes of latent attention,
     which has neither groups nor one size of heads. ``kept`` says what low precision and recomputation change in memory;
-    its modules count only with selective recomputation. With ``fused_mlp``, the MLP of a layer without experts is one
-    operation, which computes its weight gradients in B.
+    its modules count only with selective recomputation. The ``joined`` parts of layers compute their weight gradients
+    in B, and the ``captured`` ones are inside CUDA graphs, which keep their memory.
     """
 
     layers: tuple[int, ...]
@@ -61,7 +63,8 @@ class Model:
     experts: Experts | None = None
     latent: Latent | None = None
     kept: Kept = IN_16_BITS
-    fused_mlp: bool = False
+    joined: tuple[Part, ...] = ()
+    captured: tuple[Part, ...] = ()
 
     @property
     def tokens(self) -> int:

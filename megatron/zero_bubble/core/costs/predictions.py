@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.devices import Device
@@ -16,7 +17,7 @@ from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, ExpertParts
 from megatron.zero_bubble.core.costs.layers import LayerFigures
 from megatron.zero_bubble.core.costs.model import Model
-from megatron.zero_bubble.core.costs.terms import TIMES
+from megatron.zero_bubble.core.costs.terms import OF_LAYER, TIMES
 
 
 def prediction_parts(model: Model, device: Device) -> tuple[LayerFigures, LayerFigures]:
@@ -96,5 +97,6 @@ def with_predictions(
     if costs.experts:
         parts = tuple(own.plus(experts or NO_EXPERTS, count) for own, count in zip(costs.experts, counts, strict=True))
         own_costs = own_costs.with_experts(parts, costs.contention)
-    activation, kept, history = (plus(getattr(memory, name), name) for name in ("activation", "wgrad", "history"))
-    return own_costs, replace(memory, activation=activation, wgrad=kept, history=history)
+    names = (term.field for term in OF_LAYER if term.owner == "memory")
+    sums: dict[str, Any] = {name: plus(getattr(memory, name), name) for name in names}
+    return own_costs, replace(memory, **sums)

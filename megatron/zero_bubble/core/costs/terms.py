@@ -209,6 +209,15 @@ TERMS = (
         of_layer=True,
     ),
     Term(
+        "captured",
+        "stage",
+        "memory",
+        "memory",
+        "of `activation` and of `wgrad`, what is in memory of CUDA graphs, which keep it after W for another "
+        "microbatch",
+        of_layer=True,
+    ),
+    Term(
         "output_ms",
         "rank",
         "ms",

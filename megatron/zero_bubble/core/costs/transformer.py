@@ -16,31 +16,42 @@ from megatron.zero_bubble.core.costs.kept import (
     operand,
 )
 from megatron.zero_bubble.core.costs.layer_work import LayerWork
-from megatron.zero_bubble.core.costs.model import WITH_EXPERTS, Model
+from megatron.zero_bubble.core.costs.model import WITH_EXPERTS, Model, Part
 
 
 def work_of(kind: str, model: Model) -> LayerWork:
     """Return what a layer takes, without all-to-alls; with full recomputation, it keeps only its input."""
-    layer = _computed(kind, model)
-    return replace(layer, activation=model.message_bytes) if model.recompute == "full" else layer
+    if model.recompute != "full":
+        return _computed(kind, model)
+    layer = replace(_computed(kind, replace(model, captured=())), activation=model.message_bytes)
+    return layer.in_graphs() if model.captured else layer
 
 
 def _computed(kind: str, model: Model) -> LayerWork:
     """Return what a layer takes, as far as it is not recomputed as a whole."""
     if kind == "M":
-        return model.mamba.work(model.tokens, model.hidden, *model.divisions, model.keeping)
+        return _as("mamba", model, model.mamba.work(model.tokens, model.hidden, *model.divisions, model.keeping))
+    attention = _as("attention", model, _attention(model))
     if (experts := model.experts_of(kind)) is None:
-        halves = [*([_attention(model)] if kind != "-" else []), *([_dense_mlp(model)] if kind != "*" else [])]
-        return halves[0] if len(halves) == 1 else halves[0] + halves[1]
+        mlp = _as("mlp", model, _mlp(model))
+        return attention if kind == "*" else mlp if kind == "-" else attention + mlp
     shared = _mlp(replace(model, ffn=experts.shared), (SHARED_EXPERTS, MOE), of_experts=True)
+    shared = _as("shared experts", model, shared)
     scores = experts.scores(model.tokens, model.hidden, model.divisions[1], model.keeping)
     layer = shared + routed(model, experts) + scores
-    return _attention(model) + layer if kind == WITH_EXPERTS else layer
+    return attention + layer if kind == WITH_EXPERTS else layer
 
 
 def routed(model: Model, experts: Experts) -> LayerWork:
     """Return what the experts of a layer take, without the shared ones."""
-    return experts.routed(model.tokens, model.hidden, *model.divisions, model.gated, model.keeping)
+    work = experts.routed(model.tokens, model.hidden, *model.divisions, model.gated, model.keeping)
+    return _as("experts", model, work)
+
+
+def _as(part: Part, model: Model, work: LayerWork) -> LayerWork:
+    """Return what a part takes if it is joined or captured."""
+    work = work.without_w() if part in model.joined else work
+    return work.in_graphs() if part in model.captured else work
 
 
 def _attention(m: Model) -> LayerWork:
@@ -83,12 +94,6 @@ def _attention(m: Model) -> LayerWork:
         repeated=up,
         reductions=1,
     )
-
-
-def _dense_mlp(m: Model) -> LayerWork:
-    """The MLP of a layer without experts; as one fused operation, it computes its weight gradients in B."""
-    work = _mlp(m)
-    return replace(work, backward=work.backward + work.wgrad, wgrad=0.0, kept_for_wgrad=0.0) if m.fused_mlp else work
 
 
 def _mlp(m: Model, modules: tuple[str, ...] = (MLP,), of_experts: bool = False) -> LayerWork:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from operator import add
 
+from megatron.zero_bubble.core.analysis.memory import peaks
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
@@ -41,7 +42,7 @@ def timed(schedule: Schedule, costs: PassCosts, memory: PassMemory) -> Timeline:
     if starts is None:
         return simulate(schedule, costs, memory)  # it describes the deadlock
     duration, delta = problem.tables.duration, problem.tables.delta
-    spans, peaks = [], []
+    spans, found = [], []
     for rank, (passes, row, begun) in enumerate(zip(schedule.order, rows, starts, strict=True)):
         ends = [start + duration[code] for start, code in zip(begun, row, strict=True)]
         drawn = list(zip(begun, ends, strict=True))
@@ -49,9 +50,10 @@ def timed(schedule: Schedule, costs: PassCosts, memory: PassMemory) -> Timeline:
             drawn = [span for span, code in zip(drawn, row, strict=True) if code % 3 != _CODE[Kind.W]]
         spans.append(tuple(Span(p, *span) for p, span in zip(passes, drawn, strict=True)))
         most = max(accumulate([delta[code] for code in row]), default=0.0)
-        peaks.append(most / sum(memory.activation[stage] for stage in on.stages_of(rank)))
+        found.append(most / sum(memory.activation[stage] for stage in on.stages_of(rank)))
     messages = costs.messages_on(on) if costs.message_ms else ()
-    return Timeline(schedule, tuple(spans), tuple(peaks), messages=messages)
+    timeline = Timeline(schedule, tuple(spans), tuple(found), messages=messages)
+    return replace(timeline, peak_activation=peaks(timeline, memory)) if any(memory.captured) else timeline
 
 
 def _split(schedule: Schedule) -> Schedule:

@@ -71,7 +71,7 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
         mamba=mamba_of(args),
         latent=latent_of(args),
         kept=kept_of(args),
-        fused_mlp=_fuses_mlp(args),
+        joined=("mlp",) if _fuses_mlp(args) else (),
     )
 
 
