@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,10 @@ def test_readme_has_the_two_commands() -> None:
 
 def test_version_is_the_same_everywhere() -> None:
     citation: Any = yaml.safe_load(read("CITATION.cff"))
-    assert citation["version"] == __version__
+    archive = json.loads(read(".zenodo.json"))  # from which Zenodo makes the record, and the DOI, of a release
+    assert citation["version"] == archive["version"] == __version__
+    assert (citation["title"], citation["abstract"]) == (archive["title"], archive["description"])
+    assert all(f'"{word}"' in read("pyproject.toml") for word in archive["keywords"])
     assert f"\n## {__version__}\n" in read("CHANGELOG.md")
 
 
