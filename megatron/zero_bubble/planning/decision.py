@@ -73,7 +73,6 @@ class Decision:
         in_run: whether a run can change it.
         by_auto: whether ``auto`` decides it, so that its flag contradicts a schedule that is decided.
         within: the name of the decision whose flag makes this one too, in place of its own flag, which is retired.
-        planned: whether a plan file makes it.
         split: maps the value of a flag that makes several decisions to their values, by name.
     """
 
@@ -89,7 +88,6 @@ class Decision:
     in_run: bool = False
     by_auto: bool = False
     within: str = ""
-    planned: bool = False
     split: Callable[[str | None], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:

@@ -105,7 +105,6 @@ DECISIONS = (
             True,
         ),
         in_run=True,
-        planned=True,
     ),
     Decision(
         "vocabulary-parallel",
@@ -126,7 +125,6 @@ DECISIONS = (
             "auto if the costs have the times of S and T, else off)",
             True,
         ),
-        planned=True,
         by_auto=True,
     ),
     Decision(
@@ -162,7 +160,6 @@ DECISIONS = (
             "shard weights and gradients over replicas, as --zero-bubble-shard-weights does: gather weights and "
             "reduce gradients once per unit; needs 2 or more stages per rank",
         ),
-        planned=True,
         by_auto=True,
     ),
     Decision(
@@ -200,7 +197,6 @@ DECISIONS = (
             "T computes the logits again, so that only the hidden states are kept from S to T; for estimates of "
             "--vocabulary",
         ),
-        planned=True,
     ),
     Decision(
         "keep-faster",
@@ -220,7 +216,6 @@ DECISIONS = (
         "linear",
         path="order.placement",
         plan=PlanFlag("placement", (*PLACEMENTS, "auto"), on_page=True),
-        planned=True,
         by_auto=True,
     ),
     Decision(
@@ -232,7 +227,6 @@ DECISIONS = (
         int,
         path="order.stages",
         plan=PlanFlag("num-chunks", "N|auto", number_or_auto, on_page=True),
-        planned=True,
         by_auto=True,
     ),
     Decision(
@@ -265,7 +259,6 @@ DECISIONS = (
             "microbatches of a unit of zero-pp, and after which --shard-weights reduces gradients (default: auto, for "
             "zero-pp those of the shortest schedule within the memory limit, else one microbatch per rank)",
         ),
-        planned=True,
     ),
     Decision(
         "costs",
@@ -294,7 +287,6 @@ DECISIONS = (
             "within the memory limit, chosen together with the units (default: auto where --memory-limit includes "
             f"weights, that is in bytes with --config, else {DEFAULT_OPEN_CHUNKS})",
         ),
-        planned=True,
     ),
     Decision(
         "balance-microbatches",

@@ -35,7 +35,6 @@ RETIRED = (
         path="cuts.number",
         plan=PlanFlag("num-slices", "N", on_page=True),
         within="slices",
-        planned=True,
         by_auto=True,
     ),
     Decision(
@@ -55,7 +54,6 @@ RETIRED = (
             True,
         ),
         within="slices",
-        planned=True,
         by_auto=True,
     ),
     Decision(

@@ -115,14 +115,8 @@ class OptionRule(NamedTuple):
         if value is None or (self.value.holds(value, options) if isinstance(self.value, Fits) else value == self.value):
             return ""
         given = ", ".join(map(repr, value)) if isinstance(value, list) else repr(value)
-        return f"{self.choice.subject} need {self.needed}, because {self.why}; got {given}; {self.remedy}"
-
-    @property
-    def needed(self) -> str:
-        """What works, in words."""
-        if isinstance(self.value, Fits):
-            return f"{self.option} to be {self.value.words}"
-        return f"{self.option}={self.value!r}"
+        needed = f" to be {self.value.words}" if isinstance(self.value, Fits) else f"={self.value!r}"
+        return f"{self.choice.subject} need {self.option}{needed}, because {self.why}; got {given}; {self.remedy}"
 
     @property
     def remedy(self) -> str:

@@ -293,11 +293,7 @@ class Setup:
         return replace(setup, unit=sharding.unit_microbatches, shards=Shards(sharding.open_chunks))
 
     def check_placement(self, placement: Placement) -> None:
-        """Reject stages that these decisions cannot have.
-
-        Raises:
-            UserError: sharded units of one stage per rank.
-        """
+        """Raise UserError for stages that these decisions cannot have: one per rank, of sharded units."""
         if self.shards is not None:
             check_chunks(placement)
 

@@ -123,6 +123,7 @@ def rank_of(content: dict[str, Any]) -> dict[str, Any]:
     ("edit", "message"),
     [
         (lambda c: c.update(format=2), "format must be 1, the only format that this version reads; got 2"),
+        (lambda c: c.update(num_slices=2), "num_slices must agree with the order, which has 1; got 2"),
         (lambda c: c.update(format=True), "format must be 1, the only format that this version reads; got true"),
         (
             lambda c: c.pop("format"),

@@ -35,7 +35,7 @@ from megatron.zero_bubble.core.formats.cost_figures import (
 from megatron.zero_bubble.core.formats.cost_keys import COST_KEYS
 from megatron.zero_bubble.core.formats.experts import ExpertFigures, experts_content, experts_from
 from megatron.zero_bubble.core.formats.facts import KEY_FACTS, Facts, facts_from
-from megatron.zero_bubble.core.formats.files import json_object, naming, read_file, read_key
+from megatron.zero_bubble.core.formats.files import json_object, list_of, naming, read_file, read_key
 from megatron.zero_bubble.core.formats.layers import ENDS, LAYERS, PARTS, ends_content, ends_from, layers_from
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.sizes import check_layers
@@ -234,9 +234,7 @@ def _layout(content: dict[str, Any]) -> tuple[int, ...]:
     if _LAYOUT not in content:
         return ()
     form = "a list with the number of layers of every stage, each 0 or above, as in [3, 4, 3]"
-    counts = read_key(
-        content, _LAYOUT, form, lambda v: isinstance(v, list) and all(type(c) is int and c >= 0 for c in v)
-    )
+    counts = read_key(content, _LAYOUT, form, list_of(lambda count: type(count) is int and count >= 0))
     for name in TIMES:
         if not isinstance(content[name], list) or len(content[name]) != len(counts):
             raise UserError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.zero_bubble.core.formats.files import read_key
+from megatron.zero_bubble.core.formats.files import read_optional
 
 KEY_FACTS = "facts"
 
@@ -82,11 +82,9 @@ def facts_from(content: Mapping[str, object]) -> Facts:
     Raises:
         UserError: they are not an object of text, numbers, true or false.
     """
-    if KEY_FACTS not in content:
-        return {}
     form = "an object of facts, each a string, a whole number, true or false"
-    facts: Facts = read_key(dict(content), KEY_FACTS, form, _are_facts)
-    return facts
+    facts: Facts | None = read_optional(content, KEY_FACTS, form, _are_facts)
+    return facts or {}
 
 
 def differences(theirs: Facts, ours: Facts) -> list[str]:

@@ -88,7 +88,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def read_key(content: dict[str, Any], key: str, form: str, fits: Callable[[Any], bool]) -> Any:
+def read_key(content: Mapping[str, Any], key: str, form: str, fits: Callable[[Any], bool]) -> Any:
     """Return the value of ``key``.
 
     Raises:
@@ -101,13 +101,23 @@ def read_key(content: dict[str, Any], key: str, form: str, fits: Callable[[Any],
     return content[key]
 
 
+def read_optional(content: Mapping[str, Any], key: str, form: str, fits: Callable[[Any], bool]) -> Any:
+    """Return the value of ``key`` as ``read_key``; None if it is missing."""
+    return read_key(content, key, form, fits) if key in content else None
+
+
 def is_true(content: Mapping[str, Any], key: str) -> bool:
     """Whether a key is there and true.
 
     Raises:
         UserError: when it is no boolean.
     """
-    return bool(key in content and read_key(dict(content), key, "true or false", lambda value: type(value) is bool))
+    return bool(read_optional(content, key, "true or false", lambda value: type(value) is bool))
+
+
+def list_of(fits: Callable[[Any], bool]) -> Callable[[object], bool]:
+    """Whether a value of JSON is a list of values that fit."""
+    return lambda value: isinstance(value, list) and all(map(fits, value))
 
 
 def is_text(value: object) -> bool:

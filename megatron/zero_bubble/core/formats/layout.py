@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.formats.files import read_key
+from megatron.zero_bubble.core.formats.files import is_text, read_key
 from megatron.zero_bubble.core.formats.layout_string import layers_of, layout_layers, predictions_of, write_layout
 from megatron.zero_bubble.core.ir import Placement
 
@@ -25,7 +25,7 @@ def layout_from(content: Mapping[str, Any], placement: Placement) -> str | None:
     key = next((key for key in (LAYOUT, NEEDED_LAYOUT) if key in content), None)
     if key is None:
         return None
-    text = str(read_key(dict(content), key, "a string, such as Ett|ttL", lambda value: isinstance(value, str)))
+    text = str(read_key(content, key, "a string, such as Ett|ttL", is_text))
     layers = layout_layers(text)
     if len(layers) != placement.num_stages:
         raise UserError(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.formats.files import read_key
+from megatron.zero_bubble.core.formats.files import is_text, list_of, read_optional
 from megatron.zero_bubble.core.ir import Pass, Schedule
 from megatron.zero_bubble.core.plan.offload import Lifespan, Move, lifespans
 
@@ -25,9 +25,8 @@ def offload_from(content: Mapping[str, Any]) -> str | None:
     Raises:
         UserError: for anything but a string.
     """
-    if OFFLOAD not in content:
-        return None
-    return str(read_key(dict(content), OFFLOAD, "a string, such as auto", lambda value: isinstance(value, str)))
+    choice: str | None = read_optional(content, OFFLOAD, "a string, such as auto", is_text)
+    return choice
 
 
 def moves_from(content: Mapping[str, Any], schedule: Schedule) -> tuple[Move, ...]:
@@ -37,13 +36,10 @@ def moves_from(content: Mapping[str, Any], schedule: Schedule) -> tuple[Move, ..
         UserError: for another form, a pass that is not a forward of the schedule or is listed twice, or copies that do
             not fit between a forward and its backward.
     """
-    if MOVES not in content:
-        return ()
-    form = 'a list of ["0F0", after, out, back] with numbers of passes'
-    rows = read_key(dict(content), MOVES, form, lambda value: isinstance(value, list) and all(map(_is_row, value)))
+    rows = read_optional(content, MOVES, 'a list of ["0F0", after, out, back] with numbers of passes', list_of(_is_row))
     spans = {str(span.forward): span for row in schedule.order for span in lifespans(row)}
     moves: dict[Pass, Move] = {}
-    for text, after, out, back in rows:
+    for text, after, out, back in rows or ():
         if text not in spans:
             raise UserError(f"{MOVES} must list forwards of the schedule that have a backward; got {text}; remove it")
         move = Move(spans[text].forward, out, back, after)

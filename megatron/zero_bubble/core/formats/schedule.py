@@ -4,13 +4,13 @@ but the layout of its layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
 from megatron.zero_bubble.core.analysis.validate import validate
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.formats.files import is_positive, is_text, is_true, read_key
+from megatron.zero_bubble.core.formats.files import is_positive, is_text, is_true, list_of, read_key, read_optional
 from megatron.zero_bubble.core.formats.moves import moves_from
 from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.core.ir.schedule import chain_of
@@ -62,8 +62,8 @@ def schedule_from(content: dict[str, Any]) -> Schedule:
     """
     name = read_key(content, "schedule", "a string", is_text)
     num_microbatches = read_key(content, "num_microbatches", "a whole number above 0", is_positive)
-    stage_to_rank = read_key(content, "stage_to_rank", "a list of ranks", lambda v: _is_list(v, _is_rank))
-    rows = read_key(content, "order", 'one list per rank, of passes such as "0F0"', lambda v: _is_list(v, _is_row))
+    stage_to_rank = read_key(content, "stage_to_rank", "a list of ranks", list_of(_is_rank))
+    rows = read_key(content, "order", 'one list per rank, of passes such as "0F0"', list_of(list_of(is_text)))
     flat = Schedule.from_text(name, Placement(tuple(stage_to_rank)), num_microbatches, rows)
     schedule = with_passes_of(content, flat)
     for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):
@@ -124,53 +124,37 @@ def additions_from(content: Mapping[str, Any], schedule: Schedule) -> Additions:
     if not is_true(content, SHARD_WEIGHTS):
         return Additions(moves=moves)
     check_chunks(schedule.placement)
-    unit, whole = (read_key(dict(content), key, "a whole number above 0", is_positive) for key in (_UNIT, _WHOLE))
+    unit, whole = (read_key(content, key, "a whole number above 0", is_positive) for key in (_UNIT, _WHOLE))
     return Additions(moves=moves, sharding=Sharding(unit, whole))
 
 
 def additions_in_words(added: Additions, divided: Divided | None) -> tuple[str, ...]:
     """What a run takes from a plan besides the schedule and its layers."""
-    words = {
-        "moves": added.moves,
-        "sharded units": added.sharding,
-        "recomputed logits": divided and divided.recompute_logits,
-    }
-    return tuple(name for name, is_added in words.items() if is_added)
+    words = ("moves", added.moves), ("sharded units", added.sharding), ("recomputed logits", logits_content(divided))
+    return tuple(name for name, is_added in words if is_added)
 
 
 def _slices_from(content: Mapping[str, Any]) -> Slices | None:
     """The cuts of the sequences; None without their keys."""
-    shares = None
-    if _SHARES in content:
-        form = "a list of numbers from 0 to 1"
-        shares = tuple(map(float, read_key(dict(content), _SHARES, form, lambda v: _is_list(v, _is_share))))
-    if _NUMBER not in content:
-        return None if shares is None else Slices(shares)
+    shares = read_optional(content, _SHARES, "a list of numbers from 0 to 1", list_of(_is_share))
     form = f"a number from 1 to {MOST_SLICES}"
-    number = read_key(dict(content), _NUMBER, form, lambda v: type(v) is int and 1 <= v <= MOST_SLICES)
-    if shares is not None and len(shares) != number:
+    number = read_optional(content, _NUMBER, form, lambda v: type(v) is int and 1 <= v <= MOST_SLICES)
+    if shares is not None and number not in (None, len(shares)):
         raise UserError(f"{_SHARES} must have one number per slice; got {len(shares)} for {number} slices")
-    return Slices.even(number) if shares is None else Slices(shares)
+    if shares is not None:
+        return Slices(tuple(map(float, shares)))
+    return None if number is None else Slices.even(number)
 
 
 def _algorithm_from(content: Mapping[str, Any]) -> Algorithm | None:
     """The algorithm of vocabulary parallelism; None if the schedule is without it."""
-    if _ALGORITHM not in content:
-        return None
     form = "the algorithm of its vocabulary passes, 1 or 2"
-    return cast(Algorithm, read_key(dict(content), _ALGORITHM, form, lambda v: type(v) is int and v in FLOWS))
-
-
-def _is_list(value: object, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(map(fits, value))
+    algorithm = read_optional(content, _ALGORITHM, form, lambda v: type(v) is int and v in FLOWS)
+    return cast(Algorithm | None, algorithm)
 
 
 def _is_rank(value: object) -> bool:
     return type(value) is int and value >= 0
-
-
-def _is_row(value: object) -> bool:
-    return _is_list(value, is_text)
 
 
 def _is_share(value: object) -> bool:

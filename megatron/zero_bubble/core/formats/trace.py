@@ -31,7 +31,15 @@ from megatron.zero_bubble.core.formats.cost_figures import (
     figures_on,
     with_ranks,
 )
-from megatron.zero_bubble.core.formats.files import json_object, read_file, read_key
+from megatron.zero_bubble.core.formats.files import (
+    is_positive,
+    is_text,
+    json_object,
+    list_of,
+    read_file,
+    read_key,
+    read_optional,
+)
 from megatron.zero_bubble.core.formats.schedule import passes_content, with_passes_of
 from megatron.zero_bubble.core.ir import Op, Pass, Placement, Schedule
 from megatron.zero_bubble.core.ir.collectives import collectives_of
@@ -129,7 +137,7 @@ def trace_from_json(text: str) -> Recording:
     """
     content = json_object(text)
     read_key(content, "format", f"{FORMAT}, the only format that this version reads", _is_format)
-    name = read_key(content, "schedule", "a string", lambda value: isinstance(value, str))
+    name = read_key(content, "schedule", "a string", is_text)
     iterations = read_key(content, "iterations", "a list of at least one iteration", _is_filled_list)
     traces: dict[int, Trace] = {}
     for iteration in iterations:
@@ -146,7 +154,7 @@ def trace_from_json(text: str) -> Recording:
     if len(num_stages) > 1:
         raise UserError(f"all iterations must have the same number of stages; got {sorted(num_stages)}; split the file")
     costs, memory = _costs_from(content, next(iter(traces.values())).timeline.schedule.placement)
-    sequence = read_key(content, _SEQUENCE, "a whole number", _is_positive) if _SEQUENCE in content else None
+    sequence = read_optional(content, _SEQUENCE, "a whole number", is_positive)
     recording = Recording(costs, traces, memory, sequence)
     recording.compared(recording.typical)  # raises if costs or memory are for another number of stages
     return recording
@@ -180,7 +188,7 @@ def _of_stages(content: dict[str, Any], owner: Owner) -> dict[str, Any]:
             continue
         if term.per == "stage":
             form = "a list of numbers, one per stage"
-            found[term.field] = tuple(read_key(content, term.field, form, _is_numbers))
+            found[term.field] = tuple(read_key(content, term.field, form, list_of(_is_number)))
         elif term.per == "pipeline":
             found[term.field] = read_key(content, term.field, "a number", _is_number)
     return found
@@ -204,7 +212,7 @@ def _loads(trace: Trace) -> str:
 
 def _loads_from(iteration: dict[str, Any]) -> tuple[Load, ...]:
     form = "a list of pairs of whole numbers, tokens and the sum of the squares of the samples' tokens"
-    return tuple(Load(*pair) for pair in read_key(iteration, _LOADS, form, _are_loads)) if _LOADS in iteration else ()
+    return tuple(Load(*load) for load in read_optional(iteration, _LOADS, form, list_of(_is_load)) or ())
 
 
 def _rank(row: RankTrace, timeline: Timeline, rank: int) -> dict[str, Any]:
@@ -297,18 +305,8 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and type(value) is not bool and abs(value) <= sys.float_info.max
 
 
-def _is_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_number, value))
-
-
-def _is_positive(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _are_loads(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(map(_is_positive, pair)) for pair in value
-    )
+def _is_load(value: object) -> bool:
+    return list_of(is_positive)(value) and len(value) == 2  # type: ignore[arg-type]
 
 
 def _is_filled_list(value: object) -> bool:

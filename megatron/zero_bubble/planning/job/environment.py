@@ -22,12 +22,8 @@ _APPLY = "leave it out, or call megatron.zero_bubble.apply() in the loop"
 _ITERATIONS = "only a training loop of this package or one under the launcher counts iterations and documents"
 _LAUNCH = "leave it out, or run a Megatron-LM script with python -m megatron.zero_bubble.launch"
 _NEEDS_A_LOOP = {
-    "post_validation": (_STEPS, _APPLY),
-    "shard_weights": (_STEPS, _APPLY),
-    BALANCE: (_ITERATIONS, _LAUNCH),
-    "trace": (_ITERATIONS, _LAUNCH),
-    "record_costs": (_ITERATIONS, _LAUNCH),
-    "log_bubble": (_ITERATIONS, _LAUNCH),
+    **dict.fromkeys(("post_validation", "shard_weights"), (_STEPS, _APPLY)),
+    **dict.fromkeys((BALANCE, "trace", "record_costs", "log_bubble"), (_ITERATIONS, _LAUNCH)),
 }
 """What only a training loop can provide, by the names of decisions, with the reason and the remedy."""
 

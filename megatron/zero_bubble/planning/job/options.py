@@ -76,7 +76,7 @@ def check_options(values: Any, run: RunOptions, megatrons_own: bool = True, of_m
 
     Args:
         values: a ``TransformerConfig``, or the flags of a Megatron-LM job; missing options count as disabled.
-        run: what runs, with what its schedules have (``Setup.having``).
+        run: what runs, with what its schedules have (``Setup.running``).
         megatrons_own: whether every stage is on the rank where Megatron itself would put it.
         of_model: whether ``values`` are those of the model, and not of what trains it alone.
 

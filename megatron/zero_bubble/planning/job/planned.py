@@ -30,8 +30,7 @@ from megatron.zero_bubble.planning.values import (
 )
 
 _UNDIVIDED = "off"
-_PLANNED = tuple(row for row in DECISIONS if row.planned)
-"""The decisions that a plan file makes."""
+_IN_PLAN = tuple(row.name for row in DECISIONS if row.is_in_plan)
 _OBSERVED = tuple(field.name for field in fields(Observations))
 
 
@@ -76,16 +75,15 @@ def _adopted(plan: PlanFile, file: str, given: Mapping[str, Any], spell: Spell) 
     Raises:
         UserError: an option that contradicts the plan.
     """
-    adopted, decided = dict(given), _decided(plan, given)
-    for row in _PLANNED:
-        own, planned = _chosen(given, row.name), decided.get(row.name)
-        if own is not None and planned is not None and own != planned:
+    adopted = dict(given)
+    for name, planned in _decided(plan, given).items():
+        own = _chosen(given, name)
+        if own is not None and own != planned:
             raise UserError(
-                f"{spell(row.name, True)} must be that of the schedule file, {shown(planned)}; got {shown(own)} with "
+                f"{spell(name, True)} must be that of the schedule file, {shown(planned)}; got {shown(own)} with "
                 f"{file}; leave it out, or write another file with zero-bubble plan"
             )
-        if planned is not None:
-            adopted[row.name] = None if row.is_in_plan or planned == _UNDIVIDED else planned
+        adopted[name] = None if name in _IN_PLAN or planned == _UNDIVIDED else planned
     return adopted
 
 
