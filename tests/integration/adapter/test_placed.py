@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -173,8 +175,38 @@ def test_chunks_of_a_framework_equal_those_of_build_stages(ranks: RankPool, name
             assert found == expected
 
 
+def get_model(model_provider_func: Any, model_type: Any = None) -> list[Any]:
+    """Megatron-LM's function, which gives the ends of the model to the first and the last rank."""
+    from megatron.core import parallel_state
+
+    place, size = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    )
+    ends = [(place == number == 0, place == size - 1 and number == 1) for number in range(2)]
+    return [model_provider_func(pre_process=a, post_process=b, vp_stage=n) for n, (a, b) in enumerate(ends)]
+
+
+def train_by_megatron(rank: int, row: Row) -> list[Any]:
+    """``train`` with chunks of a framework that has imported Megatron-LM's function before the schedule is applied."""
+    modules = {name: ModuleType(name) for name in ("megatron.training.training", "some_framework")}
+    for module in modules.values():
+        vars(module)["get_model"] = get_model
+    sys.modules.update(modules)
+    try:
+        of_framework: Any = sys.modules["some_framework"]
+        return train(rank, row, (by_us, lambda config, row: of_framework.get_model(partial(make, config, row))))
+    finally:
+        assert all(vars(sys.modules.pop(name))["get_model"] is get_model for name in modules)
+
+
+def test_chunks_of_megatrons_own_builder_equal_those_of_build_stages(ranks: RankPool) -> None:
+    for ours, of_framework in ranks.run(2, train_by_megatron, ROWS["v-half, tied, bf16"], timeout=120):
+        assert of_framework == ours
+
+
 def by_rank(config: Any, row: Row) -> list[Any]:
-    """A framework that asks whether its rank is the last one, as Megatron-Bridge and slime do."""
+    """A framework that asks whether its rank is the last one, as Megatron-Bridge does."""
     from megatron.core import parallel_state
 
     rank, last = parallel_state.get_pipeline_model_parallel_rank(), row.num_ranks - 1

@@ -2,8 +2,9 @@
 
 Such a framework asks megatron-core whether a chunk (``vp_stage``) is the first or the last stage and how many layers it
 has, and then constructs it. ``placement.last_stage_of`` answers the first question for a placement, this module the
-others. Questions that name a pipeline rank are answered for that rank, and what ``as_pipeline_rank`` surrounds is left
-alone: there, our own builders have done the same.
+others. Megatron-LM's ``get_model``, which some of them call, asks for the rank alone: ``building`` corrects its answer.
+Questions that name a pipeline rank are answered for that rank, and what ``as_pipeline_rank`` surrounds is left alone:
+there, our own builders have done the same.
 """
 
 from __future__ import annotations
@@ -46,6 +47,18 @@ class PlacedChunks:
     def __init__(self, placement_on: Callable[[int], Placement | None]) -> None:
         self._placement_on = placement_on
         self._model: list[weakref.ref[torch.nn.Module]] = []  # the chunks so far of the model that is being built
+
+    def building(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose first argument builds one chunk, and which takes this rank for the place of its ends."""
+
+        @functools.wraps(original)
+        def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def build_with_ends(*groups: Any, **of_chunk: Any) -> Any:
+                return build_chunk(*groups, **of_chunk | self._ends(of_chunk.get("vp_stage")))
+
+            return original(build_with_ends, *args, **kwargs)
+
+        return build
 
     def counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A function that returns the layers of the chunk ``vp_stage``, on this rank unless it is given another."""
@@ -107,6 +120,15 @@ class PlacedChunks:
                     check_predictions(stages, chunks)
 
         return construct
+
+    def _ends(self, chunk: int | None) -> dict[str, bool]:
+        """The arguments with the ends that a chunk of this rank has; none for a chunk that the placement has not."""
+        group = original_group(parallel_state.get_pipeline_model_parallel_group())
+        placement = None if chunk is None else self._placement_on(group.size())
+        stages = () if placement is None else placement.stages_of(group.rank())
+        if placement is None or chunk is None or chunk >= len(stages):
+            return {}
+        return {"pre_process": stages[chunk] == 0, "post_process": stages[chunk] == placement.num_stages - 1}
 
     def _check_ends(self) -> None:
         """Check that the ranks with the embedding form its group, before the first of them waits for the others."""

@@ -139,6 +139,9 @@ def apply(
         replacements += [(seam, in_force.counting) for seam in count_seams()]
         replacements += [(seam, in_force.constructing_model) for seam in model_seams()]
         replacements.append((BLOCK, in_force.constructing))
+        if source is None:  # a job places the chunks of its script itself
+            builders = (each for seam in seams.models if seam.is_loaded() for each in seam.importers())
+            replacements += [(seam, in_force.building) for seam in builders]
     replacements += dispatchers.timing(observers, seams.all_to_alls)
     engine = transformer_engine.split(pipeline.store, functools.partial(_say_of_stage, say))
 

@@ -44,6 +44,10 @@ class Seam:
             return False
         return all((found := getattr(found, part, None)) is not None for part in self.name.split("."))
 
+    def is_loaded(self) -> bool:
+        """Whether the module has been imported as far as the function."""
+        return hasattr(sys.modules.get(self.module), self.name)
+
     def importers(self) -> tuple[Seam, ...]:
         """The seam in each loaded module that has the function under its name, after that in its own module.
 
