@@ -37,11 +37,6 @@ def check_refused(checkout: Checkout, flags: str, schedule: str, sentence: str) 
             "got --microbatch-group-size-per-virtual-pipeline-stage 3 and 2 ranks; drop the flag",
         ),
         (
-            "--overlap-p2p-communication-warmup-flush --num-virtual-stages-per-pipeline-rank 2",
-            "interleaved-1f1b",
-            "which passes overlap with messages; got True; drop --overlap-p2p-communication-warmup-flush",
-        ),
-        (
             "--no-overlap-p2p-communication --num-virtual-stages-per-pipeline-rank 2",
             "interleaved-1f1b",
             "--no-overlap-p2p-communication does not work with a zero-bubble schedule",
@@ -59,6 +54,15 @@ def test_default_microbatch_group_size_is_accepted(checkout: Checkout) -> None:
     flags = "--microbatch-group-size-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2"
     log = pretrain_gpt(checkout, 2, f"{PIPELINE} {flags} --train-iters 3", "interleaved-1f1b")
     assert log.exit_codes == (0, 0), log.text[-4000:]
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+def test_overlap_at_both_ends_is_switched_off_with_a_line(checkout: Checkout) -> None:
+    flags = "--overlap-p2p-communication-warmup-flush --num-virtual-stages-per-pipeline-rank 2"
+    log = pretrain_gpt(checkout, 2, f"{PIPELINE} {flags} --train-iters 3", "interleaved-1f1b")
+    assert log.exit_codes == (0, 0), log.text[-4000:]
+    lines = log.of("zero-bubble: --overlap-p2p-communication-warmup-flush is switched off")
+    assert len(lines) == 1, log.text[-4000:]
 
 
 class TestScheduleFile:
