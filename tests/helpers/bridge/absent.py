@@ -118,8 +118,13 @@ def stand_in(bridge: Path) -> None:
     unused = [name for name in families if name.rpartition(".")[2] not in _USED_MODELS]
     adapters = ["megatron.bridge.peft.lora_layers", "megatron.bridge.peft.canonical_lora"]
     sys.meta_path.insert(0, _Finder(_within(["megatron.bridge.diffusion", *adapters, *unused])))
-    sys.meta_path.append(_Finder(_within(_OUTSIDE)))  # behind the finders of what is installed
+    stand_in_for(*_OUTSIDE)
     sys.meta_path.append(_Finder(_RESILIENCY.__contains__))
+
+
+def stand_in_for(*packages: str) -> None:
+    """Put stand-ins in place for those of the packages that are not installed."""
+    sys.meta_path.append(_Finder(_within(packages)))  # behind the finders of what is installed
 
 
 def lora(bridge: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ def main() -> None:
     megatron.zero_bubble.use_cpu_ranks()
     client = importlib.import_module(f"tests.helpers.clients.{module}")
     client.load(checkout, folder)
+    gc.freeze()  # frameworks search for garbage often
     for run in json.loads((folder / "runs.json").read_text()):
         child = os.fork()
         if child == 0:

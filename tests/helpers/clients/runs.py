@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.helpers.megatron_lm import ROOT
+from tests.helpers.ports import free_port
 from tests.helpers.processes import wait_for
 
 NUM_RANKS = 2
@@ -77,7 +78,8 @@ def run_client(module: str, variable: str, runs: Sequence[ClientRun], folder: Pa
         module: the client's module in this package.
         folder: for the output, the rendezvous of the ranks, and what the client writes.
     """
-    (folder / "runs.json").write_text(json.dumps([asdict(run) | {"variables": run.variables} for run in runs]))
+    described = [asdict(run) | {"variables": run.variables, "port": free_port()} for run in runs]
+    (folder / "runs.json").write_text(json.dumps(described))
     ours = [str(ROOT), os.environ[variable], *filter(None, [os.environ.get("PYTHONPATH")])]
     common = {**os.environ, "PYTHONPATH": os.pathsep.join(ours), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     common |= {"WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -119,3 +121,17 @@ class Outcomes(dict[str, Outcome]):
         assert ours.weights == theirs.weights
         assert "zero-bubble: schedule " in ours.output and "by the environment" in ours.output
         assert "zero-bubble: " not in theirs.output
+
+
+def without_norms(name: str) -> Callable[[list[list[Any]]], list[list[Any]]]:
+    """What ranks have read but for the metric ``name``, a norm whose parts are added in the order of the ranks."""
+
+    def without(seen: list[list[Any]]) -> list[list[Any]]:
+        assert any(isinstance(each, dict) and name in each for of_rank in seen for each in of_rank)
+        return [[_but(each, name) for each in of_rank] for of_rank in seen]
+
+    return without
+
+
+def _but(each: Any, name: str) -> Any:
+    return {key: value for key, value in each.items() if key != name} if isinstance(each, dict) else each

@@ -74,8 +74,22 @@ def _with_local_layers() -> None:
     class Absent(torch.nn.Module):
         """A class that no module is of."""
 
+    class OfLocal(type):
+        def __instancecheck__(cls, each: Any) -> bool:
+            return isinstance(each, ColumnParallelLinear | RowParallelLinear)
+
+    class Linear(ColumnParallelLinear, metaclass=OfLocal):
+        """A linear of one rank, and the class of all linears."""
+
+        def __init__(self, *, parallel_mode: None, skip_weight_param_allocation: bool, **more: Any) -> None:
+            super().__init__(**more)
+            self.parallel_mode, self.use_bias, self.tp_size = parallel_mode, more["bias"], 1
+            self.in_features, self.out_features = self.input_size, self.output_size
+
+    ColumnParallelLinear.parallel_mode, RowParallelLinear.parallel_mode = "column", "row"
     linears = {"TEColumnParallelLinear": ColumnParallelLinear, "TERowParallelLinear": RowParallelLinear}
-    for name in ("TELinear", "TELayerNormColumnParallelLinear", "TEDotProductAttention", "TEGroupedLinear"):
+    linears |= {"TELinear": Linear}
+    for name in ("TELayerNormColumnParallelLinear", "TEDotProductAttention", "TEGroupedLinear"):
         setattr(engine, name, type(name, (Absent,), {}))
     for name in ("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"):
         setattr(engine, name, type(name, (Absent,), {}))

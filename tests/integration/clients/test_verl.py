@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from tests.helpers.clients.runs import ClientRun, Outcomes, client, run_client
+from tests.helpers.clients.runs import ClientRun, Outcomes, client, run_client, without_norms
 
 VARIABLE = "ZB_VERL"
 pytestmark = client(VARIABLE, "mbridge", "omegaconf", "ray", "tensordict", "transformers")
@@ -51,14 +49,4 @@ def test_a_run_equals_its_stock_run(outcomes: Outcomes, name: str, stock: str) -
 
 
 def test_a_run_on_a_v_equals_stock_but_for_the_norm(outcomes: Outcomes) -> None:
-    outcomes.check_equal("zb-v", "unclipped stock", _without_norms)
-
-
-def _without_norms(seen: list[list[Any]]) -> list[list[Any]]:
-    """What the ranks have read but for norms, whose parts are added in the order of the ranks."""
-    return [[_without(each, "grad_norm") if isinstance(each, dict) else each for each in of_rank] for of_rank in seen]
-
-
-def _without(metrics: dict[str, Any], name: str) -> dict[str, Any]:
-    assert name in metrics
-    return {key: value for key, value in metrics.items() if key != name}
+    outcomes.check_equal("zb-v", "unclipped stock", without_norms("grad_norm"))
