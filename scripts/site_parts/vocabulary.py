@@ -62,7 +62,7 @@ def picture() -> str:
     divided = replace(even, vocabulary=VocabularyCosts.uniform(4, shard * 2 / 3, shard / 3))
     schedule, memory = build("zb-h1", num_ranks=4, num_microbatches=m), PassMemory.uniform(placement)
     made = best_with_vocabulary(schedule, divided, memory, 2)
-    return render_svg(simulate(schedule, stock, memory), made)
+    return render_svg(simulate(schedule, stock, memory), simulate(made, divided, memory))
 
 
 def _file(name: str) -> CostsFile:
@@ -81,7 +81,8 @@ def _predicted_ms(method: str, size: str, num_microbatches: int) -> float:
 def _split_ms(size: str, num_microbatches: int) -> float:
     schedule = build("zb-v", num_ranks=_RANKS, num_microbatches=num_microbatches)
     costs, _ = _file(f"vocabulary_2_{size}").on(schedule.placement)
-    return best_with_vocabulary(schedule, costs, PassMemory.uniform(schedule.placement), 2).makespan_ms
+    made = best_with_vocabulary(schedule, costs, PassMemory.uniform(schedule.placement), 2)
+    return simulate(made, costs).makespan_ms
 
 
 PICTURES = {"vocabulary.svg": picture}

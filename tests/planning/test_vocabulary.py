@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble import PassMemory, Placement, Schedule, build
+from megatron.zero_bubble import PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.core.analysis.validate import validate
@@ -85,7 +85,8 @@ def test_the_shortest_variant_within_the_limit_is_chosen() -> None:
 def test_zb_auto_is_never_longer_than_1f1b_at_its_memory(algorithm: Algorithm, name: str) -> None:
     (variant,) = variants(figures_of(name), Divided(algorithm))
     plain = build("1f1b", num_ranks=8, num_microbatches=24)
-    known = best_with_vocabulary(plain, *variant.costs.on(plain.placement), algorithm, Goal("span"))
+    on = variant.costs.on(plain.placement)
+    known = simulate(best_with_vocabulary(plain, *on, algorithm, Goal("span")), *on)
     limit = peak_memory(known, variant.costs)
     best = answer(
         Question(variant.costs, Setup(Searched("linear"), vocabulary=Divided(algorithm), step=Validated()), limit)

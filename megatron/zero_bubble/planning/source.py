@@ -281,7 +281,7 @@ def _planned_units(
 def _with_vocabulary(schedule: Schedule, algorithm: Algorithm) -> Schedule:
     """Insert the passes of vocabulary parallelism as is best for passes of equal length."""
     memory = PassMemory.uniform(schedule.placement)
-    return best_with_vocabulary(schedule, even_costs(schedule.placement), memory, algorithm).schedule
+    return best_with_vocabulary(schedule, even_costs(schedule.placement), memory, algorithm)
 
 
 def even_costs(placement: Placement) -> PassCosts:

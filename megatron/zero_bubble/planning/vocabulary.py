@@ -141,7 +141,7 @@ def inserted(schedule: Schedule, variant: Variant, goal: Goal) -> Schedule:
     if variant.algorithm is None or algorithm_of(schedule) is not None:
         return schedule
     on = variant.costs.on(schedule.placement)
-    return best_with_vocabulary(schedule, *on, variant.algorithm, goal).schedule
+    return best_with_vocabulary(schedule, *on, variant.algorithm, goal)
 
 
 def searched(variant: Variant, placement: Placements, goal: Goal, effort: float = 1.0) -> Iterator[Schedule]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,9 +17,6 @@ from megatron.zero_bubble import (
     build,
     simulate,
 )
-from megatron.zero_bubble.core.analysis.simulate import simulate_orders, simulate_with
-from megatron.zero_bubble.core.ir import Chain
-from megatron.zero_bubble.core.plan import plan_of
 from tests.helpers.strategies import costs_for, schedules
 from tests.helpers.work import lines_run
 
@@ -149,15 +144,3 @@ def test_work_is_linear_in_the_number_of_passes(name: str) -> None:
         return lines_run(lambda: simulate(schedule, costs))
 
     assert work(128) < 8.5 * work(16)
-
-
-def test_what_ops_wait_for_is_found_once_for_several_costs_and_orders() -> None:
-    orders = [build(name, num_ranks=4, num_microbatches=8) for name in ("zb-h1", "zb-h2")]
-    plan, line = plan_of(orders[0]), orders[0].placement
-    costs = [PassCosts.uniform(line, 1.0, 2.0, 0.5, ms) for ms in (0.0, 0.25)]
-    assert list(simulate_with(plan, costs)) == [simulate(plan, each) for each in costs]
-    assert list(simulate_with(orders[0], costs)) == [simulate(orders[0], each) for each in costs]
-    with mock.patch.object(Chain, "inputs", autospec=True, side_effect=Chain.inputs) as inputs:
-        found = list(simulate_orders(orders, costs[1]))
-    assert inputs.call_count == 3 * 4 * 8
-    assert found == [simulate(each, costs[1]) for each in orders]

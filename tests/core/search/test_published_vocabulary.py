@@ -77,6 +77,7 @@ def test_dividing_the_vocabulary_of_stock_jobs_leaves_less_than_two_percent_of_b
     assert layers is not None
     shards = divide(layers, 8, Divided(2), throughput=1.0)
     schedule = build("zb-v", num_ranks=8, num_microbatches=m)
-    timeline = best_with_vocabulary(schedule, shards.on((2,) * 16)[0], PassMemory.uniform(schedule.placement), 2)
+    costs, memory = shards.on((2,) * 16)[0], PassMemory.uniform(schedule.placement)
+    timeline = simulate(best_with_vocabulary(schedule, costs, memory, 2), costs, memory)
     assert balanced <= timeline.makespan_ms <= 1.02 * balanced
     assert max(timeline.peak_activation) <= 9.0

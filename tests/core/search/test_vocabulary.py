@@ -11,9 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement, Schedule, build, simulate, validate
+from megatron.zero_bubble import (
+    Kind,
+    Pass,
+    PassCosts,
+    PassMemory,
+    Placement,
+    Schedule,
+    Timeline,
+    build,
+    simulate,
+    validate,
+)
 from megatron.zero_bubble.core.analysis.errors import ScheduleError
-from megatron.zero_bubble.core.analysis.score import Goal
+from megatron.zero_bubble.core.analysis.score import SHORTEST, Goal
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import plan_to_json
@@ -32,6 +43,12 @@ TABLE_5 = Path(__file__).parents[3] / "configs" / "published" / "zero_bubble_tab
 def unit_costs(schedule: Schedule, shard_ms: float = 0.25) -> PassCosts:
     costs = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0)
     return replace(costs, vocabulary=VocabularyCosts.uniform(schedule.num_ranks, shard_ms, shard_ms))
+
+
+def best_timeline(
+    schedule: Schedule, costs: PassCosts, memory: PassMemory, algorithm: Algorithm, goal: Goal = SHORTEST
+) -> Timeline:
+    return simulate(best_with_vocabulary(schedule, costs, memory, algorithm, goal), costs, memory)
 
 
 @given(
@@ -69,7 +86,7 @@ def test_1f1b_keeps_its_bubble(p: int, rounds: int, algorithm: Algorithm) -> Non
     need 0.75 units more with one barrier, and 2 to 2.5 units with two.
     """
     schedule = build("1f1b", num_ranks=p, num_microbatches=rounds * p)
-    timeline = best_with_vocabulary(schedule, unit_costs(schedule), PassMemory.uniform(schedule.placement), algorithm)
+    timeline = best_timeline(schedule, unit_costs(schedule), PassMemory.uniform(schedule.placement), algorithm)
     assert timeline.makespan_ms - rounds * p * 3.5 <= 3 * (p - 1) + 1e-9
     assert max(timeline.peak_activation) == p + (1 if algorithm == 2 else 2)
 
@@ -79,7 +96,7 @@ def test_1f1b_keeps_its_bubble(p: int, rounds: int, algorithm: Algorithm) -> Non
 @pytest.mark.parametrize("algorithm", [1, 2])
 def test_zb_h1_keeps_its_bubble(p: int, rounds: int, algorithm: Algorithm) -> None:
     schedule = build("zb-h1", num_ranks=p, num_microbatches=rounds * p)
-    timeline = best_with_vocabulary(schedule, unit_costs(schedule), PassMemory.uniform(schedule.placement), algorithm)
+    timeline = best_timeline(schedule, unit_costs(schedule), PassMemory.uniform(schedule.placement), algorithm)
     assert timeline.makespan_ms - rounds * p * 3.5 <= p - 1 + 1e-9
     assert max(timeline.peak_activation) == p + (1 if algorithm == 2 else 2)
 
@@ -104,7 +121,7 @@ def test_zb_h1_with_published_times_is_never_longer_than_without_vocabulary(mode
     for share, known in zip((0.1, 0.25, 0.4), CELLS[model, m], strict=True):
         half = share * (f + b + w) / 2
         costs = replace(plain, vocabulary=VocabularyCosts.uniform(p, half, half))
-        timeline = best_with_vocabulary(schedule, costs, PassMemory.uniform(schedule.placement), 2)
+        timeline = best_timeline(schedule, costs, PassMemory.uniform(schedule.placement), 2)
         bubble = timeline.makespan_ms - m * (f + b + w + 2 * half)
         assert bubble <= known + 0.05 < without
         assert max(timeline.peak_activation) == p + 1
@@ -126,7 +143,7 @@ def test_logits_count_from_s_to_t() -> None:
         max(simulate(with_vocabulary(schedule, costs, 2, lag), costs, memory).peak_activation) for lag in (0.0, 2.0)
     ]
     assert peaks[0] < peaks[1]
-    within = best_with_vocabulary(schedule, costs, memory, 2, Goal(limit=peaks[0]))
+    within = best_timeline(schedule, costs, memory, 2, Goal(limit=peaks[0]))
     assert max(within.peak_activation) <= peaks[0]
 
 
@@ -182,7 +199,7 @@ def test_vocabulary_passes_fit_a_plan_on_a_wave(algorithm: Algorithm) -> None:
     costs, memory = PassCosts.uniform(on, 3.0, 4.0, 2.0, 0.1), PassMemory.uniform(on)
     plan = zb_auto(costs, memory, 2, 3, 3.0, placement="wave", num_chunks=4, effort=0.01)
     costs = replace(costs, vocabulary=VocabularyCosts.uniform(2, 0.25, 0.25))
-    found = best_with_vocabulary(plan, costs, memory, algorithm).schedule
+    found = best_with_vocabulary(plan, costs, memory, algorithm)
     validate(found)
     prove(lower(found))
     assert found.placement == on

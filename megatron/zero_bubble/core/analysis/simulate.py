@@ -8,9 +8,8 @@ time that its messages take from the rank (``costs.messages``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 
 from megatron.zero_bubble.core.analysis.deadlock import deadlock
 from megatron.zero_bubble.core.analysis.lanes import Made, lanes_of
@@ -26,50 +25,25 @@ from megatron.zero_bubble.core.ir.garbage import without_gc
 __all__ = ["Span", "Timeline", "simulate"]
 
 
-def simulate(plan: Plan | Schedule, costs: PassCosts, memory: PassMemory | None = None) -> Timeline:
+@without_gc()
+def simulate(
+    plan: Plan | Schedule,
+    costs: PassCosts,
+    memory: PassMemory | None = None,
+    rows: Sequence[Iterable[Step]] | None = None,
+) -> Timeline:
     """Compute the timeline of ``plan``, in time linear in its number of ops.
 
     Args:
         plan: a proved plan, or a schedule, whose values move between ranks without ops.
         memory: memory of the stages; by default, B frees nothing, and W frees all that F added.
+        rows: the steps of the plan, if they are known.
 
     Raises:
         PlanError: when the ranks of a plan wait for each other.
         ScheduleError: when the order deadlocks; the message names rank and pass.
         UserError: when ``costs`` or ``memory`` are for another number of stages.
     """
-    (timeline,) = simulate_with(plan, (costs,), memory)
-    return timeline
-
-
-def simulate_with(
-    plan: Plan | Schedule, costs: Iterable[PassCosts], memory: PassMemory | None = None
-) -> Iterator[Timeline]:
-    """Yield the timeline of ``plan`` with each of several costs; what its ops wait for is found once. Args and errors
-    are those of ``simulate``.
-    """
-    if isinstance(plan, Schedule):
-        for each in costs:
-            yield _simulated(steps_of(plan), plan, each, memory)
-        return
-    rows = without_gc()(steps)(plan)
-    for each in costs:
-        yield _simulated(rows, plan, each, memory)
-
-
-def simulate_orders(
-    orders: Sequence[Schedule], costs: PassCosts, memory: PassMemory | None = None
-) -> Iterator[Timeline]:
-    """Yield the timelines of several orders of the same passes, whose dependencies are found once."""
-    dependencies = cache(orders[0].dependencies)
-    for order in orders:
-        yield _simulated(steps_of(order, dependencies), order, costs, memory)
-
-
-@without_gc()
-def _simulated(
-    rows: Sequence[Iterable[Step]], plan: Plan | Schedule, costs: PassCosts, memory: PassMemory | None
-) -> Timeline:
     schedule = plan if isinstance(plan, Schedule) else plan.schedule
     memory = PassMemory.uniform(schedule.placement) if memory is None else memory
     for what, figures in (("costs", costs), ("memory", memory)):
@@ -78,15 +52,14 @@ def _simulated(
                 f"{what} must have one figure per stage; {schedule.name} has {schedule.num_stages} stages and "
                 f"{what} {figures.num_stages}; build both from the same placement"
             )
-    run = Run(rows, schedule, costs)
+    run = Run(rows or (steps_of(plan) if isinstance(plan, Schedule) else steps(plan)), schedule, costs)
     try:
         run.iteration({})
     except Blocked:
         if isinstance(plan, Schedule) and (error := deadlock(plan)) is not None:
             raise error from None
-        raise PlanError(
-            f"the ranks of this plan for {schedule.name!r} wait for each other; prove() shows where"
-        ) from None
+        why = f"the ranks of this plan for {schedule.name!r} wait for each other; prove() shows where"
+        raise PlanError(why) from None
     spans, lanes = tuple(map(tuple, run.spans)), tuple(map(tuple, run.lanes))
     messages = costs.messages_on(schedule.placement) if costs.message_ms else ()
     timeline = Timeline(schedule, spans, lanes=lanes if any(lanes) else (), messages=messages)

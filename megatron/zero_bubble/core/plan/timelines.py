@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron.zero_bubble.core.analysis.simulate import simulate, simulate_with
+from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.analysis.steps import steps
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan.plan_of import NOTHING, Additions, plan_of_times, plan_without_messages
 from megatron.zero_bubble.core.plan.prove import prove
@@ -36,4 +38,6 @@ def timelines_of(
     plan = plan_without_messages(schedule, added) if added.ops else plan_of_times(schedule)
     if added.ops:
         prove(plan)
-    yield from simulate_with(plan, costs, memory)
+    rows = without_gc()(steps)(plan)
+    for each in costs:
+        yield simulate(plan, each, memory, rows)

@@ -18,14 +18,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, product
 
-from megatron.zero_bubble.core.analysis.memory import most_kept
-from megatron.zero_bubble.core.analysis.score import SHORTEST, Goal, length_ms
-from megatron.zero_bubble.core.analysis.simulate import simulate, simulate_orders
+from megatron.zero_bubble.core.analysis.orders import outcomes
+from megatron.zero_bubble.core.analysis.score import SHORTEST, Goal
 from megatron.zero_bubble.core.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.ir import Pass, Schedule
 from megatron.zero_bubble.core.ir.passes import BW, B, F, I, J, L, S, T, W
 from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Algorithm, Vocabulary
+from megatron.zero_bubble.core.search.timed import timed
 
 _LAGS = (0.0, 0.5, 1.0)
 """How many periods after L the T of a rank may come."""
@@ -59,7 +59,8 @@ def _with_lags(
     made = replace(schedule, name=f"{schedule.name} (vocabulary {algorithm})", make_flow=FLOWS[algorithm])
     flow = made.flow
     assert isinstance(flow, Vocabulary)
-    timeline = simulate(schedule if delay else forwards_ahead(schedule, flow.barriers), _positive(clock))
+    before, memory = schedule if delay else forwards_ahead(schedule, flow.barriers), PassMemory.uniform(made.placement)
+    timeline = timed(before, _positive(clock), memory)
     # The time after which the steady state repeats is the work of the busiest rank per microbatch.
     period = timeline.busy_ms / schedule.num_microbatches
     for lag in lags:
@@ -74,16 +75,13 @@ def best_with_vocabulary(
     memory: PassMemory,
     algorithm: Algorithm,
     goal: Goal = SHORTEST,
-) -> Timeline:
+) -> Schedule:
     """Return the shortest of several insertions within the memory limit, or the one with the lowest peak if none is."""
     even = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0)
     ways = (False, True) if schedule.num_stages == schedule.num_ranks else (True,)
     made = (_with_lags(schedule, clock, algorithm, delay, _LAGS) for delay, clock in product(ways, (costs, even)))
     orders = tuple(dict.fromkeys(chain.from_iterable(made)))  # several ways may lead to one order
-    found = list(simulate_orders(orders, costs, memory))
-    if goal.limit is None:
-        return min(found, key=lambda timeline: length_ms(timeline, goal.objective))
-    return min(found, key=lambda timeline: goal.value(timeline, max(most_kept(timeline, memory))))
+    return min(outcomes(orders, costs, memory), key=lambda outcome: goal.value(outcome, outcome.kept)).order
 
 
 def _positive(clock: PassCosts) -> PassCosts:
