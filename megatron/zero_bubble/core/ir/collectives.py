@@ -17,15 +17,40 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron.zero_bubble.core.ir.flow import Flow, Value
 from megatron.zero_bubble.core.ir.ops import NET, Effects, Op, Rows, Times, Token
-from megatron.zero_bubble.core.ir.passes import later
+from megatron.zero_bubble.core.ir.passes import Kind, Pass, later
 from megatron.zero_bubble.core.ir.schedule import Schedule
 from megatron.zero_bubble.core.ir.slices import Slices
 
 _GIVEN = "_given"
 """Ends the name of what a rank has given to a collective."""
+
+
+# The ops of all ranks ask for the same lanes and tokens.
+@lru_cache(maxsize=64)
+def _lane(kind: Kind, name: str) -> str:
+    return f"{NET} {kind}:{name}"
+
+
+@lru_cache(maxsize=1024)
+def _started(key: Value, num_ranks: int) -> tuple[Token, ...]:
+    """By rank, the token that it makes when it has started a collective."""
+    return tuple([Token("started", (key, rank)) for rank in range(num_ranks)])
+
+
+def _given(value: Value) -> Value:
+    """What a rank has given of a value."""
+    producer, name = value
+    return Value(producer, f"{name}{_GIVEN}")
+
+
+def _of_all_ranks(part: Value) -> Value:
+    """The part of the rank of the first stage, by which the parts of all ranks go."""
+    (_, kind, microbatch, slice_), name = part  # faster than ``_replace``
+    return Value(Pass(0, kind, microbatch, slice_), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +76,8 @@ class Collective(Op):
 
     @property
     def lane(self) -> str:  # type: ignore[override]
-        return f"{NET} {self.value.producer.kind}:{self.value.name}"
+        (_, kind, _, _), name = self.value
+        return _lane(kind, name)
 
     @property
     def is_root(self) -> bool:
@@ -64,11 +90,11 @@ class Collective(Op):
 
     def started(self, rank: int) -> Token:
         """The token that ``rank`` makes when it has started the collective."""
-        return Token("started", (self.key, rank))
+        return _started(self.key, self.num_ranks)[rank]
 
     def arrival(self) -> tuple[Token, ...]:
-        key = self.key
-        return tuple([Token("started", (key, rank)) for rank in range(self.num_ranks) if rank != self.rank])
+        tokens = _started(self.key, self.num_ranks)
+        return tokens[: self.rank] + tokens[self.rank + 1 :]
 
     def duration_ms(self, times: Times, slices: Slices) -> float:
         return times.collective()
@@ -112,12 +138,12 @@ class Spread(Collective):
 
     @property
     def operand(self) -> Value | None:
-        return self.value._replace(name=f"{self.value.name}{_GIVEN}") if self.is_root else None
+        return _given(self.value) if self.is_root else None
 
     def effects(self, flow: Flow) -> Effects:
-        makes = (self.started(self.rank),)
-        if self.operand is not None:
-            return Effects(uses=(self.value,), gives=(self.operand,), makes=makes, arrives=self.arrival())
+        makes, operand = (self.started(self.rank),), self.operand
+        if operand is not None:
+            return Effects(uses=(self.value,), gives=(operand,), makes=makes, arrives=self.arrival())
         return Effects(gives=(self.value,), makes=makes, arrives=self.arrival())
 
 
@@ -132,8 +158,8 @@ class AllGather(Collective):
 
     @property
     def key(self) -> Value:
-        producer, name = self.value
-        return Value(producer._replace(stage=0), f"{name}_scale")
+        first, name = _of_all_ranks(self.value)
+        return Value(first, f"{name}_scale")
 
     @property
     def operand(self) -> Value | None:
@@ -157,17 +183,16 @@ class Sum(Collective):
 
     @property
     def key(self) -> Value:
-        producer, name = self.value
-        return Value(producer._replace(stage=0), name)
+        return _of_all_ranks(self.value)
 
     @property
     def operand(self) -> Value | None:
-        return None if self.is_root else self.value._replace(name=f"{self.value.name}{_GIVEN}")
+        return None if self.is_root else _given(self.value)
 
     def effects(self, flow: Flow) -> Effects:
-        makes = (self.started(self.rank),)
-        if self.operand is not None:
-            return Effects(takes=(self.value,), gives=(self.operand,), makes=makes, arrives=self.arrival())
+        makes, operand = (self.started(self.rank),), self.operand
+        if operand is not None:
+            return Effects(takes=(self.value,), gives=(operand,), makes=makes, arrives=self.arrival())
         (consumer,) = flow.consumers(self.value)
         parts = tuple([value for value in flow.inputs(consumer) if value.name == self.value.name])
         return Effects(takes=(self.value,), gives=parts, makes=makes, arrives=self.arrival())

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 
 from megatron.zero_bubble.core.analysis.steps import steps
 from megatron.zero_bubble.core.ir import Op, Pass, Plan
@@ -84,16 +85,16 @@ def _row(plan: Plan, flow: Vocabulary, rank: int, clocks: Sequence[Clock]) -> tu
                 yield Sum(value, rank, home(flow.consumers(value)[0]), size)
 
     waiting: dict[str, deque[Spread]] = {}
-    for op in plan.ops[rank]:
-        for spread in received(op):
-            waiting.setdefault(spread.lane, deque()).append(spread)
+    arriving = [received(op) for op in plan.ops[rank]]
+    for spread in chain.from_iterable(arriving):
+        waiting.setdefault(spread.lane, deque()).append(spread)
     row: list[Op] = [queue.popleft() for queue in waiting.values()]
     later = _Later(plan, flow)
-    for op, clock in zip(plan.ops[rank], clocks, strict=True):
+    for op, clock, spreads in zip(plan.ops[rank], clocks, arriving, strict=True):
         row += [*later.due_before(clock), op, *later.due_after(op)]
         for collective in given(op):
             row += later.started_by(collective)
-        row += [waiting[spread.lane].popleft() for spread in received(op) if waiting[spread.lane]]
+        row += [waiting[spread.lane].popleft() for spread in spreads if waiting[spread.lane]]
     return tuple(row)
 
 

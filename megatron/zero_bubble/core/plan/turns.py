@@ -12,12 +12,12 @@ Every stream keeps its order. Plans that do not block stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from megatron.zero_bubble.core.analysis.steps import Blocked, Step, advance, steps
+from megatron.zero_bubble.core.analysis.steps import Blocked, Step, advance, run_to_end, steps
 from megatron.zero_bubble.core.ir import Op, Plan, Recv
 from megatron.zero_bubble.core.ir.collectives import Collective
 from megatron.zero_bubble.core.plan.prove import in_one_queue, stream_of
@@ -31,7 +31,16 @@ def in_turn(plan: Plan) -> Plan:
     """
     if not any(isinstance(op, Collective) for row in plan.ops for op in row):
         return plan
-    rows = [[_Item(number, step) for number, step in enumerate(row)] for row in in_one_queue(steps(plan))]
+    planned = in_one_queue(steps(plan))
+    try:
+        run_to_end(planned)
+    except Blocked:
+        return _reordered(plan, planned)
+    return plan
+
+
+def _reordered(plan: Plan, planned: Sequence[Sequence[Step]]) -> Plan:
+    rows = [[_Item(number, step) for number, step in enumerate(row)] for row in planned]
     maker = {token: rank for rank, row in enumerate(rows) for item in row for token in item.step.makes}
     made: set[Hashable] = set()
     done: list[list[Op]] = [[] for _ in rows]
