@@ -130,7 +130,7 @@ class Paths:
                 if head > _NEVER:
                     heads[n] = head
                     if self.reach:
-                        heads[n] = max(head, self._busy(n, heads, self._same_before, range(-self.reach, 1)))
+                        heads[n] = max(head, self._busy(n, heads, self._near_before))
                     ends[n] = heads[n] + self.length[n]
         return heads
 
@@ -144,7 +144,7 @@ class Paths:
                 if tails[n] == _NEVER:
                     continue
                 if self.reach:
-                    tails[n] = max(tails[n], self._busy(n, tails, self._same_after, range(self.reach + 1)))
+                    tails[n] = max(tails[n], self._busy(n, tails, self._near_after))
                 time = tails[n] + length[n]
                 for offset, transfer in before[n - first]:
                     if first + offset >= 0 and time + transfer > tails[first + offset]:
@@ -165,14 +165,29 @@ class Paths:
         """For every pass of a microbatch, itself and the passes of that microbatch and rank that always follow it."""
         return [[n for n, before in enumerate(self._same_before) if k in before] for k in range(self._step)]
 
-    def _busy(self, n: int, times: Sequence[float], same: Sequence[Sequence[int]], lags: range) -> float:
-        """Return the least time in which the rank of pass ``n`` can run the passes ``same`` of the microbatches at
-        ``lags``, none of them before its entry in ``times``. Microbatches keep their order.
+    @cached_property
+    def _near_before(self) -> list[list[int]]:
+        """By how much the numbers of the passes before it that compete with a pass differ from its own."""
+        return self._near(self._same_before, range(-self.reach, 1))
+
+    @cached_property
+    def _near_after(self) -> list[list[int]]:
+        """The same of those after it."""
+        return self._near(self._same_after, range(self.reach + 1))
+
+    def _near(self, same: Sequence[Sequence[int]], lags: range) -> list[list[int]]:
+        """For the passes ``same`` of the microbatches at ``lags``. Microbatches keep their order."""
+        return [
+            [k - n + lag * self._step for lag in lags for k in others if lag or k != n] for n, others in enumerate(same)
+        ]
+
+    def _busy(self, n: int, times: Sequence[float], near: Sequence[Sequence[int]]) -> float:
+        """Return the least time in which the rank of pass ``n`` can run the passes that are ``near`` it, none of them
+        before its entry in ``times``.
         """
-        j, own = divmod(n, self._step)
         end = 0.0
-        others = [k + (j + lag) * self._step for lag in lags if 0 <= j + lag < self.setting.m for k in same[own]]
-        for time, k in sorted((times[k], k) for k in others if k != n):
+        others = [n + by for by in near[n % self._step] if 0 <= n + by < self.size]
+        for time, k in sorted([(times[k], k) for k in others]):
             if time > _NEVER:
                 end = max(end, time) + self.length[k]
         return end
