@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
 from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.cli import planned_job
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import costs_to_json
 from megatron.zero_bubble.core.formats.plan import plan_to_json
@@ -94,6 +96,15 @@ def test_zb_auto_is_planned_with_estimated_costs(capsys: Capture) -> None:
     assert "zb-auto: 4 ranks, 16 microbatches" in out
     out = run(capsys, FOUR, [*JOB, *PIPELINE, *"--zero-bubble-schedule zb-auto --zero-bubble-num-slices 4".split()])
     assert "zb-auto: 4 ranks, 16 microbatches of 4 slices" in out
+
+
+def test_a_plan_that_was_searched_for_is_not_simulated_again(capsys: Capture) -> None:
+    search = [*JOB, *PIPELINE, *"--zero-bubble-schedule zb-auto --zero-bubble-placement vee".split()]
+    with mock.patch.object(planned_job, "timeline_of", side_effect=planned_job.timeline_of) as simulated:
+        run(capsys, FOUR, search)
+        assert simulated.call_count == 0
+        run(capsys, FOUR, [*search, "--zero-bubble-offload", "50%"])
+        assert simulated.call_count == 1
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ class Advised(NamedTuple):
     plan: Callable[[Iterable[Change | DroppedVariant]], Advice]
 
 
+@without_gc()
 def advise(options: argparse.Namespace) -> str:
     """Plan, and format the advice.
 

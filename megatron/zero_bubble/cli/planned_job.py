@@ -97,7 +97,8 @@ def planned_job(
         costs = _sharded(args, _with_collectives(options, args, domains, costs), schedule, added)
     figures = costs.on(args.placement)
     receives: PostReceives = args.run.setup.messages.receives
-    timeline = timeline_of(schedule, *figures, added)
+    is_simulated = made is not None and made.is_plain and not added.ops and made.costs.on(args.placement) == figures
+    timeline = made.timeline if made is not None and is_simulated else timeline_of(schedule, *figures, added)
     moves = config is not None and config.selection(args.source) is not None
     host = host_peaks(plan_without_messages(schedule, added), figures[1]) if moves else None
     if by_few:

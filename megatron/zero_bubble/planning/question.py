@@ -205,7 +205,9 @@ def _first(costs: Figures, setup: Setup, runs: Feasibility | None) -> Schedule:
 
 def _raised(memory_limit: str, costs: Figures, first: Schedule) -> str:
     """The default limit, but at least the peak of the first schedule; another limit as it is."""
+    if memory_limit != DEFAULT_LIMIT:
+        return memory_limit
     peak = peak_memory(timeline_of(first, *costs.on(first.placement)), costs)
-    if memory_limit != DEFAULT_LIMIT or within(peak, costs.limit(DEFAULT_LIMIT)):
+    if within(peak, costs.limit(DEFAULT_LIMIT)):
         return memory_limit
     return f"{math.ceil(peak / costs.peak_of_1f1b * _DIGITS) / _DIGITS:.10g}p"
