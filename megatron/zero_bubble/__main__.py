@@ -16,10 +16,8 @@ from importlib import import_module
 from typing import NoReturn
 
 from megatron.zero_bubble import __version__
-from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.schedules import SCHEDULES
-from megatron.zero_bubble.planning.figures import beyond_floats
-from megatron.zero_bubble.planning.source import ZB_AUTO
+from megatron.zero_bubble.core.errors import UserError, beyond_floats
+from megatron.zero_bubble.core.schedules import SCHEDULES, ZB_AUTO
 
 _COMMANDS = {
     "list": "list the schedules with their bubble and memory",

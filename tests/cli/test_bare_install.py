@@ -44,3 +44,12 @@ def test_a_dry_run_says_what_the_job_also_needs(tmp_path: Path, ours: bool) -> N
     bare = run_bare(command, tmp_path)
     assert bare.returncode == 0, bare.stderr
     assert "The job also needs psutil, which is not installed here." in bare.stdout.splitlines()
+
+
+def test_the_list_of_schedules_takes_no_planner() -> None:
+    """Importing the planner takes longer than printing the list."""
+    script = "from megatron.zero_bubble.__main__ import main; main(['list']); import sys; print('\\n', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    modules = done.stdout.split("\n")[-2].split()
+    assert "megatron.zero_bubble.core.schedules" in modules
+    assert [name for name in modules if name.startswith(("megatron.zero_bubble.planning", "torch"))] == []

@@ -104,3 +104,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
     found = get_close_matches(word.lower().replace("_", "-"), {one.replace("_", "-"): one for one in known}, n=1)
     return next((one for one in known if found and one.replace("_", "-") == found[0]), None)
+
+
+def beyond_floats(error: OverflowError) -> str:
+    """Return the error message for figures whose products or quotients overflow."""
+    return f"some figures are too large or too small to plan with: {error}; give figures nearer to 1"

@@ -382,8 +382,3 @@ def measured(
         file=file,
         facts=file.facts,
     )
-
-
-def beyond_floats(error: OverflowError) -> str:
-    """Return the error message for figures whose products or quotients overflow."""
-    return f"some figures are too large or too small to plan with: {error}; give figures nearer to 1"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.zero_bubble.core.analysis.timeline import Timeline
-from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.errors import UserError, beyond_floats
 from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.formats.files import is_positive, is_text, json_object, read_key
 from megatron.zero_bubble.core.formats.plan import plan_to_json
@@ -24,7 +24,7 @@ from megatron.zero_bubble.core.plan.nccl import Ctas
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.codecs import parse, spell
 from megatron.zero_bubble.planning.feasibility import ANY_RUN, Feasibility
-from megatron.zero_bubble.planning.figures import beyond_floats, measured
+from megatron.zero_bubble.planning.figures import measured
 from megatron.zero_bubble.planning.question import of_run
 from megatron.zero_bubble.planning.setup import Setup
 

@@ -13,8 +13,7 @@ from megatron.zero_bubble.cli.advice_text import words_of_row
 from megatron.zero_bubble.cli.advise import advised, defaults
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe, world_of
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job, parsed_megatron_job
-from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
-from megatron.zero_bubble.planning.figures import beyond_floats
+from megatron.zero_bubble.core.errors import Refusal, UserError, attempted, beyond_floats
 from megatron.zero_bubble.planning.idle import idle_of
 from megatron.zero_bubble.planning.source import ZB_AUTO
 

@@ -24,7 +24,7 @@ from urllib.parse import SplitResult, urlsplit
 from megatron.zero_bubble.cli.playground.job import PageJob
 from megatron.zero_bubble.cli.playground.page import build_page
 from megatron.zero_bubble.cli.playground.questions import PageAnswer, catalogue, page_answer, read_question
-from megatron.zero_bubble.planning.figures import beyond_floats
+from megatron.zero_bubble.core.errors import beyond_floats
 
 _HOME = "127.0.0.1"
 _OUR_SITES = (None, "none", "same-origin")
