@@ -8,6 +8,7 @@ the part before it in the same pass has ended. What a pass gives is there at the
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 from typing import cast
@@ -37,7 +38,7 @@ class Lanes:
 
     def __init__(self, rank: int, times: PassCosts, slices: Slices) -> None:
         self._rank, self._times, self._slices = rank, times, slices
-        self._lane_free: dict[str, float] = {}
+        self._lane_free: defaultdict[str, float] = defaultdict(float)
         self.free = 0.0
         self.begin()
 
@@ -96,7 +97,7 @@ class QueueingLanes(Lanes):
         begin = latest = max(ready, lanes.get(COMPUTE, 0.0))
         ends = [ready] * len(works)
         for lane, ms, work in self._parts_of(op, works):
-            start = lanes.get(lane, 0.0)
+            start = lanes[lane]
             issued = ready if work is None else ends[work]
             if issued > start:
                 start = issued
@@ -125,8 +126,10 @@ class QueueingLanes(Lanes):
         self.free = max(self.free, self._lane_free.get(COMPUTE, 0.0))
         nexts = pairwise((*(begin for _, begin, _ in self._boxes), math.inf))
         for (works, begin, end), (_, until) in zip(self._boxes, nexts, strict=True):
-            for p, start, ends_at in divided(works, begin, end):
-                self.spans.append(Span(p, min(start, until), min(ends_at, until)))
+            spans = divided(works, begin, end)
+            if end > until:
+                spans = [Span(p, min(start, until), min(ends_at, until)) for p, start, ends_at in spans]
+            self.spans.extend(spans)
 
     def _parts_of(self, op: Op, works: tuple[Pass, ...]) -> tuple[LanePart, ...]:
         """Those of an op, which are alike for all microbatches."""

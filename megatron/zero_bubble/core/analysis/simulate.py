@@ -27,10 +27,7 @@ __all__ = ["Span", "Timeline", "simulate"]
 
 @without_gc()
 def simulate(
-    plan: Plan | Schedule,
-    costs: PassCosts,
-    memory: PassMemory | None = None,
-    rows: Sequence[Iterable[Step]] | None = None,
+    plan: Plan | Schedule, costs: PassCosts, memory: PassMemory | None = None, rows: Sequence[Iterable[Step]] = ()
 ) -> Timeline:
     """Compute the timeline of ``plan``, in time linear in its number of ops.
 
@@ -60,9 +57,9 @@ def simulate(
             raise error from None
         why = f"the ranks of this plan for {schedule.name!r} wait for each other; prove() shows where"
         raise PlanError(why) from None
-    spans, lanes = tuple(map(tuple, run.spans)), tuple(map(tuple, run.lanes))
+    spans, lanes = tuple(map(tuple, run.spans)), tuple(map(tuple, run.lanes)) if any(run.lanes) else ()
     messages = costs.messages_on(schedule.placement) if costs.message_ms else ()
-    timeline = Timeline(schedule, spans, lanes=lanes if any(lanes) else (), messages=messages)
+    timeline = Timeline(schedule, spans, lanes=lanes, messages=messages)
     return replace(timeline, peak_activation=peaks(timeline, memory))
 
 

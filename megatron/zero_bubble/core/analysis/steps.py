@@ -16,8 +16,6 @@ from megatron.zero_bubble.core.ir.passes import groups
 
 Report = Callable[[str, int, int], None]
 """A callback for a fault: a sentence, the rank, and the position of the op."""
-Dependencies = Callable[[Pass], tuple[Pass, ...]]
-"""The passes that must end before one starts."""
 
 
 class Step(NamedTuple):
@@ -32,18 +30,15 @@ class Step(NamedTuple):
     makes: tuple[Hashable, ...]
 
 
-def steps_of(schedule: Schedule, dependencies: Dependencies | None = None) -> list[Iterator[Step]]:
+def steps_of(schedule: Schedule) -> list[Iterator[Step]]:
     """Return the steps of a schedule without ops: a pass is its own token, and waits for the passes it depends on.
 
     A step is made when it is its turn, so that a run keeps only its results.
-
-    Args:
-        dependencies: of a pass; by default, they are found for every step.
     """
-    dependencies, pairs = dependencies or schedule.dependencies, schedule.pairs
+    dependencies, pairs = schedule.dependencies, schedule.pairs
 
     def needed(works: tuple[Pass, ...]) -> tuple[Pass, ...]:
-        return dependencies(*works) if len(works) == 1 else tuple(d for work in works for d in dependencies(work))
+        return dependencies(*works) if len(works) == 1 else sum(map(dependencies, works), ())
 
     return [
         map(Step, computes(row, pairs), repeat(()), map(needed, groups(row, pairs)), groups(row, pairs))

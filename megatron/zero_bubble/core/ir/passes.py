@@ -39,6 +39,8 @@ class Kind(Enum):
 # Enum finds a member in Python at every look-up of ``Kind.F``; code that runs for every pass imports these names.
 F, B, W, BW, S, T, L, I, J = Kind  # noqa: E741
 
+_TEXT = {kind: kind.value for kind in Kind}
+
 FORWARDS = (F, I, S, L)
 """The kinds that an evaluation runs."""
 REPEATABLE = (F, I, S)
@@ -62,7 +64,9 @@ class Pass(NamedTuple):
     slice: int = 0
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.label}"
+        stage, kind, microbatch, slice_ = self  # for hundreds of thousands of passes
+        text = f"{stage}{_TEXT[kind]}{microbatch}"
+        return f"{text}.{slice_}" if slice_ else text
 
     @property
     def label(self) -> str:
