@@ -51,12 +51,11 @@ def gradient_rows() -> Iterator[Row]:
         *on_each(2, 3, f"{SEQUENCE_PARALLEL} {PADDING}", tensor=2),
     ):
         yield layout, count, options, [f"{name} {AGAIN}" for name in schedules]
-    for chunks, stages, layers, schedules in (
-        (1, "Ett|t|t|ttL", 6, LINEAR),
-        (2, "Ett|t|t|tt|tt|t|tt|tL", 12, TWO_STAGES),
+    for stages, layers, schedules in (
+        ("Ett|t|t|ttL", 6, LINEAR),
+        ("Ett|t|t|tt|tt|t|tt|tL --num-virtual-stages-per-pipeline-rank 2", 12, TWO_STAGES),
     ):
-        flags = f"--num-virtual-stages-per-pipeline-rank {chunks} --pipeline-model-parallel-layout {stages}"
-        yield Layout(4, num_layers=layers), 4, f"{UNTIED} {flags}", schedules
+        yield Layout(4, num_layers=layers), 4, f"{UNTIED} --pipeline-model-parallel-layout {stages}", schedules
     for option in (
         "--calculate-per-token-loss",
         "--zero-bubble-fuse-wgrad",
