@@ -219,10 +219,11 @@ def _take_logits(patch: pytest.MonkeyPatch) -> None:
     class FromLogits(loop.Trainer):
         def _forward_step(
             self, batches: Iterator[Any], model: torch.nn.Module, return_schedule_plan: bool = False
-        ) -> tuple[torch.Tensor, Any]:
+        ) -> tuple[Any, Any]:
             ends = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
             batch = next(batches) if ends else {}
-            output = model(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"))
+            run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
+            output = run(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"))
             return output, partial(loss_of, batch)
 
     patch.setattr(loop, "Trainer", FromLogits)
