@@ -161,6 +161,25 @@ def test_a_script_can_neither_stop_us_nor_outlive_us(
     assert shells.stdout == ""
 
 
+def test_jobs_that_a_script_starts_before_it_hangs_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "_SECONDS", 1)
+    job = "torchrun pretrain_gpt.py --num-layers 8 --pipeline-model-parallel-size 4"
+    (tmp_path / "watched.sh").write_text(f"{job} &\nwhile true; do sleep 60; done\n")
+    (recipe,) = recipes_in(str(tmp_path))
+    assert (recipe.problem, recipe.flags) == (None, tuple(job.split()[2:]))
+
+
+def test_a_script_that_starts_more_and_more_processes_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "_MOST_PROCESSES", 20)
+    monkeypatch.setattr(shell, "_SECONDS", 60)
+    busy = "builtin set -m\nwhile :; do while :; do :; done & done"  # each in a group of its own
+    (tmp_path / "forks.sh").write_text(f"# --pipeline-model-parallel-size\n{busy}\n")
+    (recipe,) = recipes_in(str(tmp_path))
+    assert recipe.problem == f"no command with the flags of a job: {shell._CROWDED}"
+    shells = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert shells.stdout == ""
+
+
 def test_secrets_are_not_given_to_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     (tmp_path / "tells.sh").write_text(': "${HF_TOKEN?it is not set}" # --pipeline-model-parallel-size\n')

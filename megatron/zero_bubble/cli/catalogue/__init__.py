@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.zero_bubble.cli.catalogue.answers import rows_of
 from megatron.zero_bubble.cli.catalogue.find import MARK, recipes_in
-from megatron.zero_bubble.cli.catalogue.judge import Row, judged
+from megatron.zero_bubble.cli.catalogue.judge import Row
 from megatron.zero_bubble.cli.catalogue.table import ASSUMPTIONS, FORMATS, text_of
 from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.progress import progress
@@ -69,4 +70,4 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
     for folder in options.folders:
         name = Path(folder).resolve().name
         with progress("judging", [(recipe.name, recipe) for recipe in recipes_in(folder)]) as (each, _):
-            yield from (replace(row, name=f"{name}/{row.name}") for row in (judged(one, options.gpu) for one in each))
+            yield from (replace(row, name=f"{name}/{row.name}") for row in rows_of(each, options.gpu))

@@ -14,11 +14,13 @@ from megatron.zero_bubble.cli.advise import advised, defaults
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe, world_of
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job, parsed_megatron_job
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted, beyond_floats
+from megatron.zero_bubble.core.ir.sizes import TooLarge
 from megatron.zero_bubble.planning.idle import idle_of
 from megatron.zero_bubble.planning.source import ZB_AUTO
 
 GAINS, STAYS, REFUSED = "gains", "stays", "refused"
 BROKEN, SINGLE, OTHER, UNREAD = "broken", "no pipeline", "no training of a GPT", "not read"
+UNANSWERED = "no answer"
 OUTCOMES = {
     GAINS: "a change of the schedule or of the layers per stage is worth it",
     STAYS: "nothing gains enough; what the job runs is right",
@@ -27,6 +29,7 @@ OUTCOMES = {
     SINGLE: "there is one pipeline rank, so there is no bubble",
     OTHER: "another kind of model, inference, or a conversion",
     UNREAD: "no job was found in the file",
+    UNANSWERED: "the job is too large for an answer within the limits of the catalogue",
 }
 """What can be said of a recipe, and what it means."""
 _PROGRAMS = ("pretrain_gpt.py", "pretrain_hybrid.py", "pretrain_mamba.py", "train_rl.py", "")
@@ -104,9 +107,10 @@ def _of_job(recipe: Recipe, row: Row) -> Row:
     row = replace(row, gpus=nodes * per_node, is_assumed=is_assumed, ranks=sizes["pipeline"])
     if sizes["pipeline"] < 2 and parsed.args.num_layers is None and not recipe.program:
         return replace(row, outcome=SINGLE)  # of Megatron-Bridge, which has the sizes elsewhere
-    checked = attempted(partial(checked_megatron_job, recipe.flags, nodes * per_node, per_node))
-    if isinstance(checked, Refusal):
-        return _because(row, BROKEN, recipe, checked.reason)
+    try:
+        checked = checked_megatron_job(recipe.flags, nodes * per_node, per_node)
+    except UserError as error:
+        return _because(row, UNANSWERED if isinstance(error, TooLarge) else BROKEN, recipe, str(error))
     if sizes["pipeline"] < 2:
         return replace(row, outcome=SINGLE)
     placement = checked.args.placement
@@ -146,6 +150,16 @@ def _of_advice(row: Row, options: argparse.Namespace, flags: Sequence[str]) -> R
         flags="" if words is None else " ".join([*words.add, *(f"(without {word})" for word in words.leave_out)]),
         gain=None if best is None else best.gain,
     )
+
+
+def unanswered(recipe: Recipe, gpu: str, why: str) -> Row:
+    """The row of a recipe whose answer was given up.
+
+    Args:
+        why: why it was, as the start of a sentence.
+    """
+    reason = f"{why}; ask zero-bubble advise, which has no such limit, or lower --global-batch-size"
+    return _because(Row(recipe.name, UNANSWERED, gpu=recipe.gpu or gpu), UNANSWERED, recipe, reason)
 
 
 def _because(row: Row, outcome: str, recipe: Recipe, reason: str) -> Row:

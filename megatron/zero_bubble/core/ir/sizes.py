@@ -11,6 +11,10 @@ MOST_LAYERS = 10_000
 _MOST_SHOWN = 10**18
 
 
+class TooLarge(UserError):
+    """A schedule that a job may run, but that is too large to be planned."""
+
+
 def check_size(num_ranks: int, num_microbatches: int = 1, num_chunks: int = 1, num_slices: int = 1) -> None:
     """Check that a schedule of this size is small enough to be planned; counts below 1 are checked elsewhere.
 
@@ -19,14 +23,14 @@ def check_size(num_ranks: int, num_microbatches: int = 1, num_chunks: int = 1, n
         num_slices: slices per sequence.
 
     Raises:
-        UserError: for more than ``MOST_FORWARDS`` forwards.
+        TooLarge: for more than ``MOST_FORWARDS`` forwards.
     """
     sizes = num_ranks, num_chunks, num_microbatches, num_slices
     forwards = 1
     for size in sizes:
         forwards *= max(1, size)
     if forwards > MOST_FORWARDS:
-        raise UserError(
+        raise TooLarge(
             f"ranks x stages per rank x microbatches x slices must be at most {MOST_FORWARDS:,}; got "
             f"{' x '.join(map(_shown, sizes))}; give smaller numbers (more microbatches only repeat the steady state)"
         )

@@ -1,0 +1,64 @@
+"""The rows of recipes, with a limit on the time and the memory that each may take.
+
+A worker judges them (``worker.py``). A recipe that takes too much ends it, and the next one gets a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from megatron.zero_bubble.cli.catalogue.judge import Row, unanswered
+from megatron.zero_bubble.cli.catalogue.recipe import Recipe
+
+SECONDS, GIB = 30, 6
+"""CPU time for the answer to one recipe, and the worker's address space."""
+NO_MEMORY = 3
+"""The exit status of a worker that cannot get more memory."""
+_WORKER = "megatron.zero_bubble.cli.catalogue.worker"
+
+
+def rows_of(recipes: Iterable[Recipe], gpu: str, seconds: int = SECONDS, gib: float = GIB) -> Iterator[Row]:
+    """Yield the row of every recipe.
+
+    Args:
+        gpu: a key of ``DEVICES``, for recipes that do not say on which they run.
+        seconds, gib: the limits.
+    """
+    command = [sys.executable, "-m", _WORKER, gpu, str(seconds), str(gib)]
+    worker: subprocess.Popen[str] | None = None
+    try:
+        for recipe in recipes:
+            if worker is None:
+                worker = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+                )
+            if (fields := _answer(worker, recipe)) is not None:
+                yield Row(**fields)
+                continue
+            reasons = {
+                -signal.SIGXCPU: f"it took longer than {seconds} s of CPU",
+                -signal.SIGKILL: "its worker was killed, as systems without memory do",
+                NO_MEMORY: f"it took more than {gib:g} GiB of memory",
+            }
+            status = worker.wait()
+            yield unanswered(recipe, gpu, reasons.get(status, f"its worker ended with exit status {status}"))
+            worker = None
+    finally:
+        if worker is not None:
+            worker.kill()
+            worker.wait()
+
+
+def _answer(worker: subprocess.Popen[str], recipe: Recipe) -> dict[str, Any] | None:
+    """The fields of the row; None if the worker has ended instead."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    print(json.dumps(asdict(recipe)), file=worker.stdin, flush=True)
+    line = worker.stdout.readline()
+    return json.loads(line) if line else None
