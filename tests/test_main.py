@@ -144,7 +144,7 @@ def test_costs_file_equals_time_flags(capsys: Capture, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
+        ([], "a command is required: list, advise, plan, "),
         (["fly"], "invalid choice: 'fly'"),
         (["plan", *TIMES], "one of the arguments --schedule --schedule-file is required"),
         ([*PLAN, *TIMES, "--schedule-file", "x"], "not allowed with argument --schedule"),

@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     root = parser(only=arguments[0] if arguments else "")
+    if not arguments:
+        root.error(f"a command is required: {', '.join(_COMMANDS)}; --help says what each does")
     options, others = root.parse_known_args(arguments)
     if others:
         after = (

@@ -88,7 +88,7 @@ _CURRENT, _BLOCKS = " --fp8-format hybrid --fp8-recipe tensorwise", " --fp8-form
 _MXFP8, _NVFP4 = " --fp8-format e4m3 --fp8-recipe mxfp8", " --fp4-format e2m1 --fp4-param-gather"
 _CURRENT, _BLOCKS, _MXFP8 = (f"{flags} --fp8-param-gather" for flags in (_CURRENT, _BLOCKS, _MXFP8))
 _BLOCKS += " --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-_OVERLAP = " --overlap-moe-expert-parallel-comm"
+_OVERLAP, _FUSED = " --overlap-moe-expert-parallel-comm", " --use-transformer-engine-op-fuser"
 _AGAIN, _NORMS, _MORE_AGAIN = (
     f" --recompute-granularity selective --recompute-modules {modules}"
     for modules in ("mla_up_proj", "mla_up_proj layernorm", "mla_up_proj mlp")
@@ -107,7 +107,7 @@ _LATENT = (
     "--qk-pos-emb-head-dim 64 --v-head-dim 128 --moe-shared-expert-intermediate-size 2048"
 )
 _DEEPSEEK = _shapes(61, 7168, 128, 18432, 4096, 129_280, _LATENT) + _experts(256, 8, 2048, "flex")
-_DEEPSEEK += " --moe-layer-freq '([0]*3+[1]*58)'"
+_DEEPSEEK += " --moe-layer-freq '([0]*3+[1]*58)' --moe-router-num-groups 8 --moe-router-group-topk 4"
 _KIMI = _shapes(61, 7168, 64, 18432, 4096, 163_840, _LATENT) + _experts(384, 8, 2048, "flex")
 _KIMI += " --moe-layer-freq '([0]*1+[1]*60)'"
 _QWEN = _shapes(94, 4096, 64, 12288, 4096, 151_936, f"{_grouped(4)} --kv-channels 128")
@@ -248,8 +248,14 @@ RUNS = (
     *(
         Run("Qwen3 235B", gpu, 64, 4, _QWEN_FLEX + split + precision, _bridge(release), tokens=tokens)
         for gpu, split, precision, release, tokens in (
-            ("gb200", _ONE + _split(8, 8192, experts=32) + _layout("Et*3|(t*4|)*22t*3L"), _MXFP8, "26.06", 7376),
-            ("gb300", _TWO + _split(4, 8192, experts=32) + _layout("Et|(t*2|)*46tL"), _MXFP8, "26.06", 9015),
+            (
+                "gb200",
+                _ONE + _split(8, 8192, experts=32) + _layout("Et*3|(t*4|)*22t*3L"),
+                _MXFP8 + _FUSED,
+                "26.06",
+                7376,
+            ),
+            ("gb300", _TWO + _split(4, 8192, experts=32) + _layout("Et|(t*2|)*46tL"), _MXFP8 + _FUSED, "26.06", 9015),
             ("gb300", _TWO + _split(4, 8192, experts=16) + _layout("Et|(t*2|)*46tL"), "", "25.11", 6131),
         )
     ),
@@ -310,7 +316,14 @@ RUNS = (
         "gb200",
         64,
         4,
-        _DEEPSEEK + _AGAIN + _ONE + _split(4, 4096, experts=64) + _layout(_OF_16.format("m")) + _PREDICTING + _MXFP8,
+        _DEEPSEEK
+        + _AGAIN
+        + _ONE
+        + _split(4, 4096, experts=64)
+        + _layout(_OF_16.format("m"))
+        + _PREDICTING
+        + _MXFP8
+        + _FUSED,
         _bridge("26.06"),
         tokens=4969,
     ),
@@ -319,7 +332,7 @@ RUNS = (
         "gb300",
         64,
         4,
-        _DEEPSEEK + _ONE + _split(2, 4096, experts=32) + _layout(_OF_16.format("m")) + _PREDICTING + _MXFP8,
+        _DEEPSEEK + _ONE + _split(2, 4096, experts=32) + _layout(_OF_16.format("m")) + _PREDICTING + _MXFP8 + _FUSED,
         _bridge("26.06"),
         tokens=6338,
     ),

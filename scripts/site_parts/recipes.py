@@ -6,11 +6,12 @@ import csv
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 from site_parts.markdown import code, table
 
 _CSV = Path(__file__).parent.parent.parent / "docs/catalogue.csv"
-_FUNCTIONAL = "/functional_tests/"
+_FUNCTIONAL, _PERFORMANCE = "/functional_tests/", "/perf_recipes/"
 _LEAST = 0.05
 Row = dict[str, str]
 
@@ -24,7 +25,7 @@ def _kind(row: Row) -> str:
     folder, _, path = row["name"].partition("/")
     if _FUNCTIONAL in path:
         return f"{folder}, functional tests"
-    return f"{folder}, performance" if "/perf_recipes/" in path else folder
+    return f"{folder}, performance" if _PERFORMANCE in path else folder
 
 
 def counts() -> str:
@@ -98,4 +99,24 @@ def _reasons() -> Iterator[tuple[str, ...]]:
             yield outcome, code(option) if option else "", first["reason"].replace("|", "\\|"), str(number)
 
 
-PARTS: dict[str, Callable[[], str]] = {"recipe-counts": counts, "recipe-idle": idle, "recipe-reasons": refused}
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def words() -> str:
+    """One sentence for the README: what performance recipes idle, and what the best change gains where it gains."""
+    known = [row for row in _rows() if _PERFORMANCE in row["name"] and row["idle"]]
+    idle = [sum(float(row["idle"]) >= least for row in known) for least in (0.1, 0.05)]
+    gains = [float(row["gain"]) for row in known if row["gain"]]
+    of = f"of the {len(known)} performance recipes of Megatron-Bridge with a pipeline, {idle[0]} idle 10 % or more"
+    gain = f"the best saves {_percent(median(gains))} in the median, {_percent(max(gains))} at most"
+    where = "**Published recipes** ([estimates](docs/catalogue.md))"
+    return f"{where}: {of}, {idle[1]} at least 5 %; where a change gains, {gain}."
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "recipe-words": words,
+    "recipe-counts": counts,
+    "recipe-idle": idle,
+    "recipe-reasons": refused,
+}

@@ -242,18 +242,31 @@ def test_errors_are_sentences(capsys: Capture, own: list[str], job: list[str], w
     ("words", "sentence"),
     [
         (["--", "run.sh"], "what follows -- must be the flags of the job, which begin with --; got run.sh; give the"),
-        (["run.sh", *SMALL], "got run.sh; give the flags themselves"),
+        (["run.sh", *SMALL], "'zero-bubble catalogue FOLDER' reads the scripts of a folder"),
         (
             ["--", " ".join(SMALL)],
             "got '--num-layers 16 --hidden-size 1024 --num' and more in one; leave out the quotes",
         ),
         (["--", "--num-layers", "8"], "give them as flags"),
         (["--gpu-memory", "80G", "--", *SMALL], "got 80G; write 80GiB"),
+        (["--", "--num-layer", *SMALL[1:]], "; --num-layer is no flag that is known here, did you mean --num-layers?"),
+        (
+            ["--", *(word.replace("pipeline-model-parallel", "pipeline-parallel") for word in SMALL)],
+            "no bubble; --pipeline-parallel-size is no flag that is known here, did you mean --pipeline-model-parallel",
+        ),
     ],
 )
 def test_other_words_than_flags_are_refused_with_a_remedy(capsys: Capture, words: list[str], sentence: str) -> None:
     assert main(["advise", "--quick", "--gpus-per-node", "4", *words]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_pasted_command_counts_as_the_flags_of_its_script(capsys: Capture) -> None:
+    own = ["advise", "--quick", "--gpus-per-node", "4", "--"]
+    assert main([*own, *SMALL]) == 0
+    as_flags = capsys.readouterr().out
+    assert main([*own, "torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *SMALL]) == 0
+    assert capsys.readouterr().out == as_flags
 
 
 def test_a_configuration_file_of_our_loop_is_read(capsys: Capture, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megatron.zero_bubble.cli.hardware import add_gpu_flags, device_of, job_cost
 from megatron.zero_bubble.cli.job_figures import CostsInput, with_vocabulary
 from megatron.zero_bubble.cli.job_schedule import planned_schedule
 from megatron.zero_bubble.cli.links import add_link_flags
-from megatron.zero_bubble.cli.megatron_job import MegatronJob, ParsedJob, parsed_megatron_job
+from megatron.zero_bubble.cli.megatron_job import MegatronJob, ParsedJob, parsed_megatron_job, suspects
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs.units import positive_figure
@@ -102,6 +102,7 @@ def read_job(options: argparse.Namespace, argv: Sequence[str]) -> JobAsIs:
         raise UserError(
             "advice is about pipelines of 2 or more ranks; got --pipeline-model-parallel-size "
             f"{args.pipeline_model_parallel_size}; a job without a pipeline has no bubble"
+            f"{suspects(parsed.unread)}"
         )
     costs, groups = job_costs(options, args, options.costs)
     own = with_vocabulary(costs, args)

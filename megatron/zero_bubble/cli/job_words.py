@@ -8,16 +8,19 @@ from megatron.zero_bubble.core.errors import UserError
 
 
 def job_words(options: argparse.Namespace) -> list[str]:
-    """Return the flags of the job.
+    """Return the flags of the job; of a command that starts it, those of its script.
 
     Raises:
         UserError: a script, or all flags in one argument.
     """
     words = list(options.job[1:] if options.job[:1] == ["--"] else options.job)
+    script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    if words and not words[0].startswith("-") and script is not None:
+        words = words[script + 1 :]
     if words and not words[0].startswith("-"):
         raise UserError(
             f"what follows -- must be the flags of the job, which begin with --; got {words[0]:.60}; give the flags "
-            "themselves, as the training script gets them"
+            "themselves, as the training script gets them; 'zero-bubble catalogue FOLDER' reads the scripts of a folder"
         )
     if together := next((word for word in words if word.startswith("--") and " --" in word), None):
         raise UserError(

@@ -31,6 +31,9 @@ from megatron.zero_bubble.planning.job.sequence_parallel import without_sequence
 from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.values import values_of
 
+_SIMILAR = 0.85
+"""Similarity from which an unknown flag of a job that cannot run is a known one with a mistake."""
+
 
 class MegatronJob(NamedTuple):
     """A checked job.
@@ -78,7 +81,12 @@ class ParsedJob:
         Raises:
             UserError: the error that a run with these flags ends with.
         """
-        return _checked(copy.copy(self.args), self.given, self)
+        try:
+            return _checked(copy.copy(self.args), self.given, self)
+        except UserError as error:
+            if not (meant := suspects(self.unread)):
+                raise
+            raise UserError(f"{error}{meant}", error.everywhere, error.remedy) from error
 
     def changed(self, setup: Setup, adds: Sequence[str], drops: Sequence[str]) -> MegatronJob:
         """Check the job with another setup.
@@ -100,6 +108,14 @@ class ParsedJob:
         """Return why the changed job would be refused; None if it would run."""
         job = attempted(partial(self.changed, setup, adds, drops))
         return job if isinstance(job, Refusal) else None
+
+
+def suspects(unread: Sequence[str]) -> str:
+    """Return which flags that are not known here may be known ones, to end an error with; empty if none may."""
+    from megatron.zero_bubble.planning.job.arguments.parser import misspelt
+
+    pairs = misspelt(unread, _SIMILAR)
+    return "".join(f"; {flag} is no flag that is known here, did you mean {meant}?" for flag, meant in pairs)
 
 
 def parsed_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -> ParsedJob:

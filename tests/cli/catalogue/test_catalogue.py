@@ -263,6 +263,7 @@ def test_every_recipe_is_a_row_with_its_reason(folder: Path, tmp_path: Path, cap
     assert all(name in page for name in rows)
     assert "http" not in page
     assert "Broken: --num-layers 1, --step-batch-size-schedule 1." in out
+    assert "unread.sh  not read: no command with the flags of a job" in out
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ def test_operations_per_layer_equal_the_papers() -> None:
     # Flash kernels skip the half that a causal mask leaves out, in five products instead of four.
     flash = s * b * h * (24 * h + 2 * s), s * b * h * (24 * h + 5 * s), w
     assert times(replace(model, flash=True)) == pytest.approx(tuple(layers * each for each in flash))
+    window = s * b * h * (24 * h + 2 * s * 0.5 + 4 * 128 * 0.5)  # in half of the layers, 128 tokens instead of s / 2
+    assert times(replace(model, flash=True, window=128, windowed=0.5))[0] == pytest.approx(layers * window)
+    assert times(replace(model, flash=True, window=s)) == times(replace(model, flash=True)), "more than there are"
     half = replace(model, sequence=s // 2, context_parallel=2)
     assert times(half) == pytest.approx(tuple(layers * each / 2 for each in (f, b_, w)))
     assert times(replace(model, recompute="full")) == pytest.approx((layers * f, layers * (b_ + f), layers * w))

@@ -30,10 +30,10 @@ def model(**own: object) -> Model:
 
 
 def test_one_expert_as_wide_as_the_mlp_is_a_dense_layer() -> None:
-    """Besides its router, and its input, which it has as rows of its own."""
+    """Besides its router, and its input, which it has as rows of its own, and orders."""
     dense, one = layer_costs(DENSE, H100), layer_costs(model(count=1, top_k=1, ffn=4096), H100)
     for name in ("forward_ms", "backward_ms", "wgrad_ms"):
-        assert getattr(one.layers[0], name) == pytest.approx(getattr(dense.layers[0], name), rel=0.03)
+        assert getattr(one.layers[0], name) == pytest.approx(getattr(dense.layers[0], name), rel=0.05)
     assert one.layers[0].activation == pytest.approx(dense.layers[0].activation + STATES + 8 * 2048)
     assert model(count=1, top_k=1, ffn=4096).stage_weights(LINE)[0] == pytest.approx(
         DENSE.stage_weights(LINE)[0] + 2 * 1024
@@ -41,10 +41,10 @@ def test_one_expert_as_wide_as_the_mlp_is_a_dense_layer() -> None:
 
 
 def test_only_experts_of_a_token_take_time_and_all_take_memory() -> None:
-    few, many = model(), model(count=64)
+    few, many = model(fused=True), model(count=64, fused=True)  # so that each has as many launches
     one, other = (layer_costs(each, H100).layers[0] for each in (few, many))
     assert one.wgrad_ms == other.wgrad_ms and one.forward_ms == pytest.approx(other.forward_ms, rel=0.03)
-    assert layer_costs(model(top_k=4), H100).layers[0].wgrad_ms > one.wgrad_ms
+    assert layer_costs(model(top_k=4, fused=True), H100).layers[0].wgrad_ms > one.wgrad_ms
     assert many.expert_weights(LINE) == pytest.approx([4 * count for count in few.expert_weights(LINE)])
     divided = model(parallel=8)
     assert divided.expert_weights(LINE) == pytest.approx([count / 8 for count in few.expert_weights(LINE)])
@@ -70,6 +70,10 @@ def test_all_to_alls_take_as_long_as_what_a_rank_sends_to_others() -> None:
     # Sent once to a rank or node that has any of its experts: 1 - (1 - 1/n)^k of n.
     assert ms(parallel=8, sends_once=True) == pytest.approx(STATES * 7 * (1 - (7 / 8) ** 2) / within)
     assert ms(parallel=16, sends_once=True) == pytest.approx(STATES * 1 * (1 - (1 / 2) ** 2) / between)
+    # Of eight experts from two of four groups, each of which is a node.
+    assert ms(count=64, parallel=32, sends_once=True, top_k=8, groups=4, group_top_k=2) == pytest.approx(
+        STATES * 3 * (2 / 4) / between, rel=1e-3
+    )
     assert ms(replace(H100, domain=72), parallel=64) == pytest.approx(STATES * 2 * 63 / 64 / within)
 
 
@@ -106,3 +110,38 @@ def test_layers_of_prediction_have_the_experts_of_the_last_layer() -> None:
     assert prediction_weights(some, (0, 1))[1] > prediction_expert_weights(some, (0, 1))[1]
     first = replace(some, experts=replace(some.experts, layers=(True, True, True, False)))  # type: ignore[type-var]
     assert prediction_experts(first, H100) is None and prediction_expert_weights(first, (0, 1)) == (0, 0)
+
+
+def test_tokens_are_permuted_around_all_to_alls() -> None:
+    """Each permutation reads and writes the rows of F and of B."""
+
+    def ms(**own: object) -> tuple[float, float, float]:
+        part = layer_costs(model(**own), H100).experts[0]
+        return part.experts, part.experts_grad, part.experts_wgrad
+
+    once = 2 * 2 * STATES / (H100.memory_tbs * 1e9)  # two experts per token
+    by_rank, by_kernel, one_each = (ms(parallel=8), ms(parallel=8, sends_once=True), ms(parallel=16))
+    assert [a - b for a, b in zip(by_rank, by_kernel, strict=True)] == pytest.approx([2 * once, 2 * once, 0.0])
+    assert one_each == pytest.approx(by_kernel), "one expert per rank needs no order among its rows"
+
+
+def test_fused_experts_have_no_kernels_between_their_products() -> None:
+    apart, fused = (layer_costs(model(parallel=8, fused=fused), H100) for fused in (False, True))
+    assert fused.experts[0].experts < apart.experts[0].experts
+    assert fused.experts[0].experts_grad < apart.experts[0].experts_grad
+    assert fused.experts[0].experts_wgrad == apart.experts[0].experts_wgrad
+    assert fused.layers[0].activation == apart.layers[0].activation
+    assert fused.layers[0].forward_ms - fused.experts[0].experts == pytest.approx(
+        apart.layers[0].forward_ms - apart.experts[0].experts
+    )
+
+
+def test_many_small_experts_take_the_time_of_their_launches() -> None:
+    def wgrad(count: int, **own: object) -> float:
+        return layer_costs(model(count=count, top_k=2, ffn=64, **own), H100).experts[0].experts_wgrad
+
+    assert wgrad(256) == pytest.approx(2 * 256 * 0.005)
+    assert wgrad(256, parallel=8) == pytest.approx(2 * 32 * 0.005)
+    assert wgrad(256, fused=True) < wgrad(16), "one launch for all"
+    large = [layer_costs(model(count=count, ffn=8192), H100).experts[0].experts_wgrad for count in (2, 16)]
+    assert large[0] == pytest.approx(large[1]), "products that take longer than their launches hide these"

@@ -9,7 +9,7 @@ import pytest
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import stage_layers
-from megatron.zero_bubble.planning.job.arguments.parser import parse
+from megatron.zero_bubble.planning.job.arguments.parser import parse, parse_megatron
 from megatron.zero_bubble.planning.job.model import model_of, stated_vocab_size, uneven_layout
 
 SHAPES = "--hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 --num-layers 18"
@@ -19,6 +19,12 @@ LINEAR = Placement.linear(4)
 def job(flags: str = "", **more: object) -> argparse.Namespace:
     args = parse(f"{SHAPES} {flags}".split())
     vars(args).update(more)
+    return args
+
+
+def megatron_job(flags: str) -> argparse.Namespace:
+    args, unread = parse_megatron(f"{SHAPES} {flags}".split())
+    assert not unread
     return args
 
 
@@ -90,3 +96,25 @@ def test_the_stated_size_of_the_vocabulary_is_padded() -> None:
 def test_too_few_layers_are_rejected() -> None:
     with pytest.raises(UserError, match="18 layers with .* do not fill 40 pipeline stages; use at least 38 layers"):
         uneven_layout(job(), Placement.vee(20), 1024)
+
+
+@pytest.mark.parametrize(
+    ("flags", "window", "windowed"),
+    [
+        ("", None, 1.0),
+        ("--window-size 127,0", 128, 1.0),
+        ("--window-size (127,0) --window-attn-skip-freq 4", 128, 0.75),
+        ("--window-size 127,0 --window-attn-skip-freq [1,1,0]*6", 128, 2 / 3),
+        ("--window-size=-1,0 --window-attn-skip-freq 2", None, 1.0),
+    ],
+)
+def test_windows_of_attention_are_megatrons(flags: str, window: int | None, windowed: float) -> None:
+    found = model_of(megatron_job(flags), (18,))
+    assert (found.window, found.windowed) == (window, pytest.approx(windowed))
+
+
+def test_estimates_know_fused_experts_and_groups_of_them() -> None:
+    flags = "--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 --use-transformer-engine-op-fuser"
+    found = model_of(megatron_job(f"{flags} --disable-bias-linear"), (18,)).experts
+    assert found is not None
+    assert (found.fused, found.groups, found.group_top_k) == (True, 4, 2)

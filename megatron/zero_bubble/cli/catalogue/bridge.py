@@ -83,6 +83,8 @@ def _recipe(name: str, found: Mapping[str, Any]) -> Recipe:
         fields.pop("overlap_param_gather", None)
     if isinstance(layout := fields.get("pipeline_model_parallel_layout"), list):
         fields["pipeline_model_parallel_layout"] = "|".join("".join(_LETTERS[one] for one in each) for each in layout)
+    if isinstance(window := fields.get("window_size"), list):
+        fields["window_size"] = ",".join(map(str, window))
     if fields.get("pipeline_model_parallel_layout"):  # which says how many stages there are
         fields.pop("virtual_pipeline_model_parallel_size", None)
     model, has_pipeline = fields.get("model_name"), fields.get("pipeline_model_parallel_size", 1) > 1

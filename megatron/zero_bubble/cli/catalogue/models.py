@@ -33,6 +33,11 @@ def _experts(number: int, top: int, ffn: int, shared: int = 0, dense: int = 0, l
     return fields | ({"moe_layer_freq": f"([0]*{dense}+[1]*{layers - dense})"} if dense else {})
 
 
+def _grouped(groups: int, top: int) -> dict[str, Any]:
+    """Groups of experts, from some of which those of a token are."""
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": top}
+
+
 def _latent(q_rank: int | None) -> dict[str, Any]:
     """Multi-head latent attention as in DeepSeek-V2 and its successors."""
     ranks = {"q_lora_rank": q_rank, "kv_lora_rank": 512, "qk_layernorm": True}
@@ -40,14 +45,14 @@ def _latent(q_rank: int | None) -> dict[str, Any]:
 
 
 def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
-    """The sizes that the two models share."""
+    """The sizes that the two models share; every other layer attends to 128 tokens."""
     sizes = _dense(layers, 2880, 2880, 64, 8, 201088, kv_channels=64, add_bias_linear=True, add_qkv_bias=True)
-    return sizes | _experts(experts, 4, 2880)
+    return sizes | {"window_size": "127,0", "window_attn_skip_freq": 2} | _experts(experts, 4, 2880)
 
 
 _WIDE: dict[str, Any] = {"kv_channels": 128, "qk_layernorm": True}
-_PREDICTS: dict[str, Any] = {"mtp_num_layers": 1}
-_GLM: dict[str, Any] = {"kv_channels": 128, "add_qkv_bias": True, **_PREDICTS}
+_V3: dict[str, Any] = {"mtp_num_layers": 1, **_grouped(8, 4)}
+_GLM: dict[str, Any] = {"kv_channels": 128, "add_qkv_bias": True, "mtp_num_layers": 1}
 _LLAMA, _QWEN, _DEEPSEEK_2, _DEEPSEEK_3 = 128256, 151936, 102400, 129280
 MODELS: dict[str, dict[str, Any]] = {
     # provider; the vocabulary is that of transformers' LlamaConfig, and of Llama 3.1's file
@@ -75,11 +80,11 @@ MODELS: dict[str, dict[str, Any]] = {
         27, 2048, 10944, 16, 16, _DEEPSEEK_2, **_latent(None), **_experts(64, 6, 1408, 2816, 1, 27)
     ),
     "deepseek-ai/DeepSeek-V2": _dense(
-        60, 5120, 12288, 128, 128, _DEEPSEEK_2, **_latent(1536), **_experts(160, 6, 1536, 3072, 1, 60)
+        60, 5120, 12288, 128, 128, _DEEPSEEK_2, **_latent(1536), **_experts(160, 6, 1536, 3072, 1, 60), **_grouped(8, 3)
     ),
     # file
     "deepseek-ai/DeepSeek-V3": _dense(
-        61, 7168, 18432, 128, 128, _DEEPSEEK_3, **_latent(1536), **_experts(256, 8, 2048, 2048, 3, 61), **_PREDICTS
+        61, 7168, 18432, 128, 128, _DEEPSEEK_3, **_latent(1536), **_experts(256, 8, 2048, 2048, 3, 61), **_V3
     ),
     "moonshotai/Kimi-K2-Instruct": _dense(
         61, 7168, 18432, 64, 64, 163840, **_latent(1536), **_experts(384, 8, 2048, 2048, 1, 61)

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from html import escape
 from importlib import resources
 
-from megatron.zero_bubble.cli.catalogue.judge import BROKEN, GAINS, OUTCOMES, REFUSED, Row
+from megatron.zero_bubble.cli.catalogue.judge import BROKEN, GAINS, OUTCOMES, REFUSED, UNANSWERED, UNREAD, Row
 
 ASSUMPTIONS = (
     "Scripts are read by a restricted bash that starts nothing, without arguments, with this shell's variables.",
@@ -41,10 +41,10 @@ _HEAD = ("recipe", "GPUs", "p x v, m", "idle", "best change", "gain", "option", 
 
 
 def text_of(rows: Sequence[Row]) -> str:
-    """One line per recipe that can gain something or has something wrong, and the numbers of all."""
+    """One line per recipe that can gain something, or about which something is to know, and the numbers of all."""
     lines = []
     for row in _ordered(rows):
-        if row.outcome in (GAINS, REFUSED, BROKEN):
+        if row.outcome in (GAINS, REFUSED, BROKEN, UNREAD, UNANSWERED):
             gains = f"{row.gain:.1%} with {row.flags}" if row.gain is not None else ""
             why = f"{row.outcome}: {row.reason}" if row.outcome != GAINS else ""
             idle = "" if row.idle is None else f"idle {row.idle:.1%}"

@@ -29,6 +29,8 @@ from megatron.zero_bubble.core.ir import Placement
 _FORWARD_SWEEPS, _BACKWARD_SWEEPS = 5.0, 4.3
 """How often element-wise kernels move the bytes that a layer stores. Fitted, together with the A100's matrix
 efficiency, to the 12 profiles of the Zero Bubble paper (table 9); F, B and W deviate from them by at most 5 %."""
+_LAUNCH_MS = 0.005
+"""The time that a kernel takes at least, because it is launched."""
 _EXPOSED = 0.6
 """The share of tensor-parallel collectives that passes wait for where they run beneath the products."""
 
@@ -108,19 +110,21 @@ def _milliseconds(layer: LayerWork, model: Model, device: Device) -> tuple[float
     rate, sweep = _rate(model, device), device.memory_tbs * 1e9  # bytes per ms
     added = 1 / _rate(model, device, model.precision) - 1 / rate  # ms per operation, what the precision adds or saves
     # F quantizes the inputs of linear layers, B the gradients of their outputs: each half of what W takes.
-    elements = layer.operands / model.kept.operand_bytes / 2 if layer.linear else 0.0
-    waits = elements * device.supported(model.precision).moved / sweep
-    waits += layer.reductions * _reduction_ms(model, device)
+    quantized = layer.operands - layer.quantized_inside if layer.linear else 0.0
+    waits = quantized / model.kept.operand_bytes / 2 * device.supported(model.precision).moved / sweep
+    waits += layer.reductions * _reduction_ms(model, device) + layer.permuted / sweep
+    launching = max(0.0, layer.products * _LAUNCH_MS - layer.grouped * (1 / rate + added))
+    waits += launching
     forward = layer.forward / rate + layer.linear * added + waits
     again = forward if layer.is_recomputed and model.recompute == "full" else 0.0
-    swept = _BACKWARD_SWEEPS * layer.moved + _FORWARD_SWEEPS * layer.moved_again
+    swept = _BACKWARD_SWEEPS * layer.moved + _FORWARD_SWEEPS * layer.moved_again + layer.permuted_again
     deferred = min(layer.wgrad, layer.linear)  # the W of joined parts is in B
     in_backward = 2 * layer.linear - deferred + layer.repeated
     backward = layer.backward / rate + in_backward * added + waits + again
     times = (
         forward + _FORWARD_SWEEPS * layer.moved / sweep,
         backward + swept / sweep,
-        layer.wgrad / rate + deferred * added,
+        layer.wgrad / rate + deferred * added + launching,
     )
     f, b, w = (device.pace * ms for ms in times)
     return f, b, w

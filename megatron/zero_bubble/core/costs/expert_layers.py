@@ -3,12 +3,13 @@
 All experts are assumed to get equally many tokens. A rank sends the hidden states of each of its tokens, in 16 bits, to
 the ranks of the experts that process it (dispatch), and gets as many back (combine); F and B do so once each. Only the
 copies for other ranks take time: those within a node at the bandwidth of its links, the others at that of the network,
-both at the same time.
+both at the same time. Before and after each, its rows are put into another order, at memory bandwidth.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 
 from megatron.zero_bubble.core.costs.devices import Device
 from megatron.zero_bubble.core.costs.kept import IN_16_BITS, MOE, MOE_ACTIVATION, Kept, Tensor, operand
@@ -34,6 +35,9 @@ class Experts:
         sends_once: whether a token goes once to each rank and to each node, however many of its experts are there (the
             flex dispatcher, with DeepEP or HybridEP).
         layers: which layers have experts, in model order; empty for all.
+        fused: whether the products, the activation between them and the quantization of what it makes are one operation
+            (``--use-transformer-engine-op-fuser``).
+        groups, group_top_k: groups of experts, and those of them that a token's experts are from.
     """
 
     count: int
@@ -45,6 +49,9 @@ class Experts:
     gathers: bool = False
     sends_once: bool = False
     layers: tuple[bool, ...] = ()
+    fused: bool = False
+    groups: int = 1
+    group_top_k: int = 1
 
     def ranks_on_node(self, device: Device) -> int:
         """Ranks of an expert-parallel group that share fast links; those that divide an expert are adjacent."""
@@ -75,8 +82,11 @@ class Experts:
         return device.pace * states / 1e6 * max(sent)
 
     def _copies(self, places: float) -> float:
-        """Copies of a token for each of so many places that have equally many experts."""
-        return 1 - (1 - 1 / places) ** self.top_k if self.sends_once else self.top_k / places
+        """Copies of a token for each of so many places that have equally many experts, in the order of their groups."""
+        if not self.sends_once:
+            return self.top_k / places
+        of_group = _reached(max(1.0, places / self.groups), self.top_k / self.group_top_k)
+        return min(_reached(places, self.top_k), self.group_top_k / min(places, self.groups) * of_group)
 
     def assumed(self, device: Device) -> str:
         """A sentence with what the estimate assumes."""
@@ -108,10 +118,34 @@ class Experts:
             operand(2 * rows * ffn, MOE, MOE_ACTIVATION),
         ]
         # W takes the rows and the gradients of its outputs.
-        for_wgrad = rows * (4 * hidden + 2 * (wide + ffn)) * kept.operand_share
+        inside = rows * 2 * (wide + ffn) * kept.operand_share
+        for_wgrad = rows * 4 * hidden * kept.operand_share + inside
         moved, stored, dropped = kept.of(tensors)
-        layer = LayerWork(matrices, matrices + again, matrices, moved, stored, for_wgrad, moved_again=dropped)
-        return replace(layer, linear=matrices, repeated=again)
+        permuted = 2.0 * rows * hidden * 2 * self._permutations
+        return LayerWork(
+            matrices,
+            matrices + again,
+            matrices,
+            0.0 if self.fused else moved,
+            stored,
+            for_wgrad,
+            moved_again=0.0 if self.fused else dropped,
+            linear=matrices,
+            repeated=again,
+            permuted=permuted,
+            permuted_again=permuted if again else 0.0,
+            quantized_inside=inside if self.fused else 0.0,
+            products=1 if self.fused else 2 * self.count / self.parallel,
+            grouped=matrices,
+        )
+
+    @property
+    def _permutations(self) -> int:
+        """How often rows are read and written in another order, in each of F and B: for the dispatch and after the
+        combine, and by expert at their rank, unless it has only one or the kernels of an all-to-all sort them (flex).
+        """
+        sorts = self.parallel < self.count and not (self.sends_once or self.gathers)
+        return 4 if sorts else 2
 
     def scores(self, tokens: int, hidden: int, whole: int, kept: Kept = IN_16_BITS) -> LayerWork:
         """What the router of a layer takes: a product, and its scores in 32 bits, before and after the softmax."""
@@ -119,3 +153,8 @@ class Experts:
         again = operations if kept.repeats(MOE) else 0.0
         moved, stored, dropped = kept.of([Tensor(8.0 * tokens / whole * self.count, (MOE,))])
         return LayerWork(operations, 2 * operations + again, 0.0, moved, stored, 0.0, moved_again=dropped)
+
+
+def _reached(places: float, tries: float) -> float:
+    """The share of places that so many experts of a token reach, each in any of them."""
+    return 1.0 - math.pow(1.0 - 1.0 / places, tries)

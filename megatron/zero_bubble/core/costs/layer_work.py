@@ -19,6 +19,10 @@ class LayerWork:
         linear: of the operations of each of F, B and W, those of linear layers.
         reductions: how often F, and B as well, adds its hidden states over tensor-parallel ranks.
         repeated: operations of linear layers that B computes again, by selective recomputation.
+        permuted, permuted_again: bytes that permutations of tokens move in each of F and B, and that B moves to repeat
+            those of F.
+        quantized_inside: of ``operands``, the bytes that products quantize themselves.
+        products, grouped: the products of experts in each of F, B and W, and the operations of all of them.
         captured: of ``activation`` and of ``kept_for_wgrad``, the bytes in memory of CUDA graphs.
         other_operands: bytes of operands of weight gradients that are not in ``kept_for_wgrad`` as such.
         is_recomputed: whether full recomputation repeats F in B.
@@ -36,6 +40,11 @@ class LayerWork:
     moved_again: float = 0.0
     linear: float = 0.0
     repeated: float = 0.0
+    permuted: float = 0.0
+    permuted_again: float = 0.0
+    quantized_inside: float = 0.0
+    products: float = 0.0
+    grouped: float = 0.0
     reductions: int = 0
     captured: float = 0.0
     other_operands: float = 0.0

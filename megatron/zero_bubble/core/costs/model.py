@@ -39,6 +39,7 @@ class Model:
     which has neither groups nor one size of heads. ``kept`` says what low precision and recomputation change in memory;
     its modules count only with selective recomputation. The ``joined`` parts of layers compute their weight gradients
     in B, and the ``captured`` ones are inside CUDA graphs, which keep their memory.
+    In a share ``windowed`` of the layers, a token attends to at most ``window`` tokens.
     """
 
     layers: tuple[int, ...]
@@ -65,6 +66,8 @@ class Model:
     kept: Kept = IN_16_BITS
     joined: tuple[Part, ...] = ()
     captured: tuple[Part, ...] = ()
+    window: int | None = None
+    windowed: float = 1.0
 
     @property
     def tokens(self) -> int:
@@ -72,8 +75,13 @@ class Model:
 
     @property
     def attended(self) -> float:
-        """The tokens that attention computes for each one: flash kernels skip what a causal mask leaves out."""
-        return self.sequence * self.context_parallel / (2 if self.flash else 1)
+        """The tokens that attention computes for each one, in the mean of all layers: flash kernels skip those that the
+        mask leaves out.
+        """
+        every = self.sequence * self.context_parallel
+        if not self.flash:
+            return every
+        return every / 2 - (0.0 if self.window is None else self.windowed * max(0.0, every / 2 - self.window))
 
     @property
     def layer_weights(self) -> int:

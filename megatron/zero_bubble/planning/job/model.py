@@ -72,7 +72,19 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
         latent=latent_of(args),
         kept=kept_of(args),
         joined=("mlp",) if _fuses_mlp(args) else (),
+        **_window(args),
     )
+
+
+def _window(args: Any) -> dict[str, Any]:
+    """To how many tokens attention looks back, if not to all, and the share of the layers in which it does."""
+    before, every = getattr(args, "window_size", None), getattr(args, "window_attn_skip_freq", None)
+    if isinstance(before, (tuple, list)):  # in megatron-core's configuration
+        before = before[0]
+    if before is None or before < 0:
+        return {}
+    windowed = sum(every) / len(every) if isinstance(every, list) and every else 1.0 - (1.0 / every if every else 0.0)
+    return {"window": before + 1, "windowed": windowed}
 
 
 def _fuses_mlp(args: Any) -> bool:
@@ -106,6 +118,9 @@ def experts_of(args: Any) -> Experts | None:
         dispatcher == "allgather",
         dispatcher == "flex",
         tuple(has_experts(args)) if pattern_of(args) is None else (),
+        bool(getattr(args, "use_transformer_engine_op_fuser", False)),
+        getattr(args, "moe_router_num_groups", None) or 1,
+        getattr(args, "moe_router_group_topk", None) or 1,
     )
 
 

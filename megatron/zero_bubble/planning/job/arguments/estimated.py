@@ -1,8 +1,10 @@
-"""Flags of Megatron-LM's script that no rule reads, but estimates of memory do, with Megatron's defaults."""
+"""Flags of Megatron-LM's script that no rule reads, but estimates do, with Megatron's defaults."""
 
 from __future__ import annotations
 
 import argparse
+
+from megatron.zero_bubble.planning.job.arguments.layer_frequency import layer_frequency
 
 _DTYPES = ("main-grads", "main-params", "exp-avg", "exp-avg-sq")
 
@@ -19,6 +21,15 @@ def add_estimated(parser: argparse.ArgumentParser) -> None:
     add("--q-lora-rank", type=int)
     for name, size in (("kv-lora-rank", 32), ("qk-head-dim", 128), ("qk-pos-emb-head-dim", 64), ("v-head-dim", 128)):
         add(f"--{name}", type=int, default=size)
+    add("--moe-router-num-groups", type=int)
+    add("--moe-router-group-topk", type=int)
+    add("--window-size", type=_window)
+    add("--window-attn-skip-freq", type=layer_frequency)
     add("--tokenizer-model")  # which may say the size of the vocabulary
     add("--vocab-file")  # as well
     add("--padded-vocab-size", type=int)
+
+
+def _window(text: str) -> int:
+    """The first of Megatron's ``BEFORE,AFTER``: to how many tokens before its own one attends, or -1 for all."""
+    return int(text.strip("( )").partition(",")[0])

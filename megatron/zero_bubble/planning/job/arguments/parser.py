@@ -83,15 +83,16 @@ def expanded(argv: Sequence[str]) -> list[str]:
     return others if options.config is None else [*config_tokens(options.config, argv), *others]
 
 
-def misspelt(flags: Sequence[str]) -> list[tuple[str, str]]:
+def misspelt(flags: Sequence[str], similarity: float = _MISSPELT) -> list[tuple[str, str]]:
     """Return those of a job's unknown flags that differ from a known one by a letter or two, each with that one.
 
-    Megatron-LM has flags that differ from known ones by whole words.
+    Args:
+        similarity: from which they count as that one. Megatron-LM has flags that differ from known ones by whole words.
     """
     from difflib import get_close_matches  # takes a while to import
 
     known = [name for action in _megatrons_parser()._actions for name in action.option_strings]
-    pairs = ((flag, get_close_matches(flag, known, n=1, cutoff=_MISSPELT)) for flag in flags)
+    pairs = ((flag, get_close_matches(flag, known, n=1, cutoff=similarity)) for flag in flags)
     return [(flag, close[0]) for flag, close in pairs if close]
 
 
