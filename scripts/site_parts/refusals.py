@@ -23,7 +23,16 @@ from site_parts.markdown import code, table
 
 _ROOT = Path(__file__).parent.parent.parent
 _PACKAGE, _LOOP = _ROOT / "megatron/zero_bubble", _ROOT / "examples/pretrain"
-_ERRORS = {"UserError", "PlanError", "ScheduleError", "SeamError", "PatchError", "PeerError", "ArgumentTypeError"}
+_ERRORS = {
+    "UserError",
+    "PlanError",
+    "TooLarge",
+    "ScheduleError",
+    "SeamError",
+    "PatchError",
+    "PeerError",
+    "ArgumentTypeError",
+}
 _ELLIPSIS = "…"
 _FEWEST_LETTERS = 12
 """A message with fewer of its own is put together elsewhere."""

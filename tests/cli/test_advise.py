@@ -242,7 +242,10 @@ def test_errors_are_sentences(capsys: Capture, own: list[str], job: list[str], w
     ("words", "sentence"),
     [
         (["--", "run.sh"], "what follows -- must be the flags of the job, which begin with --; got run.sh; give the"),
-        (["run.sh", *SMALL], "'zero-bubble catalogue FOLDER' reads the scripts of a folder"),
+        (
+            ["run.sh", *SMALL],
+            "got run.sh; give the flags themselves, as the training script gets them, or its folder to",
+        ),
         (
             ["--", " ".join(SMALL)],
             "got '--num-layers 16 --hidden-size 1024 --num' and more in one; leave out the quotes",

@@ -20,7 +20,7 @@ def job_words(options: argparse.Namespace) -> list[str]:
     if words and not words[0].startswith("-"):
         raise UserError(
             f"what follows -- must be the flags of the job, which begin with --; got {words[0]:.60}; give the flags "
-            "themselves, as the training script gets them; 'zero-bubble catalogue FOLDER' reads the scripts of a folder"
+            "themselves, as the training script gets them, or its folder to zero-bubble catalogue"
         )
     if together := next((word for word in words if word.startswith("--") and " --" in word), None):
         raise UserError(
