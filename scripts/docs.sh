@@ -22,6 +22,9 @@ PYTHON
     python -m pip install --disable-pip-version-check --quiet --constraint scripts/constraints.txt "${needed[@]}"
 fi
 
+# The playground plans in the browser on Pyodide; where it is published, its absence is an error (.github/workflows).
+bash scripts/install_pyodide.sh || echo "docs.sh: the site's playground will not plan" >&2
+
 case "${1:-build}" in build | serve) python scripts/generate_docs.py ;; esac
 export NO_MKDOCS_2_WARNING=1
 case "${1:-build}" in

@@ -54,7 +54,7 @@ def test_every_page_and_picture_is_used() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert [page.name for page in PAGES if f": {page.relative_to(ROOT / 'docs')}\n" not in navigation] == []
     shown = "".join(text.read_text() for text in TEXTS)
-    pictures = [path.name for suffix in ("svg", "png") for path in (ROOT / "docs").glob(f"*.{suffix}")]
+    pictures = [path.name for suffix in ("svg", "png", "webp") for path in (ROOT / "docs").glob(f"*.{suffix}")]
     assert [name for name in pictures if name not in shown] == []
 
 

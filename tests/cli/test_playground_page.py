@@ -371,6 +371,8 @@ def test_copied_command_prints_the_same_figures(page: WebDriver, capsys: Capture
         copied = shlex.split(str(page.execute_async_script(read)))
         assert copied[:2] == ["zero-bubble", "plan"]
         assert button.text == "copied"
+        saving = page.find_elements("css selector", ".saving button")
+        assert {other.text for other in saving} <= {"save SVG", "save plan", ""}
         expected = plan(capsys, *copied[2:])
         assert isinstance(expected, dict)
         assert shown(line) == figures(expected)

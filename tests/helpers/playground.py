@@ -1,4 +1,6 @@
-"""Start a playground in this process, draw random settings for it, and wait for its page."""
+"""Start a playground in this process, served by itself or by a file server, draw random settings for it, and wait for
+its page.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +9,24 @@ import threading
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from megatron.zero_bubble.cli.playground import add_playground
 from megatron.zero_bubble.cli.playground.job import job_of
 from megatron.zero_bubble.cli.playground.server import Server
+from megatron.zero_bubble.cli.playground.static import PYODIDE, static_files
 from megatron.zero_bubble.core.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
     from selenium.webdriver.remote.webelement import WebElement
 
+_PYODIDE = Path(__file__).resolve().parents[2] / "build" / f"pyodide-{PYODIDE}"
 _SETTLED = "return document.body.dataset.settled === hashOf(readSetting())"
 
 
@@ -30,6 +39,30 @@ def playground(*flags: str) -> Iterator[str]:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         try:
             yield server.address
+        finally:
+            server.shutdown()
+
+
+class _QuietFiles(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+@contextmanager
+def static_playground(folder: Path) -> Iterator[str]:
+    """Write the static playground into a folder, and serve that as files; yield its address.
+
+    On a machine without Pyodide the test is skipped with the reason.
+    """
+    if not _PYODIDE.exists():
+        pytest.skip(f"needs {_PYODIDE.name}: scripts/install_pyodide.sh")
+    for name, content in static_files().items():
+        (folder / name).write_bytes(content)
+    (folder / "pyodide").symlink_to(_PYODIDE)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_QuietFiles, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
         finally:
             server.shutdown()
 

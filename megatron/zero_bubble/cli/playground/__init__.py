@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron.zero_bubble.cli.playground.job import PageJob, add_job, job_of
 from megatron.zero_bubble.cli.playground.server import Server
-from megatron.zero_bubble.cli.playground.static import static_page
+from megatron.zero_bubble.cli.playground.static import PYODIDE, static_files
 from megatron.zero_bubble.core.errors import UserError
 
 
@@ -31,7 +31,7 @@ def add_playground(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--static",
         metavar="FOLDER",
-        help="write a page of precomputed settings there, index.html, which needs no server, and exit",
+        help="write the page there with a planner that runs in the browser, for any file server, and exit",
     )
     add_job(verb)
     verb.set_defaults(command=playground)
@@ -70,10 +70,15 @@ def _bind(port: int, job: PageJob | None) -> Server:
 def _write_static(options: argparse.Namespace) -> str:
     if job_of(options) is not None:
         raise UserError("--static has settings of its own, not those of a job; leave out the job, or --static")
-    file = Path(options.static) / "index.html"
+    folder = Path(options.static)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(static_page(), encoding="utf-8")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in static_files().items():
+            (folder / name).write_bytes(content)
     except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}; give another folder") from error
-    return f"Wrote {file}; open it in a browser.\n"
+        raise UserError(f"{folder} cannot be written: {error.strerror}; give another folder") from error
+    return (
+        f"Wrote {folder}, which needs Pyodide, a Python in WebAssembly; to add and to serve it:\n"
+        f"  npm pack pyodide@{PYODIDE} && tar -xzf pyodide-{PYODIDE}.tgz && mv package {folder / 'pyodide'}\n"
+        f"  python -m http.server --directory {folder}\n"
+    )

@@ -211,6 +211,7 @@ def catalogue(job: PageJob | None = None) -> dict[str, Any]:
             "use zero-bubble advise or compare"
         )
     return {
+        "has_server": True,
         "job": None if job is None else job.content(),
         "own": OWN,
         "schedules": [

@@ -9,7 +9,6 @@ of other sites are rejected too: such a page could not read the answer, but coul
 
 from __future__ import annotations
 
-import gzip
 import json
 import select
 import socket
@@ -18,29 +17,16 @@ from http import HTTPStatus
 from http.client import HTTP_PORT
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
-from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
+from megatron.zero_bubble.cli.playground.answers import Answers, Encoded, refusal
 from megatron.zero_bubble.cli.playground.job import PageJob
 from megatron.zero_bubble.cli.playground.page import build_page
-from megatron.zero_bubble.cli.playground.questions import PageAnswer, catalogue, page_answer, read_question
-from megatron.zero_bubble.core.errors import beyond_floats
+from megatron.zero_bubble.cli.playground.questions import catalogue, read_question
 
 _HOME = "127.0.0.1"
 _OUR_SITES = (None, "none", "same-origin")
 """Accepted ``Sec-Fetch-Site``: from a client that is not a browser, an address that the user opened, and our page."""
-_KEPT = 64
-"""Number of cached answers; the largest take about 3 MB each."""
-_FAST = 1
-"""Level of the compression, by which a drawing of 10 MB becomes small."""
-
-
-class _Encoded(NamedTuple):
-    """An answer as it is sent: the figures as JSON, the drawing as compressed JSON, and the compressed file."""
-
-    figures: bytes
-    drawing: bytes
-    file: bytes
 
 
 class Server(ThreadingHTTPServer):
@@ -57,9 +43,8 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True  # the process exits without waiting for a search
 
     def __init__(self, port: int, job: PageJob | None = None) -> None:
-        self.job = job
         self.page = build_page(catalogue(job)).encode()
-        self.answers: dict[str, _Encoded] = {}
+        self.answers = Answers(job)
         self.planning, self.searching = Lock(), Lock()
         super().__init__((_HOME, port), _Handler)
 
@@ -67,13 +52,6 @@ class Server(ThreadingHTTPServer):
     def address(self) -> str:
         """URL of the page."""
         return f"http://{_HOME}:{self.server_port}/"
-
-    def keep(self, query: str, encoded: _Encoded) -> _Encoded:
-        """Add an answer to the cache, remove the oldest from a full cache, and return the answer."""
-        self.answers[query] = encoded
-        for old in list(self.answers)[:-_KEPT]:
-            self.answers.pop(old, None)
-        return encoded
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -105,10 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 self._serve(urlsplit(self.path))
-            except ValueError as error:  # UserError, or an error of urllib for a malformed query
-                self._refuse(HTTPStatus.BAD_REQUEST, str(error))
-            except OverflowError as error:
-                self._refuse(HTTPStatus.BAD_REQUEST, beyond_floats(error))
+            except (ValueError, OverflowError) as error:  # UserError, or an error of urllib for a malformed query
+                self._refuse(HTTPStatus.BAD_REQUEST, refusal(error))
 
     def _serve(self, url: SplitResult) -> None:
         if url.path == "/":
@@ -117,25 +93,26 @@ class _Handler(BaseHTTPRequestHandler):
             if (encoded := self._answer(url.query)) is None:
                 return
             if url.path == "/plan":
-                self._reply(HTTPStatus.OK, "application/json", encoded.figures)
+                self._reply(HTTPStatus.OK, "application/json", encoded.plan)
             else:
                 body = encoded.drawing if url.path == "/drawing" else encoded.file
                 self._reply(HTTPStatus.OK, "application/json", body, encoding="gzip")
         else:
             self._refuse(HTTPStatus.NOT_FOUND, f"only /, /plan, /drawing and /file exist; got {url.path!r}")
 
-    def _answer(self, query: str) -> _Encoded | None:
+    def _answer(self, query: str) -> Encoded | None:
         """Answer a question, or return None if the client has disconnected.
 
         One search and one other plan run at a time, and neither for a client that disconnects while it waits.
         """
-        server, asked = self.server, read_question(query, self.server.job)
-        if (known := server.answers.get(query)) is not None:
+        server, answers = self.server, self.server.answers
+        asked = read_question(query, answers.job)
+        if (known := answers.kept.get(query)) is not None:
             return known
         with server.searching if asked.question.searches else server.planning:
             if self._has_left():
                 return None
-            return server.keep(query, _encode(page_answer(asked, server.job)))
+            return answers.make(query, asked)
 
     def _has_left(self) -> bool:
         readable, _, _ = select.select([self.connection], [], [], 0)
@@ -158,15 +135,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Log nothing, to keep the user's terminal clean."""
-
-
-def _encode(found: PageAnswer) -> _Encoded:
-    def encode(content: dict[str, Any]) -> bytes:
-        try:
-            return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-        except ValueError:
-            raise OverflowError("a figure in the answer is infinite") from None
-
-    return _Encoded(
-        encode(found.figures), gzip.compress(encode(found.drawing), _FAST), gzip.compress(found.file().encode(), _FAST)
-    )

@@ -4,6 +4,7 @@
 
 const PAUSE_MS = 120;  // shortest time between questions while a slider is dragged
 const PATIENCE_MS = 700;  // how long the page shows the previous setting before it shows partial answers
+const MOST_AHEAD = 16;  // ranks of a drawing that comes before the table
 const PLAIN = "1f1b";  // the row that is pinned without a job
 const pictures = new Map();
 const lines = new Map();
@@ -11,21 +12,6 @@ let drawn = [];
 let shown = {setting: null, rows: [], answers: new Map(), refusals: new Map()};
 let leave = new AbortController();
 let timer = 0;
-
-/** Return the server's answer about a `part`, plan or drawing, or throw an Error with its message. */
-async function ask(query, signal, part = "plan") {
-  if (GRID) return stored.answers.get(query)[part];
-  let reply;
-  try {
-    reply = await fetch(`${part}?${query}`, {signal});
-  } catch (error) {
-    if (signal?.aborted) throw error;
-    throw new Error("the server does not answer; check that zero-bubble playground is still running", {cause: error});
-  }
-  const content = await reply.json();
-  if (!reply.ok) throw new Error(content.error);
-  return content;
-}
 
 /** Ask for one row and store the answer in `next`; return false if the setting has changed meanwhile. */
 async function askRow(row, next, signal) {
@@ -42,12 +28,14 @@ async function update() {
   leave = new AbortController();
   const {signal} = leave;
   const setting = readSetting();
-  if (GRID) await unpack(setting);
-  if (signal.aborted) return;
   const next = {setting, rows: rowsOf(setting), answers: new Map(), refusals: new Map()};
   const wanted = next.rows.filter(({why}) => !why);
   for (const {id, why} of next.rows) if (why) next.refusals.set(id, why);
-  document.body.classList.add("busy");
+  if (shown.setting) document.body.classList.add("busy");
+  else show(next);
+  say("loading the planner…");
+  await source.ready.catch(() => {});
+  if (signal.aborted) return;
   const started = performance.now();
   // The widest search runs first, because users wait for it most.
   const order = [...wanted.filter(({searched}) => !searched), ...wanted.filter(({searched}) => searched).reverse()];
@@ -84,7 +72,7 @@ function paint() {
   document.getElementById("results").dataset.objective = objective;
   paintTable(known, pending, answers, {objective, pinned: pinned?.id, length: pinned && length(pinned)});
   paintAbsent(known, shown);
-  paintBest(sorted, pinned, answers, objective);
+  paintBest(sorted, pinned, pending, shown);
   paintLegend(setting);
   paintPictures(known, answers);
 }
@@ -129,11 +117,25 @@ function reason(names, sentence) {
 
 /** Store the setting in the address, where the browser allows that; some refuse it to a page from a file. */
 function keepInAddress(setting) {
+  document.getElementById("link").textContent = "copy link";
   try {
     history.replaceState(null, "", hashOf(setting));
   } catch (error) {
     if (error.name !== "SecurityError") throw error;
   }
+}
+
+async function copyLink() {
+  await copy(location.href.replace(/#.*/, "") + hashOf(readSetting()));
+  document.getElementById("link").textContent = "copied";
+}
+
+/** Say where the page plans, and where it belongs. */
+function describePage({has_server, home}) {
+  document.body.classList.toggle("served", has_server);
+  const link = document.getElementById("home");
+  link.hidden = !home;
+  if (home) link.href = home;
 }
 
 /** Keep a row on top, and compare the others with it. */
@@ -147,11 +149,11 @@ function pin(id) {
   paint();
 }
 
-function paintBest(sorted, pinned, answers, objective) {
+function paintBest(sorted, pinned, pending, {answers, setting: {objective}}) {
   const best = sorted.find(({id}) => answers.get(id).limit.kept);
   const text = (plan) => `${ms(plan[`${objective}_ms`])} ms, mean idle ${percent(plan[`idle_rate_${objective}`])}`;
   const parts = best ? ["Shortest within the limit: ", element("b", {textContent: best.id}),
-    `, ${text(answers.get(best.id).plan)} of the ${objective}`] : ["No schedule is within the limit"];
+    `, ${text(answers.get(best.id).plan)} of the ${objective}`] : [`No schedule ${pending.length ? "has been found yet" : "is within the limit"}`];
   if (best && pinned && best !== pinned) {
     const lengths = [best, pinned].map(({id}) => answers.get(id).plan[`${objective}_ms`]);
     parts.push(` (${pinned.id}: ${text(answers.get(pinned.id).plan)}): `,
@@ -182,7 +184,11 @@ function paintPictures(known, answers) {
     picture.element.classList.toggle("over", !limit.kept);
     return picture;
   });
-  place(document.getElementById("pictures"), drawn.map((picture) => picture.element));
+  // The pinned schedule and the best one come before the table, where they leave room for it.
+  const ahead = known.filter(({id}, at) => at < 2 && answers.get(id).plan.num_ranks <= MOST_AHEAD).length;
+  const elements = drawn.map((picture) => picture.element);
+  place(document.getElementById("first"), elements.slice(0, ahead));
+  place(document.getElementById("pictures"), elements.slice(ahead));
   draw();
 }
 
@@ -224,11 +230,15 @@ function paintLegend(setting) {
 }
 
 buildControls(changed);
+paintTheme();
+describePage(CATALOGUE);
 describeJob();
 collapse(matchMedia("(max-width: 760px)"));
 paintLegend(settingOfHash());
 addEventListener("hashchange", () => { writeSetting(settingOfHash()); update(); });
 addEventListener("resize", () => requestAnimationFrame(draw));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+system.addEventListener("change", () => { paintTheme(); draw(); });
+document.getElementById("theme").addEventListener("click", () => { switchTheme(); draw(); });
+document.getElementById("link").addEventListener("click", copyLink);
 writeSetting(settingOfHash());
 update();

@@ -65,7 +65,7 @@ class Picture {
     const saveSvg = element("button", {type: "button", className: "copy", textContent: "save SVG",
       title: "save what is shown as a picture"});
     saveSvg.addEventListener("click", () => { if (this.rows) save(`${fileName(id)}.svg`, "image/svg+xml", svgOf(this)); });
-    const saving = element("span", {className: "saving"}, saveSvg, ...planButtons(this));
+    const saving = element("span", {className: "saving"}, saveSvg, planButton(this));
     const board = element("div", {className: "board"}, this.base, this.layer);
     this.element = element("figure", {id: `picture-${id.replaceAll(" ", "-")}`},
       element("figcaption", {}, this.title, this.figures, saving), board, this.run, this.command);

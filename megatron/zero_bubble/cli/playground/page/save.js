@@ -13,9 +13,8 @@ function save(name, type, text) {
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
 }
 
-/** The buttons that need the server: the plan as a file, which a job runs. */
-function planButtons(picture) {
-  if (GRID) return [];
+/** The button for the plan as a file, which a job runs. */
+function planButton(picture) {
   const button = element("button", {type: "button", className: "copy", textContent: "save plan",
     title: "save plan.json, for --zero-bubble-schedule"});
   button.addEventListener("click", async () => {
@@ -25,7 +24,7 @@ function planButtons(picture) {
       say(error.message);
     }
   });
-  return [button];
+  return button;
 }
 
 /** What a picture shows now, as a standalone SVG with its title and legend. */

@@ -13,7 +13,7 @@ const CONTROLS = [
     start: "0", min: 0, max: 5, step: 0.1},
   {key: "limit", flag: "memory-limit", label: "memory limit", hint: "1 p is the peak of 1F1B; empty for no limit",
     unit: "p", start: "1", min: 0.3, max: 2.05, step: 0.05},
-  {key: "v", flag: "num-chunks", label: "stages per rank v", hint: "for the interleaved schedules", start: "2", min: 2,
+  {key: "v", flag: "num-chunks", label: "stages per rank v", hint: "for interleaved schedules, loops and waves", start: "2", min: 2,
     max: most["num-chunks"]},
   {key: "a", flag: "attention-share", label: "attention in F",
     hint: "share of F, only for slices, of which later ones have more, and for lengths", start: "0", min: 0, max: 1, step: 0.05},
@@ -34,7 +34,6 @@ if (JOB?.limit_gib) {
     min: Math.round(JOB.limit_gib / 10), max: Math.round(1.5 * JOB.limit_gib) || 1, step: 0.5});
 }
 const CHOICES = {placement: "any", objective: "makespan", slices: "1", vocabulary: "off", offload: "none", pairs: "off", lengths: "", pin: ""};
-for (const [name, values] of Object.entries(CATALOGUE.grid ?? {})) CHOICES[name] = Object.keys(values)[0];
 const form = document.getElementById("setting");
 
 /** The form's values, as the text that was typed, so that the command has the same text. */
@@ -55,7 +54,6 @@ function hashOf(setting) {
 
 /** Build a slider and a number field for every control; both call `changed` on input. */
 function buildControls(changed) {
-  buildGrid();
   for (const {key, label, hint, unit, min, max, step = 1} of CONTROLS) {
     const row = element("div", {className: "control"});
     const number = element("input", {type: "number", id: `number-${key}`, name: key, min: 0, step: "any"});
@@ -131,7 +129,6 @@ function moveSliders(setting) {
 
 /** One row per schedule: its query and whether that needs a search, or the reason why it is not asked for. */
 function rowsOf(setting) {
-  if (GRID) return stored.rows;
   const rows = [];
   if (OWN_ROW) {
     const plain = {...setting, vocabulary: CHOICES.vocabulary, offload: CHOICES.offload};
@@ -143,7 +140,7 @@ function rowsOf(setting) {
     const own = sliced ? {schedule: name, "num-slices": setting.slices} : {schedule: name};
     if (adapts) own["equal-passes"] = "";
     if (shape === "interleaved") own["num-chunks"] = setting.v;
-    const elsewhere = setting.placement !== "any" && setting.placement !== shape;
+    const elsewhere = setting.placement !== "any" && setting.placement !== (shape === "interleaved" ? "loop" : shape);
     const whole = sliced && setting.slices === "1";
     const why = sliced && setting.lengths ? "cuts sequences, which must be equally long"
       : sliced && isDivided(setting) ? "cuts sequences, which vocabulary parallelism does not support"
@@ -166,11 +163,14 @@ function rowsOf(setting) {
     }
   }
   const own = {schedule: CATALOGUE.auto, placement: setting.placement === "any" ? "auto" : setting.placement};
+  const hasChunks = ["loop", "wave"].includes(setting.placement);
+  if (hasChunks) own["num-chunks"] = setting.v;
+  const found = hasChunks ? `${CATALOGUE.auto} ${setting.placement} x${setting.v}` : CATALOGUE.auto;
   const summary = "the shortest schedule found for these costs within the memory limit";
-  rows.push({id: CATALOGUE.auto, summary, why: "", query: queryOf(own, setting), searched: true});
+  rows.push({id: found, summary, why: "", query: queryOf(own, setting), searched: true});
   if (setting.slices !== "1" && !isDivided(setting) && !setting.lengths) {
     const query = queryOf({...own, "num-slices": setting.slices}, setting);
-    rows.push({id: cut(CATALOGUE.auto), summary: `${summary}, of slices`, why: "", query, searched: true});
+    rows.push({id: cut(found), summary: `${summary}, of slices`, why: "", query, searched: true});
   }
   return rows;
 }

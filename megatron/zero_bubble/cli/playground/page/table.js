@@ -96,7 +96,7 @@ function copyButton(id, command) {
   button.setAttribute("aria-label", `copy the command for ${id}`);
   button.addEventListener("click", async () => {
     await copy(command);
-    for (const other of document.querySelectorAll(".copy:not(.pin)")) other.textContent = other === button ? "copied" : "copy";
+    for (const other of document.querySelectorAll("tbody .copy:not(.pin)")) other.textContent = other === button ? "copied" : "copy";
   });
   return button;
 }
