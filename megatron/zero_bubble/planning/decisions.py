@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
-from megatron.zero_bubble.core.schedules import SCHEDULES, ZB_AUTO, sliced
+from megatron.zero_bubble.core.schedules import SCHEDULES, ZB_AUTO
 from megatron.zero_bubble.core.search.placements import PLACEMENTS
 from megatron.zero_bubble.planning.decision import (
     SWITCH,
@@ -25,8 +25,6 @@ from megatron.zero_bubble.planning.decision import (
 from megatron.zero_bubble.planning.observations import OBSERVATIONS
 from megatron.zero_bubble.planning.retired import RETIRED
 from megatron.zero_bubble.planning.setup import DEFAULT_CUTS, DEFAULT_LIMIT, LEAST_TOKENS
-
-_OF_SLICES = ", ".join(sliced())
 
 
 def _cut(text: str | None) -> dict[str, Any]:
@@ -166,8 +164,8 @@ DECISIONS = (
         "slices",
         "advanced",
         "N|TOKENS",
-        f"slices into which {_OF_SLICES} or {ZB_AUTO} cut every sequence: their number, or the ends of all in tokens, "
-        "e.g. 1536,2560,3392,4096, the last one being the sequence length",
+        f"slices into which {ZB_AUTO}, and schedules whose name begins with seq-, cut every sequence: their number, or "
+        "the ends of all in tokens, e.g. 1536,2560,3392,4096, the last one being the sequence length",
         f"{DEFAULT_CUTS}, or 1 for {ZB_AUTO} without --zero-bubble-attention-share",
         path="cuts",
         split=_cut,
