@@ -105,7 +105,7 @@ def planned(asked: dict[str, str], capsys: Capture) -> dict[str, Any]:
 
 def close(ours: object, theirs: object) -> bool:
     """Whether two values differ by rounding only: Python 3.12, and so Pyodide, rounds sums of floats less than 3.11."""
-    if isinstance(ours, float) and isinstance(theirs, (float, int)):
+    if isinstance(ours, (float, int)) and isinstance(theirs, (float, int)):  # JavaScript writes 1.0 as 1
         return math.isclose(ours, theirs, rel_tol=1e-9, abs_tol=1e-9)
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return ours.keys() == theirs.keys() and all(close(value, theirs[key]) for key, value in ours.items())
