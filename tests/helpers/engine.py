@@ -77,8 +77,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         self.wgrad_accumulation_and_reduce_hooks.append(hook)
 
+    def need_backward_dw(self) -> bool:
+        return self.wgrad_store.delay_wgrad_compute()
+
+    @torch.no_grad()
     def backward_dw(self) -> None:
-        if not self.wgrad_store.delay_wgrad_compute():
+        if not self.need_backward_dw():
             return
         (weight_grad, bias_grad), _ = self.wgrad_store.pop()
         self._take([weight_grad], [bias_grad])
@@ -93,6 +97,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
             bias = getattr(self, bias_name, None)
             if bias is not None and bias.grad is None:
                 bias.grad = bias_grad.to(bias.dtype)
+        self._trigger_wgrad_accumulation_and_reduce_hooks()
+
+    def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
         for hook in self.wgrad_accumulation_and_reduce_hooks:
             hook()
 
@@ -266,6 +273,7 @@ class GroupedLinear(TransformerEngineBaseModule):
     def forward(self, x: torch.Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None) -> Any:
         return self._multiply(x, m_splits, is_first_microbatch)
 
+    @torch.no_grad()
     def backward_dw(self) -> None:
         if not self.wgrad_store.delay_wgrad_compute():
             return

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers import engine
+from tests.helpers.graphed_engine import make_graphed_callables
 from tests.helpers.ranks import RankPool
 
 LINEARS = (engine.Linear, engine.LayerNormLinear, engine.GroupedLinear)
@@ -65,6 +68,32 @@ def applies_and_reverts() -> None:
 
 def test_revert_restores_transformer_engine(ranks: RankPool) -> None:
     run(ranks, applies_and_reverts)
+
+
+def replaces_the_capture_of_graphs() -> None:
+    """Where megatron-core has found it in TransformerEngine; its helper calls it by this name."""
+    from megatron.zero_bubble.integration.patching import apply, report, revert
+    from megatron.zero_bubble.integration.patching.seams import installed_seams
+    from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
+
+    seam = installed_seams().graphed
+    with engine.installed("2.13.0"), pytest.MonkeyPatch.context() as patch:
+        module = importlib.import_module(seam.module)
+        patch.setattr(module, seam.name, make_graphed_callables, raising=False)
+        apply(ZeroBubbleConfig(schedule="zb-h1"))
+        try:
+            assert f"{seam.module}.{seam.name}" in [line.partition(":")[0] for line in report()]
+            assert getattr(module, seam.name) is not make_graphed_callables
+        finally:
+            revert()
+        assert getattr(module, seam.name) is make_graphed_callables
+    if seam.module.startswith("megatron.core"):
+        source = Path(str(module.__file__)).read_text(encoding="utf-8")
+        assert f"graphs = {seam.name}(" in source, "the helper calls it"
+
+
+def test_capture_of_graphs_is_replaced(ranks: RankPool) -> None:
+    run(ranks, replaces_the_capture_of_graphs)
 
 
 def applies_without_transformer_engine(is_broken: bool) -> None:

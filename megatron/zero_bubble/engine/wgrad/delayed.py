@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -98,6 +100,7 @@ class DelayedModule:
         self._num_waiting = 0
         self._has_been_used = False
         self._multiplies = False  # by itself
+        self._is_graphed = False
         self.is_hooked = False
         self.weights: list[torch.nn.Parameter] = []
 
@@ -125,6 +128,42 @@ class DelayedModule:
     def is_fused(self) -> bool:
         """Whether the module's GEMM accumulates into ``main_grad``."""
         return bool(self._alive.fuse_wgrad_accumulation)
+
+    @property
+    def can_be_graphed(self) -> bool:
+        """Whether a CUDA graph of W computes all that W does: it runs no Python, which would assign gradients."""
+        return bool(self.weights) and self.is_fused and not getattr(self._alive, "use_bias", False)
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Context in which a CUDA graph of W is captured; after it, ``expect_replay`` is called before its replays."""
+        module = self._alive
+        module.backward_dw = functools.partial(self._backward_dw, module)
+        try:
+            yield
+        finally:
+            del module.backward_dw
+        self._is_graphed = True
+
+    def expect_replay(self) -> None:
+        """Give the weights gradients for the hooks that are called after a replay of W.
+
+        Raises:
+            UserError: others have hooks on its parameters, and expect gradients in B.
+        """
+        if not self.decide():
+            raise UserError(
+                "hooks on parameters inside of CUDA graphs must be registered before the graphs are captured; got new "
+                f"ones on {self.name}; register them earlier, or set --cuda-graph-impl none"
+            )
+        for weight in self.weights:
+            weight.grad = stand_in_grad(weight)
+
+    def release(self) -> None:
+        """Never delay the gradients: the parameters get the ordinary hooks of data parallelism."""
+        for parameter in self._alive.parameters(recurse=False):
+            parameter.skip_backward_post_hook = False
+        self._alive.wgrad_store.disable_delay_wgrad_compute()
 
     @property
     def _alive(self) -> Any:
@@ -156,8 +195,12 @@ class DelayedModule:
             if parameter.requires_grad:
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
                 self._hooks[parameter] = make_hook(parameter)
-                node.register_hook(GatedHook(self._hooks[parameter], lambda: self.delays and waits()))
+                node.register_hook(GatedHook(self._hooks[parameter], lambda: self._waits_if(waits())))
                 self._others.watch([parameter])  # autograd has only a weak reference to the node
+
+    def _waits_if(self, waits: bool) -> bool:
+        """Whether the hooks wait; those of a graph are called behind its W also where no other gradients wait."""
+        return self.delays and (waits or self._is_graphed)
 
     def use(self, operands: list[Any], microbatch: int, shared: SharedGradients, by_rows: bool) -> DelayedGradient:
         """Make the entry for ``operands``; called before the module's backward puts them into its queue.

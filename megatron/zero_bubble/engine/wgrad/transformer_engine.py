@@ -16,6 +16,7 @@ without the delay, and this module only decides when.
 * A fused operation (TransformerEngine 2.14 and newer, ``pytorch/ops``) multiplies in the place of a module, whose
   weights megatron-core gives to it in the first forward. Its queue then is that of the module, which is all that DDP
   knows. Fused operations without a queue compute their weight gradients in B.
+* A module inside of a CUDA graph delays its gradients only if W can be a graph of its own (``graphed``).
 * A module runs its whole backward in B, as without the delay, if autograd must find its gradients there: if others have
   hooks on its parameters, or if something else multiplies, its own class or a fused operation without a queue. Such a
   module never uses its queue, which turns out in its first B.
@@ -27,14 +28,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.engine.wgrad.delayed import DelayedModule, own_class
+from megatron.zero_bubble.engine.wgrad.graphed import GraphedGradients
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
 
 SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
@@ -58,6 +60,22 @@ class Conflicts(NamedTuple):
     line: Callable[[Sequence[str]], str] = str
 
 
+class Graphed(NamedTuple):
+    """The modules that run inside of CUDA graphs.
+
+    Attributes:
+        inside: those among the submodules of a module.
+        has_w: whether their W can be a graph of its own.
+    """
+
+    inside: Callable[[torch.nn.Module], Iterable[torch.nn.Module]]
+    has_w: bool = False
+
+
+def _nothing(_: torch.nn.Module) -> Iterable[torch.nn.Module]:
+    return ()
+
+
 class TransformerEngineSplit:
     """Splits all TransformerEngine modules that are built while it is installed.
 
@@ -67,6 +85,7 @@ class TransformerEngineSplit:
         say: prints which modules do not defer their gradients, and what is switched off.
         conflicts: options of modules that cannot be on where gradients are deferred, and what is said about those that
             are switched off.
+        graphed: the modules that run inside of CUDA graphs.
     """
 
     def __init__(
@@ -75,10 +94,13 @@ class TransformerEngineSplit:
         by_rows: bool = False,
         say: Callable[[str], None] = lambda _: None,
         conflicts: Conflicts = Conflicts(),  # noqa: B008 (an immutable value)
+        graphed: Graphed = Graphed(_nothing),  # noqa: B008
     ) -> None:
         self._store = store
         self._by_rows = by_rows
         self._conflicts = conflicts
+        self._graphed = graphed
+        self._captures = False
         self._say = functools.cache(say)  # a line once
         self._built: weakref.WeakSet[Any] = weakref.WeakSet()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -171,7 +193,7 @@ class TransformerEngineSplit:
 
         @functools.wraps(original)
         def put(queue: Any, tensor_list: list[Any], func: Callable[..., Any]) -> None:
-            module = self._module_of(queue)
+            module = None if self._captures else self._module_of(queue)
             if module is not None:
                 work = self._store.current
                 if work is None:
@@ -200,7 +222,8 @@ class TransformerEngineSplit:
                 )
             for one in delayed:
                 one.adopt()
-            before, ddp_config.delay_wgrad_compute = ddp_config.delay_wgrad_compute, True
+            delayed = self._released(config, module, delayed)
+            before, ddp_config.delay_wgrad_compute = ddp_config.delay_wgrad_compute, bool(delayed)
             try:
                 original(ddp, config, ddp_config, module, *args, **named)
             finally:
@@ -209,6 +232,44 @@ class TransformerEngineSplit:
                 one.hook(ddp._make_backward_post_hook, lambda: self._waits)
 
         return init
+
+    def _released(self, config: Any, chunk: torch.nn.Module, delayed: Sequence[DelayedModule]) -> list[DelayedModule]:
+        """Release the modules inside of CUDA graphs that compute their gradients in B; returns the others."""
+        # Fused operations that multiply in the place of modules compute their gradients in B.
+        has_w = self._graphed.has_w and not getattr(config, "use_transformer_engine_op_fuser", False)
+        for module in self._graphed.inside(chunk):
+            one = self._delayed_of(module)
+            if one is not None and not (has_w and one.can_be_graphed):
+                one.release()
+                del self._delayed[module.wgrad_store]
+        left = set(map(id, self._delayed.values()))
+        return [one for one in delayed if id(one) in left]
+
+    @contextmanager
+    def capturing(self, layer: torch.nn.Module) -> Iterator[Sequence[DelayedModule]]:
+        """Context in which CUDA graphs of a layer are captured; yields the modules whose W is a graph of its own."""
+        inside = map(self._delayed_of, self._graphed.inside(layer))
+        own = [module for module in inside if module is not None and self._delays_now(module)]
+        self._captures = True
+        try:
+            with ExitStack() as captures:
+                for module in own:
+                    captures.enter_context(module.captured())
+                yield own
+        finally:
+            self._captures = False
+
+    def replayed(self, modules: Sequence[DelayedModule], replay: Callable[[], None]) -> None:
+        """Called in the backward of a graphed layer, after its B; ``replay`` runs its W."""
+        gradients = GraphedGradients(modules, replay)
+        if self._store.current is not None:
+            self._store.put(gradients)
+            return
+        before, self._waits = self._waits, True  # the module calls its hooks only if it delays
+        try:
+            gradients.run()
+        finally:
+            self._waits = before
 
     def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
         """See ``wgrad_store.Source``.

@@ -32,6 +32,7 @@ from megatron.zero_bubble.engine.wgrad.operands import reducing
 from megatron.zero_bubble.integration.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.integration.adapter.auto_offload import AutoMoves
 from megatron.zero_bubble.integration.adapter.dropout import DropoutNotice
+from megatron.zero_bubble.integration.adapter.graph_slots import GraphSlots
 from megatron.zero_bubble.integration.adapter.lengths import GivenShapes
 from megatron.zero_bubble.integration.adapter.measured import Measured, Replanner
 from megatron.zero_bubble.integration.adapter.model_stages import build_chunks
@@ -143,7 +144,9 @@ def apply(
             builders = (each for seam in seams.models if seam.is_loaded() for each in seam.importers())
             replacements += [(seam, in_force.building) for seam in builders]
     replacements += dispatchers.timing(observers, seams.all_to_alls)
-    engine = transformer_engine.split(pipeline.store, functools.partial(_say_of_stage, say))
+    slots = pipeline.part(GraphSlots)
+    assert slots is not None, "every pipeline has slots"
+    engine = transformer_engine.split(pipeline.store, functools.partial(_say_of_stage, say), seams.graphed, slots)
 
     def close() -> None:
         watch.remove()
@@ -328,6 +331,7 @@ def _pipeline(
         auto = AutoSchedule(AutoOptions(setup, config.runs), memory, say)
         make = auto.make
         planners.append(auto)
+    parts.append(GraphSlots(make))
     if setup.shards is not None:
         transport = OnDemand(timeout) if config.setup.exchanges else Collectives()
         parts.append(ShardedUnits(config.sharding, transport, timeout))

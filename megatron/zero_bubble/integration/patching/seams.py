@@ -76,6 +76,7 @@ class Seams:
         counted_zeros: replaced only with vocabulary parallelism.
         forward_step, backward_step: replaced only to observe the stock schedule.
         all_to_alls: replaced only to record the all-to-alls of experts.
+        graphed: captures layers as CUDA graphs; replaced if TransformerEngine is installed.
         flags, validated_flags: add and validate the flags of a Megatron-LM job.
         process_groups: creates the process groups of a Megatron-LM job.
         models: take a function that builds one chunk; replaced in Megatron-LM jobs with placements other than
@@ -102,6 +103,7 @@ class Seams:
     forward_step: Seam
     backward_step: Seam
     all_to_alls: tuple[Seam, ...]
+    graphed: Seam
     flags: Seam
     validated_flags: Seam
     process_groups: Seam
@@ -279,6 +281,12 @@ _SEAMS = Seams(
         for kind in ("AlltoAll", "AllGather", "Flex")
         for method in ("token_dispatch", "token_combine")
     ),
+    graphed=Seam(
+        "megatron.core.transformer.cuda_graphs",
+        "make_graphed_callables",
+        ("modules", "sample_args", "sample_kwargs", "_order"),
+        "captures CUDA graphs of layers by slots, in place of the order of 1F1B",
+    ),
     flags=Seam(
         "megatron.training.arguments",
         "add_megatron_arguments",
@@ -343,7 +351,13 @@ _SINCE_0_18 = replace(
 # Until 0.14, a checkpoint cannot be loaded if parts of a weight overlap on one rank.
 _UNTIL_0_14 = replace(_SEAMS, loads_both_ends=False)
 # Dispatchers of 0.13 have other methods, so their all-to-alls count as part of what passes compute.
-_OF_0_13 = replace(_UNTIL_0_14, used=(*used.USED, *used.GROUPS_OF_0_13), all_to_alls=())
+# Its training loop captures graphs itself.
+_OF_0_13 = replace(
+    _UNTIL_0_14,
+    used=(*used.USED, *used.GROUPS_OF_0_13),
+    all_to_alls=(),
+    graphed=replace(_SEAMS.graphed, module="transformer_engine.pytorch"),
+)
 _OF_0_14 = replace(_UNTIL_0_14, used=(*used.USED, *used.GROUPS_OF_0_14))
 
 MINORS: dict[str, Seams] = {

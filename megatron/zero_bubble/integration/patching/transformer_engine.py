@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
-from megatron.zero_bubble.engine.wgrad.transformer_engine import FUSED, Conflicts, TransformerEngineSplit
+from megatron.zero_bubble.engine.wgrad.transformer_engine import FUSED, Conflicts, Graphed, TransformerEngineSplit
+from megatron.zero_bubble.integration.adapter.graph_slots import GraphSlots
+from megatron.zero_bubble.integration.adapter.graphed_layers import graphing, inside
 from megatron.zero_bubble.integration.patching.replaced import Replacement, around
 from megatron.zero_bubble.integration.patching.seam import Seam
 from megatron.zero_bubble.planning.job.overlaps import OF_PASSES, OF_QUEUE, switched_off
@@ -21,6 +23,9 @@ OLDEST = (2, 8)
 
 _SCALES_BY_COLUMNS = (2, 11)
 """The first release whose NVFP4 products take the scale of a tensor from the half that they multiply."""
+
+_GRAPHS_OF_W = (2, 13)
+"""The first release whose graphs call the hooks of data parallelism behind a W of their own."""
 
 _MODULES = "transformer_engine.pytorch.module"
 _WHY_BUILT = "is built to defer its weight gradient to W"
@@ -70,12 +75,14 @@ class Split(NamedTuple):
     close: Callable[[], None]
 
 
-def split(store: WgradStore, say: Callable[[str], None]) -> Split:
+def split(store: WgradStore, say: Callable[[str], None], graphed: Seam, slots: GraphSlots) -> Split:
     """Replacements that split the backward of the installed TransformerEngine's linears.
 
     Args:
         store: the store of deferred gradients.
         say: prints which modules are not split.
+        graphed: the function that captures layers as CUDA graphs.
+        slots: the slots of graphs.
 
     If TransformerEngine is too old, its linears raise an error when they are built; the rest of it is not changed.
     """
@@ -87,10 +94,14 @@ def split(store: WgradStore, say: Callable[[str], None]) -> Split:
         seams = (Seam(seam.module, seam.name, ("self",), "raises an error: too old") for seam in LINEARS[:2])
         return Split([(seam, around(functools.partial(_refuse, version))) for seam in seams], lambda: None)
     conflicts = Conflicts(OF_QUEUE, OF_PASSES, switched_off)
-    engine = TransformerEngineSplit(store, by_rows=release < _SCALES_BY_COLUMNS, say=say, conflicts=conflicts)
-    linears = [(seam, engine.build) for seam in LINEARS]
+    engine = TransformerEngineSplit(
+        store, release < _SCALES_BY_COLUMNS, say, conflicts, Graphed(inside, release >= _GRAPHS_OF_W)
+    )
+    linears: list[Replacement] = [(seam, engine.build) for seam in LINEARS]
     if release >= FUSES:
         linears.append((OPERATION, engine.build_operation))
+    if graphed.exists():  # where megatron-core finds that TransformerEngine has it
+        linears.append((graphed, lambda original: graphing(original, slots, engine)))
     return Split([*linears, (DELAYS, engine.delays), (PUT, engine.put), (DATA_PARALLEL, engine.wrap)], engine.close)
 
 
