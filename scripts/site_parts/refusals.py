@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron.zero_bubble.planning import exclusions
 from megatron.zero_bubble.planning.decisions import DECISIONS
+from megatron.zero_bubble.planning.graph_exclusions import GRAPHS
 from megatron.zero_bubble.planning.job.effects import EFFECTS, Effect, Job
 from megatron.zero_bubble.planning.job.flags import as_given
 from megatron.zero_bubble.planning.job.overlaps import OVERLAPS
@@ -64,6 +65,8 @@ _TRAIN_ITERS = 2
 HONOURED = {
     "overlap_param_gather_with_optimizer_step": "nothing reads the order of chunks: the first one's weights are "
     "gathered in the step, those of others when they are first used",
+    "cuda_graph_impl": "layers are captured by `transformer_engine` once per microbatch in flight; weight gradients "
+    "inside of graphs that cannot wait for W run in B",
     "overlap_moe_expert_parallel_comm": "the pairs of a schedule do it (`--zero-bubble-overlap-experts`)",
     "use_transformer_engine_op_fuser": "grouped linears of experts keep their weight gradients for W "
     "(TransformerEngine 2.14 and newer); a fused dense MLP computes them in B, and plans count them there",
@@ -122,7 +125,7 @@ def _first_refusal(name: str, job: Job) -> Effect | None:
 def of_options() -> str:
     """The Megatron options that a choice cannot honour."""
     rows = []
-    for rule in (*exclusions.OPTIONS, *exclusions.RANGES):
+    for rule in (*exclusions.OPTIONS, *exclusions.RANGES, *GRAPHS):
         if not rule.is_set:
             works = rule.value.words if isinstance(rule.value, Fits) else code(repr(rule.value))
             rows.append((rule.choice.subject, code(rule.option), works, rule.why, rule.remedy))
@@ -131,7 +134,7 @@ def of_options() -> str:
 
 def of_tuning() -> str:
     """What becomes of the options with which published recipes are tuned, under any schedule."""
-    own = {rule.option: rule for rule in exclusions.OPTIONS if rule.choice in (exclusions.SCHEDULE, exclusions.GRAPHS)}
+    own = {rule.option: rule for rule in exclusions.OPTIONS if rule.choice is exclusions.SCHEDULE}
     off = [rule for rule in own.values() if rule.is_set]
     rows = [(code(name), "honoured", how) for name, how in HONOURED.items()]
     rows += [(code(rule.option), "switched off, with a line", rule.why) for rule in off]

@@ -107,7 +107,11 @@ _OVERLAPPED = {
     )
     + "drop --overlap-moe-expert-parallel-comm",
 }
-_GRAPHS = _NEEDS.format("cuda_graph_impl='none'", "Megatron captures CUDA graphs in the order of its own 1F1B", "{}")
+_GRAPHS = _NEEDS.format(
+    "cuda_graph_impl to be none or transformer_engine",
+    "Megatron captures CUDA graphs in the order of its own 1F1B",
+    "{}",
+)
 _NO_GRAPHS = "set --cuda-graph-impl none, or, with --perform-rl-step, drop --rl-training-cuda-graphs"
 
 SCRIPTS = {
@@ -163,7 +167,7 @@ SCRIPTS = {
         {"zb-h1": same(f"{_LAYOUT} Ettt|tmL"), "zb-v": same()},
         refused={
             **_OVERLAPPED,
-            "--cuda-graph-impl transformer_engine": _GRAPHS.format("'transformer_engine'") + _NO_GRAPHS,
+            "--cuda-graph-impl local": _GRAPHS.format("'local'") + _NO_GRAPHS,
         },
     ),
     "moe-modelzoo qwen3-235b": ScriptJob(
@@ -266,7 +270,7 @@ BRIDGE = {
         {**_BRIDGE_DEEPSEEK, "model.recompute_granularity": "selective"},
         {"zb-h1": {}, "interleaved-1f1b": _CHUNKS},
         provider="latent",
-        refused={"model.cuda_graph_impl": ("transformer_engine", _GRAPHS.format("'transformer_engine'"))},
+        refused={"model.cuda_graph_impl": ("local", _GRAPHS.format("'local'"))},
     ),
     "bridge qwen3 sft": BridgeJob(
         {**_BRIDGE_QWEN3, "model.calculate_per_token_loss": True, "model.moe_token_dispatcher_type": "alltoall"},

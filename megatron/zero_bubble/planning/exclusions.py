@@ -139,8 +139,6 @@ PAIRS = Choice("pairs", _pairs, "schedules that hide the all-to-all of experts")
 SCHEDULE = Choice("a zero-bubble schedule", lambda run: [("schedule", run.setup.name)], "zero-bubble schedules")
 """What is always chosen where options are checked."""
 ON_A_V = Choice("stages on a V or in a wave", SCHEDULE.shown_by)
-GRAPHS = Choice(SCHEDULE.words, SCHEDULE.shown_by, SCHEDULE.plural)
-"""A schedule, in a job whose training may capture CUDA graphs."""
 IN_SEQUENCE = Choice(
     "a schedule that does not hide the all-to-all of experts",
     lambda run: [] if run.setup.overlaps else SCHEDULE.shown_by(run),
@@ -177,7 +175,6 @@ EXCLUSIONS = (
 )
 """What cannot be combined in this version."""
 
-_GRAPHS = "Megatron captures CUDA graphs in the order of its own 1F1B"
 _FSDP = "FSDP does not reduce gradients through DistributedDataParallel"
 _MAXIMUM = "forwards that run again would count twice in the maximum of the attention logits"
 _OFFLOAD = "offloading assumes Megatron's order of backward passes"
@@ -185,7 +182,6 @@ _WIDER = "its stages send more than one hidden state per token, and not all of t
 _SHARED_MEMORY = "weights are gathered into the memory of the gradients, which the validation may need"
 _COPIES = "TransformerEngine keeps whole copies of the weights in this precision"
 _PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches of their replica"
-_DROP_GRAPHS = "set --cuda-graph-impl none, or, with --perform-rl-step, drop --rl-training-cuda-graphs"
 _DROP_LAYERS = "drop --cpu-offloading-num-layers"
 _SCAN = "a slice would need the state of the scan after the slice before it"
 _OTHER_MODEL = "it divides the vocabulary layers of GPTModel"
@@ -207,9 +203,6 @@ def _modules_left(modules: Sequence[str]) -> tuple[str, ...]:
 
 
 OPTIONS = (
-    OptionRule(GRAPHS, "enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
-    OptionRule(GRAPHS, "external_cuda_graph", False, _GRAPHS),
-    OptionRule(GRAPHS, "cuda_graph_impl", "none", _GRAPHS, _DROP_GRAPHS),
     OptionRule(
         IN_SEQUENCE,
         "overlap_moe_expert_parallel_comm",

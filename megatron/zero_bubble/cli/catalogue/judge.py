@@ -114,9 +114,13 @@ def _of_job(recipe: Recipe, row: Row) -> Row:
     if sizes["pipeline"] < 2:
         return replace(row, outcome=SINGLE)
     placement = checked.args.placement
-    loop = ("--zero-bubble-placement", "loop") if placement.num_stages > placement.num_ranks else ()
-    ours = (*recipe.flags, "--zero-bubble-schedule", ZB_AUTO, *loop)
-    refused = attempted(partial(checked_megatron_job, ours, nodes * per_node, per_node))
+    has_several = placement.num_stages > placement.num_ranks
+    searched = (ZB_AUTO, *(("--zero-bubble-placement", "loop") if has_several else ()))
+    for own in (searched, ("zb-interleaved" if has_several else "zb-h1",)):
+        ours = (*recipe.flags, "--zero-bubble-schedule", *own)
+        refused = attempted(partial(checked_megatron_job, ours, nodes * per_node, per_node))
+        if not isinstance(refused, Refusal):
+            break
     options = defaults()
     options.nodes, options.gpus_per_node, options.gpu, options.quick = nodes, per_node, row.gpu, True
     try:

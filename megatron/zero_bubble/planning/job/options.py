@@ -10,13 +10,14 @@ from typing import Any
 from megatron.zero_bubble.core.errors import Remedy, UserError, as_flag
 from megatron.zero_bubble.planning.exclusions import (
     BALANCE,
-    GRAPHS,
     ON_A_V,
     OPTIONS,
     RANGES,
     SCHEDULE,
     refuse_excluded,
 )
+from megatron.zero_bubble.planning.graph_exclusions import GRAPH_OPTIONS, GRAPHS
+from megatron.zero_bubble.planning.job.graphs import captures_only_rollouts
 from megatron.zero_bubble.planning.job.overlaps import OVERLAPS
 from megatron.zero_bubble.planning.rule import Choice, OptionRule
 from megatron.zero_bubble.planning.run_options import RunOptions
@@ -36,6 +37,8 @@ _BESIDE_THE_TABLE: tuple[tuple[str, dict[str, Any]], ...] = (
         for option in OVERLAPS.values()
         for no in ("no", "disable")
     ),
+    ("--cuda-graph-scope", {"nargs": "+"}),
+    ("--cuda-graph-modules", {"nargs": "*"}),
     ("--rl-training-cuda-graphs", {"action": "store_true"}),
     ("--use-transformer-engine-op-fuser", {"action": "store_true"}),
     ("--use-grouped-gemm-for-dense-mlp", {"action": "store_true"}),
@@ -56,19 +59,20 @@ def flag_of(option: str) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the flags that ``check_options`` reads, as Megatron-LM spells them, except those that the parser has."""
-    own = [rule for rule in reversed(OPTIONS) if rule.choice is not BALANCE]
-    flags = {flag_of(rule.option): _arguments(rule) for rule in own} | dict(_BESIDE_THE_TABLE)
+    own = [(rule.option, rule.value) for rule in reversed(OPTIONS) if rule.choice is not BALANCE]
+    known = (*own, *GRAPH_OPTIONS.items())
+    flags = {flag_of(option): _arguments(option, value) for option, value in known} | dict(_BESIDE_THE_TABLE)
     for flag, arguments in flags.items():
         if flag not in parser._option_string_actions:
             parser.add_argument(flag, **arguments)
 
 
-def _arguments(rule: OptionRule) -> dict[str, Any]:
+def _arguments(option: str, value: Any) -> dict[str, Any]:
     """Return the arguments of ``add_argument`` for an option, which by default has its allowed value."""
-    if isinstance(rule.value, bool):
-        return {"dest": rule.option, "action": "store_true"}
-    kind = int if rule.option in _COUNTS else str if rule.value is None else type(rule.value)
-    return {"dest": rule.option, "type": kind, "default": rule.value}
+    if isinstance(value, bool):
+        return {"dest": option, "action": "store_true"}
+    kind = int if option in _COUNTS else str if value is None else type(value)
+    return {"dest": option, "type": kind, "default": value}
 
 
 def check_options(values: Any, run: RunOptions, megatrons_own: bool = True, of_model: bool = True) -> None:
@@ -83,15 +87,13 @@ def check_options(values: Any, run: RunOptions, megatrons_own: bool = True, of_m
     Raises:
         UserError: the rule, the value and the remedy.
     """
-    # Reinforcement learning has graphs for rollouts, and turns them off for training unless configured otherwise.
-    only_rollouts = getattr(values, "perform_rl_step", False) and not getattr(values, "rl_training_cuda_graphs", False)
-    skipped = [*([ON_A_V] if megatrons_own else []), *([GRAPHS] if only_rollouts else [])]
-    rules = (
-        rule for rule in (*OPTIONS, *(RANGES if of_model else ())) if all(rule.choice is not each for each in skipped)
-    )
-    _check_rules(values, (rule for rule in rules if rule.choice.is_made(run)))
     if getattr(values, "variable_seq_lengths", False):
-        refuse_excluded(replace(run, lengths=("variable_seq_lengths", True)))
+        run = replace(run, lengths=("variable_seq_lengths", True))
+    graphs = () if captures_only_rollouts(values) else GRAPHS
+    rules = (rule for rule in (*graphs, *OPTIONS, *(RANGES if of_model else ())) if rule.choice.is_made(run))
+    _check_rules(values, (rule for rule in rules if not (megatrons_own and rule.choice is ON_A_V)))
+    if run.lengths is not None:
+        refuse_excluded(run)
     recipe = getattr(values, "fp8_recipe", None)
     if run.setup.validates and getattr(values, "fp8", None) and getattr(recipe, "value", recipe) == "delayed":
         raise UserError(
@@ -120,7 +122,7 @@ def check_options(values: Any, run: RunOptions, megatrons_own: bool = True, of_m
 def _check_rules(values: Any, rules: Iterable[OptionRule]) -> None:
     for rule in rules:
         if refusal := rule.sentence(values):
-            is_of_schedules = rule.choice in (SCHEDULE, GRAPHS)  # other choices have other schedules as remedies
+            is_of_schedules = rule.choice is SCHEDULE  # other choices have other schedules as remedies
             dropped = Remedy(drops=(flag_of(rule.option),)) if is_of_schedules else None
             raise UserError(refusal, remedy=dropped or rule.flags(getattr(values, rule.option)))
 

@@ -19,6 +19,7 @@ from megatron.zero_bubble.planning.job.arguments.data_checks import check_data, 
 from megatron.zero_bubble.planning.job.arguments.model_checks import check_config
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
 from megatron.zero_bubble.planning.job.effects import Job
+from megatron.zero_bubble.planning.job.graphs import graphs_of
 from megatron.zero_bubble.planning.job.host_memory import check_host_memory
 from megatron.zero_bubble.planning.job.model import uneven_layout
 from megatron.zero_bubble.planning.job.rules import check_costs_file, check_job, check_schedule
@@ -44,6 +45,7 @@ def check(args: Any, world_size: int, node_size: int | None = None) -> list[str]
     check_layout(args, world_size, _REQUIRED)
     check_config(args)
     _check_precision(args)
+    _check_graphs(args)
     _check_optimizer(args)
     check_tokenizer(args)
     check_data(args)
@@ -51,6 +53,14 @@ def check(args: Any, world_size: int, node_size: int | None = None) -> list[str]
     _check_checkpoint(args)
     _check_host_memory(args, node_size or world_size)
     return switched_off
+
+
+def _check_graphs(args: Any) -> None:
+    if (graphs := graphs_of(args)) is not None:
+        raise UserError(
+            f"this training script captures no CUDA graphs; got {graphs.implementation}; train with Megatron-LM or "
+            "Megatron-Bridge, or set --cuda-graph-impl none"
+        )
 
 
 def check_layout(args: Any, world_size: int, required: tuple[str, ...] = _REQUIRED[:5]) -> None:

@@ -1,0 +1,58 @@
+"""With which choices CUDA graphs work; a row refuses its choice alone, however the job asks for graphs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.planning.job.options import check_options
+from megatron.zero_bubble.planning.run_options import RunOptions
+from megatron.zero_bubble.planning.setup import Cuts, Named, Offload, Searched, Setup, Shards, Validated
+
+H1 = Setup(Named("zb-h1"))
+ASKED = ({"cuda_graph_impl": "transformer_engine"}, {"external_cuda_graph": True})
+EXCLUDED = {
+    "sequence slices": RunOptions(Setup(Named("zb-h1"), cuts=Cuts(2, "even"))),
+    "sharded units": RunOptions(Setup(Named("zero-pp"), shards=Shards())),
+    "hide the all-to-all": RunOptions(Setup(Named("interleaved-1f1b"), pairs=True)),
+    "offloading": RunOptions(Setup(Named("zb-h1"), offload=Offload("all"))),
+    "zb-auto": RunOptions(Setup(Searched())),
+    "different lengths": RunOptions(H1, lengths=("shapes", True)),
+    "post-validation": RunOptions(Setup(Named("zb-h1"), step=Validated())),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2", "zb-interleaved", "zb-v", "v-half", "dualpipe-v"])
+@pytest.mark.parametrize("asked", ASKED, ids=["0.15", "0.14"])
+def test_layers_are_captured_under_any_schedule(schedule: str, asked: dict[str, object]) -> None:
+    check_options(SimpleNamespace(**asked), RunOptions(Setup(Named(schedule))))
+
+
+@pytest.mark.parametrize("words", EXCLUDED)
+@pytest.mark.parametrize("asked", ASKED, ids=["0.15", "0.14"])
+def test_choices_that_exclude_graphs(words: str, asked: dict[str, object]) -> None:
+    options = {"bf16": True, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+    check_options(SimpleNamespace(**options), EXCLUDED[words])
+    with pytest.raises(UserError, match=f"{words}.* need .*cuda_graph.*; set --cuda-graph-impl none"):
+        check_options(SimpleNamespace(**options, **asked), EXCLUDED[words])
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        {"enable_cuda_graph": True},
+        {"cuda_graph_impl": "local"},
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_impl": "transformer_engine", "rampup_batch_size": ["8", "8", "64"]},
+        {"external_cuda_graph": True, "rampup_batch_size": ["8", "8", "64"]},
+        {"cuda_graph_impl": "transformer_engine", "fine_grained_activation_offloading": True},
+        {"cuda_graph_impl": "transformer_engine", "variable_seq_lengths": True},
+        {"cuda_graph_impl": "transformer_engine", "overlap_moe_expert_parallel_comm": True},
+    ],
+    ids=str,
+)
+def test_other_graphs_and_options_are_refused(refused: dict[str, object]) -> None:
+    with pytest.raises(UserError):
+        check_options(SimpleNamespace(**refused), RunOptions(H1))
