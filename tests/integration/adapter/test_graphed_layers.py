@@ -15,7 +15,7 @@ from tests.engine.wgrad.test_transformer_engine_parity import _Wrapper, with_eng
 from tests.helpers import engine
 from tests.helpers.graphed_engine import graphs_on_cpu
 from tests.helpers.parity import Layout, Outcome, _splits, _train_once, _under_each, assert_same_bits, assert_same_model
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankFailure, RankPool
 from tests.helpers.rows import some
 
 NO_BIAS = "--disable-bias-linear --untie-embeddings-and-output-weights --bf16"
@@ -119,7 +119,7 @@ def train_in_one_slot(rank: int, *arguments: Any) -> list[Outcome]:
 
 @pytest.mark.full
 def test_one_slot_is_too_few(ranks: RankPool) -> None:
+    """A replay overwrites what the microbatch before needs."""
     flags, schedules = Layout(2, num_layers=4).flags(4, NO_BIAS), [None, "zb-h1"]
-    results = ranks.run(2, train_in_one_slot, flags, schedules, [], True, "2.8.0", timeout=300)
-    with pytest.raises(AssertionError, match="losses differ|gradient norms differ|weights differ"):
-        assert_same_bits(results, schedules)
+    with pytest.raises(RankFailure, match="nan"):
+        ranks.run(2, train_in_one_slot, flags, schedules, [], True, "2.8.0", timeout=300)
