@@ -67,16 +67,19 @@ def graphed(scopes: Sequence[str], fused: bool, release: str) -> Iterator[list[A
 
 def train(
     rank: int, flags: str, schedules: Sequence[str | None], scopes: Sequence[str], fused: bool, release: str
-) -> tuple[list[Outcome], list[int]]:
-    """Train; return the outcomes, and for each schedule with graphs the number of graphs of a layer."""
-    start, outcomes, numbers = None, [], []
-    with graphed(scopes, fused, release) as helpers:
+) -> tuple[list[Outcome], list[int], int]:
+    """Train; return the outcomes, the graphs of a layer for each schedule that has some, and the replays of W."""
+    from megatron.zero_bubble.engine.wgrad.graphed import GraphedGradients
+
+    start, outcomes, numbers, run, ran = None, [], [], GraphedGradients.run, []
+    with pytest.MonkeyPatch.context() as patch, graphed(scopes, fused, release) as helpers:
+        patch.setattr(GraphedGradients, "run", lambda self: (ran.append(self), run(self))[1])
         for args, pipeline in _under_each(flags, schedules):
             outcome, start = _train_once(args, _splits(args), start, pipeline)
             outcomes.append(outcome)
         for helper in helpers:
             numbers.append(len(helper.flattened_callables[0].cuda_graphs[0]._graphs))
-    return outcomes, numbers
+    return outcomes, numbers, len(ran)
 
 
 EXPERTS = f"--num-experts 4 --moe-aux-loss-coeff 0.01 {NO_BIAS} --overlap-grad-reduce --no-align-grad-reduce"
@@ -101,12 +104,13 @@ def test_same_bits(ranks: RankPool, name: str) -> None:
     schedules = [None, *schedules]
     flags = layout.flags(4, options)
     results = ranks.run(layout.num_ranks, train, flags, schedules, scopes, True, release, timeout=300)
-    outcomes = [own for own, _ in results]
+    outcomes = [own for own, _, _ in results]
+    assert all((num_ran > 0) == ("W apart" in name or "attention" in name) for _, _, num_ran in results)
     if numbers is None:
         assert_same_model(outcomes, schedules, layout)
     else:
         assert_same_bits(outcomes, schedules)
-        assert [number for _, (number,) in results] == numbers
+        assert [number for _, (number,), _ in results] == numbers
 
 
 def train_in_one_slot(rank: int, *arguments: Any) -> list[Outcome]:
