@@ -88,14 +88,14 @@ def graphing(
         for number, length in zip(numbers, lengths, strict=True):
             own = slice(first, first + length)
             samples = slice(first * num_microbatches, first * num_microbatches + length)  # of its first microbatch
-            of_chunk = {
+            of_stage = {
                 name: value[own] if name in _PER_LAYER and isinstance(value, tuple) else value
                 for name, value in options.items()
             }
-            chunk = _Chunk(original, split, modules[own], of_chunk)
+            stage = _Stage(original, split, modules[own], of_stage)
             inputs = sample_args[samples], None if sample_kwargs is None else sample_kwargs[samples]
-            by_slot = [chunk.capture(*map(_copies, inputs)) for _ in range(number)]
-            layers = zip(modules[own], zip(*by_slot, strict=True), chunk.delayed, strict=True)
+            by_slot = [stage.capture(*map(_copies, inputs)) for _ in range(number)]
+            layers = zip(modules[own], zip(*by_slot, strict=True), stage.delayed, strict=True)
             graphed += [GraphedLayer(*layer, slots, split) for layer in layers] * num_microbatches
             first += length
         return tuple(graphed)
@@ -103,7 +103,7 @@ def graphing(
     return make_graphed_callables
 
 
-class _Chunk:
+class _Stage:
     """The graphed layers of a stage.
 
     Args:
