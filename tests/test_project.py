@@ -35,7 +35,7 @@ def num_words(text: str) -> int:
 def test_the_pages_are_short_to_read() -> None:
     """Words that someone wrote: outside of generated parts, code and comments."""
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
-    assert sum(num_words(by_hand(page)) for page in pages) <= 39_000
+    assert sum(num_words(by_hand(page)) for page in pages) <= 40_000
 
 
 def by_hand(page: str) -> str:

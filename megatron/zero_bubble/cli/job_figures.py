@@ -198,6 +198,7 @@ def _estimated(
         f"Attention {'uses flash kernels' if model.flash else 'stores its scores'}, recompute {_recomputed(model)}.",
         *_precision_notes(model, device),
         *(() if model.experts is None else (model.experts.assumed(device),)),
+        *_graph_notes(model),
     )
 
     def plain(placement: Placement) -> tuple[PassCosts, PassMemory]:
@@ -233,6 +234,17 @@ def _precision_notes(model: Model, device: Device) -> tuple[str, ...]:
     share = device.efficiency / device.pace * asked.share
     low = f"Linear layers compute in {asked.name}, {device.peak(asked):g} TFLOPS at {share:.0%}, and quantize their"
     return (f"{low} operands; attention, the router and the output layer stay in bf16.",)
+
+
+def _graph_notes(model: Model) -> tuple[str, ...]:
+    """What is assumed of parts of layers in CUDA graphs."""
+    inside = [part for part in model.captured if part in model.parts]
+    if not inside:
+        return ()
+    keeps = f"CUDA graphs have {', '.join(inside)}, and keep memory for the most microbatches that a stage has at once"
+    joined = set(inside) <= set(model.joined)
+    w = "part of B" if joined else "a graph of its own, as TransformerEngine captures it from 2.13 on"
+    return (f"{keeps}; W of these is {w}.",)
 
 
 def _recomputed(model: Model) -> str:

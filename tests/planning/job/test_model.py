@@ -7,6 +7,7 @@ import argparse
 import pytest
 
 from megatron.zero_bubble import Placement
+from megatron.zero_bubble.core.costs.model import PARTS
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import stage_layers
 from megatron.zero_bubble.planning.job.arguments.parser import parse, parse_megatron
@@ -118,3 +119,16 @@ def test_estimates_know_fused_experts_and_groups_of_them() -> None:
     found = model_of(megatron_job(f"{flags} --disable-bias-linear"), (18,)).experts
     assert found is not None
     assert (found.fused, found.groups, found.group_top_k) == (True, 4, 2)
+
+
+def test_parts_in_graphs_join_w_to_b_where_w_cannot_be_a_graph() -> None:
+    def of(**options: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        model = model_of(job(vocab_size=1024, **options), (18,))
+        return model.captured, model.joined
+
+    engine = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"], "add_bias_linear": False}
+    assert of() == ((), ())
+    assert of(**engine) == (("attention",), ())
+    assert of(**engine | {"add_bias_linear": True}) == (("attention",), ("attention",))
+    assert of(**engine, use_transformer_engine_op_fuser=True) == (("attention",), ("attention", "mlp"))
+    assert of(cuda_graph_impl="local", add_bias_linear=True) == (PARTS, ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron.zero_bubble.core.costs.attention import Attention, Latent
 from megatron.zero_bubble.core.costs.expert_layers import Experts
@@ -16,13 +16,22 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 
 Recompute = Literal["none", "selective", "full"]
-Part = Literal["attention", "mlp", "shared experts", "experts", "mamba"]
-"""A part of a layer with weights; ``mlp`` is that of a layer without experts."""
+Part = Literal["attention", "mlp", "mamba", "router", "shared experts", "experts"]
+"""A part of a layer, with its norm; ``mlp`` is that of a layer without experts."""
+PARTS: tuple[Part, ...] = get_args(Part)
 
 ESTIMATED_KINDS = "M*-E"
 """The kinds of layers of hybrid models that are estimated."""
 DENSE, WITH_EXPERTS = "dense", "experts"
 """The kinds of transformer layers."""
+_PARTS_OF: dict[str, tuple[Part, ...]] = {
+    "M": ("mamba",),
+    "*": ("attention",),
+    "-": ("mlp",),
+    "E": ("router", "shared experts", "experts"),
+    DENSE: ("attention", "mlp"),
+    WITH_EXPERTS: ("attention", "router", "shared experts", "experts"),
+}
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,12 @@ class Model:
             return (DENSE,) * number
         having = self.experts.layers or (True,) * number
         return tuple(WITH_EXPERTS if has else DENSE for has in having)
+
+    @property
+    def parts(self) -> frozenset[Part]:
+        """The parts that its layers have."""
+        found = {part for kind in self.kinds for part in _PARTS_OF[kind]}
+        return frozenset(found if self.experts and self.experts.shared else found - {"shared experts"})
 
     def weights_of(self, kind: str) -> float:
         """Number of weights of a layer (the part of one tensor-parallel rank)."""

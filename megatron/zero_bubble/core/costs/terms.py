@@ -213,8 +213,8 @@ TERMS = (
         "stage",
         "memory",
         "memory",
-        "of `activation` and of `wgrad`, what is in memory of CUDA graphs, which keep it after W for another "
-        "microbatch",
+        "of `activation` and of `wgrad`, what is in memory of [CUDA graphs](cuda-graphs.md), which keep it "
+        "after W for another microbatch",
         of_layer=True,
     ),
     Term(

@@ -38,6 +38,7 @@ def _computed(kind: str, model: Model) -> LayerWork:
     shared = _mlp(replace(model, ffn=experts.shared), (SHARED_EXPERTS, MOE), of_experts=True)
     shared = _as("shared experts", model, shared)
     scores = experts.scores(model.tokens, model.hidden, model.divisions[1], model.keeping)
+    scores = _as("router", model, scores)
     layer = shared + routed(model, experts) + scores
     return attention + layer if kind == WITH_EXPERTS else layer
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from megatron.zero_bubble.engine.wgrad.delayed import DelayedModule
 from megatron.zero_bubble.engine.wgrad.transformer_engine import TransformerEngineSplit
 from megatron.zero_bubble.integration.adapter.graph_slots import GraphSlots
-from megatron.zero_bubble.planning.job.graphs import MAMBA, MLP, MODULES, graphs_of
+from megatron.zero_bubble.planning.job.graphs import MODULES, graphs_of
 
 _PER_LAYER = ("enabled", "fp8_enabled")
 """Options of ``make_graphed_callables`` that may have a value per layer."""
@@ -47,10 +47,10 @@ def _parts(layer: Any) -> Iterator[torch.nn.Module]:
     if (graphs := graphs_of(layer.config)) is None:
         return
     if graphs.whole_layers or not hasattr(layer, "mlp"):
-        if graphs.whole_layers or MAMBA in graphs.inside:
+        if graphs.whole_layers or "mamba" in graphs.inside:
             yield layer
         return
-    names = graphs.inside - {MLP} if hasattr(layer.mlp, "experts") else graphs.inside
+    names = graphs.inside - {"mlp"} if hasattr(layer.mlp, "experts") else graphs.inside
     for place in (place for name in names for place in MODULES.get(name, ())):
         found = functools.reduce(lambda owner, part: getattr(owner, part, None), place.split("."), layer)
         if isinstance(found, torch.nn.Module):

@@ -11,27 +11,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.zero_bubble.core.costs.model import PARTS, Part
+
 LOCAL, ENGINE, ITERATION = "local", "transformer_engine", "full_iteration"
-ATTENTION, MLP, MAMBA = "attention", "mlp", "mamba"
-ROUTER, SHARED_EXPERTS, EXPERTS = "router", "shared experts", "experts"
-ALL = frozenset((ATTENTION, MLP, ROUTER, SHARED_EXPERTS, EXPERTS, MAMBA))
-"""The parts of layers."""
-_OF_SCOPE = {
-    "attn": {ATTENTION},
-    "mlp": {MLP},
-    "moe": {ROUTER, SHARED_EXPERTS, EXPERTS},
-    "moe_router": {ROUTER, SHARED_EXPERTS},
-    "moe_preprocess": set[str](),
-    "mamba": {MAMBA},
+ALL = frozenset(PARTS)
+_OF_SCOPE: dict[str, set[Part]] = {
+    "attn": {"attention"},
+    "mlp": {"mlp"},
+    "moe": {"router", "shared experts", "experts"},
+    "moe_router": {"router", "shared experts"},
+    "moe_preprocess": set(),
+    "mamba": {"mamba"},
 }
 """What is captured by scope: ``cuda_graph_scope`` until 0.17, ``cuda_graph_modules`` since; without one, whole layers.
 Until 0.15, the scopes are ``full`` and ``attn``. A layer has either an MLP or experts."""
-MODULES = {
-    ATTENTION: ("self_attention", "cross_attention"),
-    MLP: ("mlp",),
-    ROUTER: ("mlp.router",),
-    SHARED_EXPERTS: ("mlp.shared_experts",),
-    EXPERTS: ("mlp.experts",),
+MODULES: dict[Part, tuple[str, ...]] = {
+    "attention": ("self_attention", "cross_attention"),
+    "mlp": ("mlp",),
+    "router": ("mlp.router",),
+    "shared experts": ("mlp.shared_experts",),
+    "experts": ("mlp.experts",),
 }
 """Where a layer has its parts that multiply by weights, as attributes."""
 OPTIONS = {"enable_cuda_graph": LOCAL, "external_cuda_graph": ENGINE, "cuda_graph_impl": None}
@@ -45,11 +44,11 @@ class Graphs:
 
     Attributes:
         implementation: of Megatron; one of the names above.
-        inside: the parts of layers inside of graphs, whose weight gradients run with their B.
+        inside: the parts of layers inside of graphs.
     """
 
     implementation: str
-    inside: frozenset[str]
+    inside: frozenset[Part]
 
     @property
     def whole_layers(self) -> bool:
@@ -68,10 +67,12 @@ def graphs_of(options: Any) -> Graphs | None:
     scopes = _scopes(options)
     if implementation == ITERATION or ITERATION in scopes:
         return Graphs(ITERATION, ALL)
+    if implementation == LOCAL:
+        return Graphs(LOCAL, ALL)  # this package captures whole stages
     named = [_OF_SCOPE[scope] for scope in scopes if scope in _OF_SCOPE]
     inside = frozenset().union(*named) if named else ALL
-    if getattr(options, "moe_shared_expert_overlap", False) and EXPERTS not in inside:
-        inside -= {SHARED_EXPERTS}
+    if getattr(options, "moe_shared_expert_overlap", False) and "experts" not in inside:
+        inside -= {"shared experts"}
     return Graphs(implementation, inside)
 
 

@@ -12,7 +12,7 @@ from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.kept import MLP, MOE
 from megatron.zero_bubble.core.costs.mamba import Mamba
-from megatron.zero_bubble.core.costs.model import ESTIMATED_KINDS, Model, Recompute
+from megatron.zero_bubble.core.costs.model import ESTIMATED_KINDS, PARTS, Model, Part, Recompute
 from megatron.zero_bubble.core.costs.predictions import prediction_parts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import layout_text
@@ -20,6 +20,7 @@ from megatron.zero_bubble.core.formats.layout_string import HYBRID_KINDS, layout
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.search.cut import cut
 from megatron.zero_bubble.planning.division import Division
+from megatron.zero_bubble.planning.job.graphs import ENGINE, graphs_of
 from megatron.zero_bubble.planning.job.kept import kept_of, latent_of, linear_precision
 from megatron.zero_bubble.planning.job.pattern import pattern_of
 
@@ -71,7 +72,8 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
         mamba=mamba_of(args),
         latent=latent_of(args),
         kept=kept_of(args),
-        joined=("mlp",) if _fuses_mlp(args) else (),
+        joined=_joined(args),
+        captured=_captured(args),
         **_window(args),
     )
 
@@ -87,10 +89,34 @@ def _window(args: Any) -> dict[str, Any]:
     return {"window": before + 1, "windowed": windowed}
 
 
-def _fuses_mlp(args: Any) -> bool:
-    """Whether dense MLPs are fused operations without a queue for weight gradients."""
-    has_queue = getattr(args, "use_grouped_gemm_for_dense_mlp", False)
-    return bool(getattr(args, "use_transformer_engine_op_fuser", False)) and not has_queue
+def _joined(args: Any) -> tuple[Part, ...]:
+    """The parts of layers that compute their weight gradients in B."""
+    graphed = _captured(args) if _has_graphs(args, ENGINE) and not _has_graphs_of_w(args) else ()
+    fuses = _fuses(args) and not getattr(args, "use_grouped_gemm_for_dense_mlp", False)  # which has a queue for them
+    return (*graphed, *(("mlp",) if fuses and "mlp" not in graphed else ()))
+
+
+def _captured(args: Any) -> tuple[Part, ...]:
+    """The parts of layers inside CUDA graphs of layers, or of stages."""
+    graphs = graphs_of(args)
+    return () if graphs is None else tuple(part for part in PARTS if part in graphs.inside)
+
+
+def _has_graphs(args: Any, implementation: str) -> bool:
+    graphs = graphs_of(args)
+    return graphs is not None and graphs.implementation == implementation
+
+
+def _has_graphs_of_w(args: Any) -> bool:
+    """Whether W of a layer can be a graph of its own, as far as the job decides it; TransformerEngine must be able to
+    do it, too.
+    """
+    return not args.add_bias_linear and args.gradient_accumulation_fusion and not _fuses(args)
+
+
+def _fuses(args: Any) -> bool:
+    """Whether TransformerEngine's fused operations compute MLPs."""
+    return bool(getattr(args, "use_transformer_engine_op_fuser", False))
 
 
 def _ffn(args: Any) -> int:
