@@ -96,7 +96,9 @@ def seed(args: argparse.Namespace) -> None:
     random.seed(of_rank)
     numpy.random.seed(of_rank)
     torch.manual_seed(of_rank)
-    tensor_parallel.model_parallel_cuda_manual_seed(of_rank)
+    # Random numbers that a CUDA graph draws need states on the device.
+    more = {} if args.cuda_graph_impl == "none" else {"use_cudagraphable_rng": True}
+    tensor_parallel.model_parallel_cuda_manual_seed(of_rank, **more)
 
 
 def gather(value: Any) -> list[Any]:

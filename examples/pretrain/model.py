@@ -68,6 +68,8 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
         persist_layer_norm=args.persist_layer_norm and (engine or _installed("apex")),
         gradient_accumulation_fusion=args.gradient_accumulation_fusion and _installed("fused_weight_gradient_mlp_cuda"),
     )
+    if args.cuda_graph_impl == "local" and "cuda_graph_impl" not in fields:  # until 0.14
+        fields["enable_cuda_graph"] = True
     fields["batch_p2p_comm"] = not fields["overlap_p2p_comm"]
     fields["ffn_hidden_size"] = _ffn_hidden_size(args)
     if args.num_moe_experts:

@@ -45,14 +45,20 @@ class Gpt:
         options: the arguments of ``step.add_sizes``, and ``device``.
         schedule: the flags of a schedule, which decides the placement of the stages; by default, there is one stage
             per rank.
+        graphs: Megatron's ``cuda_graph_impl``.
+
+    Attributes:
+        model_config: megatron-core's configuration of the model.
     """
 
-    def __init__(self, options: argparse.Namespace, schedule: Sequence[str] = ()) -> None:
+    def __init__(self, options: argparse.Namespace, schedule: Sequence[str] = (), graphs: str = "none") -> None:
         self._options = options
+        self.model_config: Any = None
         launch = Launch.from_environment()
         size = ["--pipeline-model-parallel-size", str(launch.world_size), "--train-iters", "1"]
         self._args = parse([*flags(options), *size, *schedule])
         check(self._args, launch.world_size)
+        self._args.cuda_graph_impl = graphs  # also on one rank, where a job has no schedule
         self.platform = select(options.device)
         self._device = self.platform.setup(launch.local_rank)
         with quiet():
@@ -63,7 +69,7 @@ class Gpt:
             distributed.check_backend(self.platform.backend, self.platform, launch)
             distributed.initialize(self._args, launch, self.platform.backend)
         self._take_turn()
-        config = model.build_config(self._args, self._device)
+        self.model_config = config = model.build_config(self._args, self._device)
         if self._args.run.has_schedule:
             apply(self._args.zero_bubble)
         try:

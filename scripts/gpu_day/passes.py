@@ -61,8 +61,10 @@ def figures(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {**ours, **whole, "split_over_stock": over, "host_ms": of[FUSED]["host_ms"]}
 
 
-def measure(job: gpt.Gpt, config: ZeroBubbleConfig | None, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one variant, after an iteration that allocates memory and compiles."""
+def measure(
+    job: gpt.Gpt, config: ZeroBubbleConfig | None, options: argparse.Namespace, warm: int = 1
+) -> dict[str, Any]:
+    """Measure one variant, after ``warm`` iterations that allocate memory, compile and record graphs."""
     host = HostClock()
     recorder = Recorder(job.platform)
     observers: list[IterationObserver] = [recorder, host]
@@ -72,7 +74,8 @@ def measure(job: gpt.Gpt, config: ZeroBubbleConfig | None, options: argparse.Nam
         gpt.under(config, observers)
     try:
         job.platform.reset_peak_memory()
-        job.iteration()
+        for _ in range(warm):
+            job.iteration()
         idle = _idle_share(job, options.device)
         host.clear()
         times, costs = zip(*(_round(job, recorder) for _ in range(options.rounds)), strict=True)

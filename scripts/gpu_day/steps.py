@@ -71,6 +71,11 @@ PASSES = (
     "F {forward_ms:.2f}, B {backward_ms:.2f}, W {wgrad_ms:.2f} ms, {split_over_stock:.2f} x the passes of stock; "
     "host {host_ms:.2f} ms per pass"
 )
+GRAPHS = (
+    "{eager_ms:.1f} -> {graphs_ms:.1f} ms, {eager_over_busy:.2f} -> {graphs_over_busy:.2f} x the GPU's own time; "
+    "host {eager_host_ms:.2f} -> {graphs_host_ms:.2f} ms per pass; reserved {eager_reserved_gib:.1f} -> "
+    "{graphs_reserved_gib:.1f} GiB; {differing} gradients differ"
+)
 TINY = "--hidden-size 32 --num-layers 2 --seq-length 16 --micro-batch-size 1 --rounds 2"
 
 
@@ -328,6 +333,14 @@ PARTS = {
                 "F {forward_over_free:.2f}, B {backward_over_free:.2f}, W {wgrad_over_free:.2f} x with {most} blocks",
                 f"{TINY} --num-microbatches 2 --num-blocks 0 1",
             ),
+        ),
+    ),
+    "graphs": Part(
+        "CUDA graphs of stages",
+        (
+            Step("graphs, small", "graphs", f"{SMALL} --num-microbatches 8", 40, GRAPHS, None),
+            Step("graphs", "graphs", f"{MODEL} --num-microbatches 4", 40, GRAPHS, None),
+            _over_nccl("graphs against runs without, over NCCL", "tests/gpu/test_training_on_gpus.py -k graphs", 60),
         ),
     ),
     "nccl": Part(

@@ -64,6 +64,23 @@ UNMEASURED = (
         "less memory saved than `--zero-bubble-offload` saves in the same time",
     ),
     Unmeasured(
+        "CUDA graphs of stages, by slots",
+        "`--cuda-graph-impl local`",
+        "2026-11-29",
+        ("graphs, small", "graphs", "graphs against runs without, over NCCL"),
+        "the bits of runs without graphs, and iterations, at a hidden size of 1024, of at most 1.25 times what the GPU "
+        "computes",
+        "bits that differ, or no gain where the host is the limit",
+    ),
+    Unmeasured(
+        "CUDA graphs of TransformerEngine, by slots",
+        "`--cuda-graph-impl transformer_engine`",
+        "2026-11-29",
+        (),
+        "losses equal to those without graphs, and a shorter iteration, on two or more GPUs",
+        "captures that fail, or losses that differ",
+    ),
+    Unmeasured(
         "vocabulary parallelism on one hardware queue",
         "`--zero-bubble-vocabulary-parallel` with `CUDA_DEVICE_MAX_CONNECTIONS=1`",
         "2026-11-28",

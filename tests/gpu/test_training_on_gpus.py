@@ -145,3 +145,13 @@ def test_a_rank_that_hangs_is_named(
     shown = "".join(capfd.readouterr())
     assert "zero-bubble: rank 0: pipeline rank 0 could not run 0B" in shown
     assert "did not arrive from pipeline rank 1 on channel 1>0 (the GPU has waited 5" in shown
+
+
+@pytest.mark.gpu
+@needs_gpus(2)
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_graphs_over_nccl_equal_runs_without(tmp_path: Path, schedule: str, precision: str) -> None:
+    """The first three steps run without graphs, the others repeat them."""
+    flags = ("--zero-bubble-schedule", schedule, *precision.split())
+    assert train(tmp_path, *flags, "--cuda-graph-impl", "local") == train(tmp_path, *flags)

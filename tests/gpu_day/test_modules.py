@@ -10,12 +10,13 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
 
 from bench import ranks
-from gpu_day import algorithms, install, memory_check, pack, passes, predict, pytests, shared_nccl, slim
+from gpu_day import algorithms, graphs, install, memory_check, pack, passes, predict, pytests, shared_nccl, slim
 from megatron.zero_bubble.core.ir import Compute, Kind, Pass
 
 CHECKS = """
@@ -85,6 +86,15 @@ def test_split_passes_are_compared_with_stock() -> None:
 
     figures = passes.figures([row(passes.STOCK, 2.0, 6.0, 0.0), row(predict.FUSED, 2.0, 5.0, 3.0)])
     assert (figures["stock_backward_ms"], figures["wgrad_ms"], figures["split_over_stock"]) == (6.0, 3.0, 1.25)
+
+
+def test_graphs_are_compared_with_the_time_that_the_device_computes() -> None:
+    def row(ms: float, idle: float | None) -> dict[str, Any]:
+        return {"iteration_ms": ms, "idle_share": idle, "host_ms": 0.5, "memory": {"reserved": 2**31}}
+
+    found = graphs.figures({"eager": row(10.0, 0.9), "graphs": row(1.25, 0.2)})
+    assert (found["eager_over_busy"], found["graphs_over_busy"]) == (pytest.approx(10.0), pytest.approx(1.25))
+    assert (found["graphs_ms"], found["graphs_reserved_gib"]) == (1.25, 2.0)
 
 
 def test_best_algorithm_is_compared_with_the_first() -> None:

@@ -300,6 +300,18 @@ class TestData:
         assert seen == ["a", "b", "c", "d", "e"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("transformer_engine", "captures CUDA graphs of stages only (local); got transformer_engine"),
+        ("local --zero-bubble-device cpu", "local needs GPUs, got the cpu device"),
+        ("local --zero-bubble-device cuda", "needs --zero-bubble-schedule, whose stages it records"),
+    ],
+)
+def test_graphs_of_this_script_are_those_of_stages_on_gpus(flags: str, message: str) -> None:
+    assert message in refusal(f"--cuda-graph-impl {flags}")
+
+
 def test_save_to_a_file_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")

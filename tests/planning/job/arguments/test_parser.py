@@ -30,7 +30,8 @@ OURS = """
 MEGATRONS = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --accumulate-allreduce-grads-in-fp32
 --adam-beta1 --adam-beta2 --adam-eps --add-qkv-bias --attention-backend --attention-dropout --attention-softmax-in-fp32
---bf16 --calculate-per-token-loss --ckpt-format --clip-grad --cross-entropy-loss-fusion --data-cache-path --data-path
+--bf16 --calculate-per-token-loss --ckpt-format --clip-grad --cross-entropy-loss-fusion --cuda-graph-impl
+--data-cache-path --data-path
 --ddp-bucket-size --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --disable-bias-linear
 --dist-ckpt-optim-fully-reshardable --distributed-backend --distributed-timeout-minutes --eod-mask-loss --eval-interval
 --eval-iters --exit-interval --exit-on-missing-checkpoint --exit-signal-handler --expert-model-parallel-size

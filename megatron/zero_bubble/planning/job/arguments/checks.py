@@ -19,7 +19,7 @@ from megatron.zero_bubble.planning.job.arguments.data_checks import check_data, 
 from megatron.zero_bubble.planning.job.arguments.model_checks import check_config
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
 from megatron.zero_bubble.planning.job.effects import Job
-from megatron.zero_bubble.planning.job.graphs import graphs_of
+from megatron.zero_bubble.planning.job.graphs import LOCAL, graphs_of
 from megatron.zero_bubble.planning.job.host_memory import check_host_memory
 from megatron.zero_bubble.planning.job.model import uneven_layout
 from megatron.zero_bubble.planning.job.rules import check_costs_file, check_job, check_schedule
@@ -56,11 +56,18 @@ def check(args: Any, world_size: int, node_size: int | None = None) -> list[str]
 
 
 def _check_graphs(args: Any) -> None:
-    if (graphs := graphs_of(args)) is not None:
+    """Check the CUDA graphs of our script; a job of Megatron-LM's has more kinds."""
+    if (graphs := graphs_of(args)) is None:
+        return
+    if graphs.implementation != LOCAL:
         raise UserError(
-            f"this training script captures no CUDA graphs; got {graphs.implementation}; train with Megatron-LM or "
-            "Megatron-Bridge, or set --cuda-graph-impl none"
+            f"this training script captures CUDA graphs of stages only (local); got {graphs.implementation}; train "
+            "with Megatron-LM or Megatron-Bridge, or set --cuda-graph-impl none"
         )
+    if args.run.observations.device == "cpu":
+        raise UserError("--cuda-graph-impl local needs GPUs, got the cpu device; drop one of the flags")
+    if not args.run.has_schedule:
+        raise UserError("--cuda-graph-impl local needs --zero-bubble-schedule, whose stages it records; add it")
 
 
 def check_layout(args: Any, world_size: int, required: tuple[str, ...] = _REQUIRED[:5]) -> None:

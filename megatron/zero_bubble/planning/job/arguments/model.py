@@ -167,6 +167,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         choices=("local", "transformer_engine"),
     )
     group.add(
+        "--cuda-graph-impl",
+        "record the layers of each stage as CUDA graphs (local), which need a GPU and a zero-bubble schedule",
+        default="none",
+    )
+    group.add(
         "--attention-backend",
         "attention kernel of TransformerEngine's layers",
         default="auto",
