@@ -196,7 +196,7 @@ def text_of(
         behind: what the job gains without what refuses most of its changes.
         others: the same with other vocabularies, if the job's is assumed.
     """
-    lines = ["", _of_experts(found)] if found.today.costs.of_ranks[0].experts else []
+    lines = ["", _of_experts(found)] if found.today.costs.of_ranks[0].has_all_to_alls else []
     if found.barred:
         lines += ["", *(f"Shorter, but not for this job as it is: {_barred(each)}" for each in found.barred)]
     if found.rows:

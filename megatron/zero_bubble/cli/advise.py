@@ -316,7 +316,7 @@ def _is_full(job: JobAsIs, worth: float) -> bool:
     """Whether no order, layout or division can gain enough, because all ranks work nearly all the time."""
     timeline, costs, _ = job.today
     passes = costs.on(timeline.schedule.placement)[0]
-    if passes.experts and not timeline.schedule.overlaps:
+    if passes.has_all_to_alls and not timeline.schedule.overlaps:
         return False  # their all-to-alls count as work
     idle = idle_of(timeline, passes)
     return idle.total < worth * timeline.makespan_ms

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from megatron.zero_bubble.cli.compare_table import Columns
+from megatron.zero_bubble.cli.compared_row import Columns
 from megatron.zero_bubble.cli.offload import MovedColumns, add_offload, offload_summary, offloads, with_copies
 from megatron.zero_bubble.cli.shards import UnitColumns, add_shards, shard_summary, shards, with_shards
 from megatron.zero_bubble.cli.slices import add_slices, check_cuts

@@ -19,13 +19,14 @@ from megatron.zero_bubble.cli.choices import (
     setup_of,
     with_choices,
 )
-from megatron.zero_bubble.cli.compare_table import ComparedRow, Table, short_text, table_text
-from megatron.zero_bubble.cli.figures import add_figures, figures, replicas
+from megatron.zero_bubble.cli.compare_table import Table, short_text, table_text
+from megatron.zero_bubble.cli.compared_row import ComparedRow
+from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.offload import host_limits
 from megatron.zero_bubble.cli.plan import add_search, counts_in_p
 from megatron.zero_bubble.cli.plan_text import imbalance_text, picture
 from megatron.zero_bubble.cli.progress import progress, working
-from megatron.zero_bubble.cli.shards import add_tensor, with_tensor
+from megatron.zero_bubble.cli.shards import add_tensor, replicas, with_tensor
 from megatron.zero_bubble.cli.vocabulary import GainOverLayouts, asks_to_divide
 from megatron.zero_bubble.cli.winner import how_to_run
 from megatron.zero_bubble.core.analysis.score import length_ms, within

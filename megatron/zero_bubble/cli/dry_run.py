@@ -27,7 +27,6 @@ from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import job_predictions
 from megatron.zero_bubble.core.ir import Placement
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.render.text import headline, imbalance
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job import experts, recomputation
@@ -36,6 +35,7 @@ from megatron.zero_bubble.planning.job.facts import remarks as of_other_jobs
 from megatron.zero_bubble.planning.job.installed import missing_packages as packages_of_megatrons
 from megatron.zero_bubble.planning.job.pattern import contents
 from megatron.zero_bubble.planning.plans import rank_memory, slower_than_1f1b
+from megatron.zero_bubble.planning.setup import Setup
 
 _COPIES = "Copies to host memory and back are not in the times, unless the costs file has host_ms."
 _BALANCE = (
@@ -131,7 +131,7 @@ def _compared(
     options: argparse.Namespace, args: argparse.Namespace, timeline: Timeline, costs: Figures
 ) -> tuple[str | None, ...]:
     """Return sentences on Megatron's own schedule and on 1F1B, if these can be compared with the job's."""
-    if not args.run.has_schedule or args.run.setup.shards is not None or algorithm_of(timeline.schedule) is not None:
+    if not args.run.has_schedule or args.run.setup.running(Setup.of(timeline.schedule)).divides:
         return ()
     objective = args.run.setup.objective
     compared = against_stock(options, job_words(options), costs, timeline, objective)

@@ -10,12 +10,11 @@ from typing import NamedTuple
 from megatron.zero_bubble.cli.links import add_links, linked
 from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.model_config import read_model
+from megatron.zero_bubble.cli.shards import notes_on_replicas
 from megatron.zero_bubble.core.costs import PassMemory
 from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
-from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.static import ParameterBytes
-from megatron.zero_bubble.core.costs.tensor import TensorParallelModel
 from megatron.zero_bubble.core.costs.terms import BY_KEY, MEMORY, TIMES
 from megatron.zero_bubble.core.costs.units import checked_figure, refuse_huge, refuse_no_time
 from megatron.zero_bubble.core.errors import UserError
@@ -174,11 +173,8 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     model, microbatches, assumed, division, facts = read_model(
         options.config, num_ranks, not options.no_flash_attention, by_cost, num_microbatches
     )
-    if model.experts is not None and getattr(options, "shard_weights", False):
-        raise UserError(
-            f"--shard-weights needs a model without experts, which are sharded over other groups; {options.config} "
-            f"has {model.experts.count}; leave it out"
-        )
+    count = microbatches if num_microbatches is None else num_microbatches
+    of_replicas = tuple(notes_on_replicas(options, model, count, _BYTES))
     attention = "uses flash kernels" if model.flash else "stores its scores"
     layers = ", ".join(map(str, model.layers))
 
@@ -187,13 +183,9 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         f"{device}.",
         f"Attention {attention}, recompute {model.recompute}, tensor parallel {model.tensor_parallel}.",
         *([] if by_cost else [f"Layers by rank: {layers}."]),
-        *([] if model.experts is None else [model.experts.assumed(device)]),
-        _static_note(bool(getattr(options, "shard_weights", False))),
+        *model.assumed(device),
+        *of_replicas,
     ]
-    count = microbatches if num_microbatches is None else num_microbatches
-    if getattr(options, "shard_weights", False) and model.tensor_parallel == 1:
-        notes.append(_tensor_note(model, count, replicas(options)))
-
     weights = ModelWeights(model, division, _BYTES)
     return Figures(
         len(model.layers),
@@ -206,33 +198,9 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         notes=(*notes, *assumed),
         sequence=model.sequence,
         layers=layer_costs(model, device),
-        tensor=TensorModel(weights, device, count) if model.tensor_parallel == 1 and model.experts is None else None,
+        tensor=TensorModel(weights, device, count) if model.is_divisible else None,
         division=division,
         facts={**facts, "gpu": device.name},
-    )
-
-
-def _static_note(shards: bool) -> str:
-    each = f"({_BYTES.whole} bytes per parameter)"
-    if shards:
-        return (
-            f"A memory limit in bytes includes weights, gradients and optimizer {each}, one in microbatches does not."
-        )
-    return f"The memory limit does not include weights and optimizer {each}."
-
-
-def replicas(options: argparse.Namespace) -> int:
-    """The replicas that weights are sharded over."""
-    return 8 if options.replicas is None else int(options.replicas)
-
-
-def _tensor_note(model: Model, num_microbatches: int, ranks: int) -> str:
-    """Compare with tensor parallelism over the same GPUs, one after the other for the microbatches of all replicas."""
-    sent = TensorParallelModel(model, ranks).sent(num_microbatches * ranks)
-    static = max(model.weights(Placement.linear(len(model.layers)))) * _BYTES.whole / ranks
-    return (
-        f"Tensor parallelism over {ranks} GPUs, instead of replicas, would send {sent / 2**30:.4g} GiB per rank for as "
-        f"many samples, and hold {static / 2**30:.4g} GiB of weights, gradients and optimizer."
     )
 
 

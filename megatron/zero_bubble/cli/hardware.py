@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron.zero_bubble.cli.job_figures import CostsInput, job_figures
 from megatron.zero_bubble.cli.links import given_links, with_transfers
@@ -14,6 +15,7 @@ from megatron.zero_bubble.core.costs.units import checked_share, positive_figure
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import job_layers
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.vocabulary import costs_of_run
 
 
 def add_gpu_flags(verb: argparse.ArgumentParser) -> None:
@@ -73,10 +75,22 @@ def _domain(nodes: int, gpus_per_node: int, most: int) -> int:
     return gpus_per_node * max(together)
 
 
-def job_costs(
-    options: argparse.Namespace, args: argparse.Namespace, costs: CostsInput | None
-) -> tuple[Figures, RankGroups]:
-    """The costs of a job with checked ``args`` where ``options`` run it, and its ranks, by domain instead of node.
+class JobCosts(NamedTuple):
+    """The costs of a job.
+
+    Attributes:
+        whole: those that other setups of it are planned with.
+        own: those that it runs with, as its setup divides it.
+        groups: its ranks, by domain instead of node.
+    """
+
+    whole: Figures
+    own: Figures
+    groups: RankGroups
+
+
+def job_costs(options: argparse.Namespace, args: argparse.Namespace, costs: CostsInput | None) -> JobCosts:
+    """The costs of a job with checked ``args`` where ``options`` run it.
 
     Raises:
         UserError: as ``device_of``, or for an invalid costs file.
@@ -94,4 +108,5 @@ def job_costs(
             f"Passes take {device.pace:.3f} of what peaks and bandwidths say, so that the job as it is takes the "
             f"measured {options.measured_ms:,.10g} ms, in which the optimizer step and all else count as passes."
         )
-    return replace(figures, notes=(*figures.notes, *notes)), groups
+    whole = replace(figures, notes=(*figures.notes, *notes))
+    return JobCosts(whole, costs_of_run(whole, args.zero_bubble.setup) if args.run.has_schedule else whole, groups)

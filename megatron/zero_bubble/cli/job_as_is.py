@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.cli.advice_text import Batch
 from megatron.zero_bubble.cli.gpu_memory import RESERVED, memory_of
 from megatron.zero_bubble.cli.hardware import add_gpu_flags, device_of, job_costs
-from megatron.zero_bubble.cli.job_figures import CostsInput, with_vocabulary
+from megatron.zero_bubble.cli.job_figures import CostsInput
 from megatron.zero_bubble.cli.job_schedule import planned_schedule
 from megatron.zero_bubble.cli.links import add_link_flags
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, ParsedJob, parsed_megatron_job, suspects
@@ -104,8 +104,7 @@ def read_job(options: argparse.Namespace, argv: Sequence[str]) -> JobAsIs:
             f"{args.pipeline_model_parallel_size}; a job without a pipeline has no bubble"
             f"{suspects(parsed.unread)}"
         )
-    costs, groups = job_costs(options, args, options.costs)
-    own = with_vocabulary(costs, args)
+    costs, own, groups = job_costs(options, args, options.costs)
     schedule = planned_schedule(args, own, costs.num_microbatches)
     timeline = timeline_of(schedule, *own.on(args.placement))
     objective: Metric = args.run.setup.objective

@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.operations import operations
 from megatron.zero_bubble.core.costs.precision import BF16
-from megatron.zero_bubble.core.costs.predictions import prediction_experts, prediction_parts, with_predictions
+from megatron.zero_bubble.core.costs.predictions import prediction_parts, with_predictions
 from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile, read_costs_file
@@ -26,7 +26,7 @@ from megatron.zero_bubble.planning.job.facts import facts_of
 from megatron.zero_bubble.planning.job.model import GPT2_VOCAB_SIZE, division_of, rank_model, unestimated_kinds
 from megatron.zero_bubble.planning.job.parameters import optimizer_replicas, parameter_bytes
 from megatron.zero_bubble.planning.job.vocab_size import tokenizers_vocab_size
-from megatron.zero_bubble.planning.vocabulary import are_divided, divided_costs
+from megatron.zero_bubble.planning.shards import how_held
 from megatron.zero_bubble.planning.weights import ModelWeights, on_stages
 
 _NO_PREDICTIONS = (
@@ -133,25 +133,12 @@ def _meant(text: str) -> str:
     return f"{number[0] if number else 80}GiB"
 
 
-def with_vocabulary(figures: Figures, args: argparse.Namespace) -> Figures:
-    """Return ``figures`` with the times of the passes of a divided vocabulary, where the job of ``args`` divides it."""
-    divided = args.zero_bubble.setup.vocabulary if args.run.has_schedule else None
-    if divided is None or figures.layers is None or are_divided(figures):
-        return figures
-    return divided_costs(figures, divided)
-
-
 def _with_weights(
     figures: Figures, args: argparse.Namespace, model: Model, predictions: tuple[int, ...], division: Division
 ) -> Figures:
     """Return figures with the bytes of weights, gradients and optimizer."""
     weights = ModelWeights(model, division, parameter_bytes(args), optimizer_replicas(args), predictions)
-    each, of_experts = weights.per_parameter
-    taken = f"take {each:.3g} bytes per parameter"
-    if model.experts is not None and of_experts != each:
-        taken += f", those of experts {of_experts:.3g}"
-    if args.run.setup.shards is not None:
-        taken = "are divided by the replicas, and what is whole at a time is added"
+    taken = how_held(args.run.setup) or f"take {weights.held_text}"
     note = f"Weights, gradients and optimizer {taken}. Not counted: the CUDA context, NCCL "
     note += "buffers, fragmentation" + (", copies for a rollback." if args.run.setup.validates else ".")
     return replace(_noting(figures, note), weights=weights)
@@ -197,7 +184,7 @@ def _estimated(
         f"{device}.",
         f"Attention {'uses flash kernels' if model.flash else 'stores its scores'}, recompute {_recomputed(model)}.",
         *_precision_notes(model, device),
-        *(() if model.experts is None else (model.experts.assumed(device),)),
+        *model.assumed(device),
         *_graph_notes(model),
     )
 
@@ -215,11 +202,11 @@ def _estimated(
             layers=layer_costs(model, device),
             division=division,
         )
-    (layer, head), experts = prediction_parts(model, device), prediction_experts(model, device)
+    parts = prediction_parts(model, device)
     more = "A layer of multi-token prediction (mtp) counts as a layer, a projection and an output layer."
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        return with_predictions(*plain(placement), on_stages(predictions, placement), layer, head, experts)
+        return with_predictions(*plain(placement), on_stages(predictions, placement), parts)
 
     return Figures(*sizes, on, True, notes=(*notes, more))
 

@@ -51,10 +51,14 @@ def loads_of(options: argparse.Namespace) -> tuple[Load, ...] | None:
             f"--lengths needs one element per microbatch; got {len(parts)} for --num-microbatches "
             f"{options.num_microbatches}; leave --num-microbatches out"
         )
-    for flag, given in (("--step-ms", options.step_ms is not None), ("--shard-weights", options.shard_weights)):
-        if given:
-            raise UserError(f"{flag} is only computed for equal microbatches; got --lengths; leave one of them out")
+    if options.step_ms is not None:
+        raise only_equal("--step-ms")
     return tuple(Load.of(map(int, samples)) for samples in parts)
+
+
+def only_equal(flag: str) -> UserError:
+    """The refusal of a flag that needs equal microbatches, together with their lengths."""
+    return UserError(f"{flag} is only computed for equal microbatches; got --lengths; leave one of them out")
 
 
 @dataclass(frozen=True)

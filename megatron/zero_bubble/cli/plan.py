@@ -18,18 +18,18 @@ from megatron.zero_bubble.cli.choices import (
     with_files,
 )
 from megatron.zero_bubble.cli.divisions import division_text
-from megatron.zero_bubble.cli.figures import add_figures, figures, replicas
+from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import layout_summary
 from megatron.zero_bubble.cli.lengths import PlanOfLengths, add_lengths, loads_of
 from megatron.zero_bubble.cli.offload import host_limits
 from megatron.zero_bubble.cli.plan_text import imbalance_text, limit_text, period_text, plan_text
 from megatron.zero_bubble.cli.progress import working
+from megatron.zero_bubble.cli.shards import replicas
 from megatron.zero_bubble.core.costs.units import parse_memory_limit, refuse_huge
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.formats.plan import PlanFile, read_plan_file
 from megatron.zero_bubble.core.formats.torch_csv import plan_to_csv, schedule_to_csv
 from megatron.zero_bubble.core.ir import Schedule
-from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.render.svg import render_svg, zoomable
 from megatron.zero_bubble.core.schedules import SCHEDULES
@@ -46,7 +46,7 @@ from megatron.zero_bubble.planning.offload import NO_LIMITS
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.plans import ADAPTING, about_1p, limit_verdict, slower_than_1f1b
 from megatron.zero_bubble.planning.question import Question, asked
-from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT, Given
+from megatron.zero_bubble.planning.setup import DEFAULT_LIMIT, Given, Setup
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.values import PLAN_ROWS
 
@@ -155,13 +155,12 @@ def plan(options: argparse.Namespace) -> str:
         return written(made)
     divided = division_text(costs, timeline.schedule.placement)
     text = plan_text(timeline, costs) + (divided if layouts is None else layout_summary(layouts))
-    algorithm = algorithm_of(timeline.schedule)
-    divides = algorithm is not None or has_units or timeline.schedule.overlaps
-    text += imbalance_text(timeline, costs, layouts is not None, divides)
+    divides = made.question.setup.running(Setup.of(timeline.schedule)).divides
+    text += imbalance_text(timeline, costs, layouts is not None, divides or timeline.schedule.overlaps)
     text += "".join(f"{each}\n" for each in made.dropped)
     if lengths is not None:
         return text + lengths.text()
-    if layouts is None and not has_units and algorithm is None:
+    if layouts is None and not divides:
         slower = slower_than_1f1b(timeline, costs, options.objective)
         text += "" if slower is None else f"{slower}\n"
     text += f"{sentence}\n" if (sentence := verdict(made.question.costs, options.objective)) else ""

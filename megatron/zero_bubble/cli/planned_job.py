@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.hardware import device_of, job_costs
-from megatron.zero_bubble.cli.job_figures import with_vocabulary
 from megatron.zero_bubble.cli.job_runs import ProvedPlans, batch_counts, check_job, job_runs
 from megatron.zero_bubble.cli.job_schedule import job_answer, job_schedule
 from megatron.zero_bubble.cli.links import bandwidth_to_replicas
@@ -28,11 +26,8 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.plans import message_memory, rank_memory
 from megatron.zero_bubble.planning.setup import Given, Searched
-from megatron.zero_bubble.planning.shards import of_schedule, with_collectives
-from megatron.zero_bubble.planning.weights import PlannedWeights
+from megatron.zero_bubble.planning.shards import costs_of_units
 
-_COLLECTIVES = "Gathers and reductions are not in the times, unless the costs file has gather_ms and reduce_ms."
-_GIB = 2**30
 RankMemory = Sequence[tuple[float, float, float]]
 """Three numbers per pipeline rank: activations, messages, and weights with gradients and optimizer state."""
 
@@ -84,8 +79,7 @@ def planned_job(
         UserError: the error that the run would stop with.
     """
     layers, groups = job_layers(args), RankGroups.of(args, options.nodes, options.gpus_per_node)
-    costs, domains = job_costs(options, args, options.costs)
-    costs = with_vocabulary(costs, args)
+    _, costs, domains = job_costs(options, args, options.costs)
     runs = job_runs(args, options.gpu, under_megatron, environment)
     by_few = by_few and not isinstance(args.run.setup.order, (Given, Searched))
     proved = check_job(args, runs, by_few) if args.run.has_schedule else None
@@ -93,8 +87,8 @@ def planned_job(
     schedule = job_schedule(args, costs.num_ranks, costs.num_microbatches) if made is None else made.schedule
     config: ZeroBubbleConfig | None = None if args.source is None else args.zero_bubble
     added = Additions() if config is None else config.additions(args.source, costs.num_ranks, schedule)
-    if added.sharding is not None:
-        costs = _sharded(args, _with_collectives(options, args, domains, costs), schedule, added)
+    to_replicas = bandwidth_to_replicas(domains, device_of(options))
+    costs = costs_of_units(costs, schedule, added, args.data_parallel_size, to_replicas)
     figures = costs.on(args.placement)
     receives: PostReceives = args.run.setup.messages.receives
     is_simulated = made is not None and made.is_plain and not added.ops and made.costs.on(args.placement) == figures
@@ -119,35 +113,6 @@ def _what_is_proved(args: argparse.Namespace, runs: Feasibility, proved: ProvedP
     if len(own) < len(counts):
         where += f": {len(own)} of {len(counts)} batch sizes, evenly spread; the run proves all before it trains"
     return f"Proved free of deadlock for {listed} microbatches{where}."
-
-
-def _with_collectives(
-    options: argparse.Namespace, args: argparse.Namespace, groups: RankGroups, costs: Figures
-) -> Figures:
-    """Return figures with the times of gathers and reductions by bandwidth, where the size of the weights is known and
-    their times are not.
-    """
-    if costs.weights is None or any(costs.on(args.placement)[0].gather_ms):
-        return costs
-    rate = bandwidth_to_replicas(groups, device_of(options))
-    note = f"Gathers and reductions: bytes at {rate / 1e6:g} GB/s."
-    own = with_collectives(costs, args.data_parallel_size, None, None, rate)
-    return replace(own, notes=(*own.notes, note))
-
-
-def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule, added: Additions) -> Figures:
-    """Return the figures with the memory that sharded units take."""
-    sharding, replicas = added.sharding, args.data_parallel_size
-    assert sharding is not None, "weights are sharded"
-    units = of_schedule(costs, schedule, sharding, replicas)
-    sent = "" if units.traffic is None else f", {max(units.traffic) / _GIB:.3g} GiB sent to {replicas - 1} replicas"
-    note = f"Sharded units, {sharding.open_chunks} whole stages per rank: {max(units.gathers)} gathers and "
-    note += f"{max(units.reductions)} reductions per rank and iteration{sent}."
-    notes = (note, *(() if units.lane_ms else (_COLLECTIVES,)))
-    own = replace(costs, notes=(*costs.notes, *notes))
-    if units.static is None or costs.weights is None:
-        return own
-    return replace(own, weights=PlannedWeights(units.static, costs.weights), counts_weights=True)
 
 
 def _memory(

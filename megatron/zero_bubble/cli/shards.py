@@ -8,11 +8,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron.zero_bubble.cli.compare_table import gib_cell
-from megatron.zero_bubble.cli.figures import replicas
+from megatron.zero_bubble.cli.compared_row import gib_cell
+from megatron.zero_bubble.cli.lengths import only_equal
 from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.costs.model import Model
+from megatron.zero_bubble.core.costs.static import ParameterBytes
+from megatron.zero_bubble.core.costs.tensor import TensorParallelModel
 from megatron.zero_bubble.core.costs.units import bytes_per_ms, checked_figure, refuse_huge
 from megatron.zero_bubble.core.errors import UserError, as_flag
+from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.planning.candidates import Candidate
 from megatron.zero_bubble.planning.figures import Figures
@@ -103,10 +107,46 @@ def shards(options: argparse.Namespace) -> bool:
             if getattr(options, name, None) is not None:
                 raise UserError(f"{as_flag(name)} applies only to --shard-weights; give both, or leave it out")
         return False
+    if getattr(options, "lengths", None) is not None:
+        raise only_equal("--shard-weights")
     for name in ("whole_stages", "replicas"):
         if (count := getattr(options, name)) not in (None, AUTO) and not 1 <= count <= _MOST:
             raise UserError(f"{as_flag(name)} must be from 1 to {_MOST:,}; got {count}; give another number")
     return True
+
+
+def replicas(options: argparse.Namespace) -> int:
+    """The replicas that weights are sharded over."""
+    return 8 if options.replicas is None else int(options.replicas)
+
+
+def notes_on_replicas(
+    options: argparse.Namespace, model: Model, num_microbatches: int, parts: ParameterBytes
+) -> Iterator[str]:
+    """Yield whether a memory limit includes weights, and how tensor parallelism over as many GPUs compares, one after
+    the other for the microbatches of all replicas.
+
+    Raises:
+        UserError: for sharded weights of a model with experts.
+    """
+    each = f"({parts.whole} bytes per parameter)"
+    if not getattr(options, "shard_weights", False):
+        yield f"The memory limit does not include weights and optimizer {each}."
+        return
+    if model.experts is not None:
+        raise UserError(
+            f"--shard-weights needs a model without experts, which are sharded over other groups; {options.config} "
+            f"has {model.experts.count}; leave it out"
+        )
+    yield f"A memory limit in bytes includes weights, gradients and optimizer {each}, one in microbatches does not."
+    if model.is_divisible:
+        ranks = replicas(options)
+        sent = TensorParallelModel(model, ranks).sent(num_microbatches * ranks)
+        static = max(model.weights(Placement.linear(len(model.layers)))) * parts.whole / ranks
+        yield (
+            f"Tensor parallelism over {ranks} GPUs, instead of replicas, would send {sent / 2**30:.4g} GiB per rank "
+            f"for as many samples, and hold {static / 2**30:.4g} GiB of weights, gradients and optimizer."
+        )
 
 
 def with_shards(options: argparse.Namespace, costs: Figures) -> Figures:

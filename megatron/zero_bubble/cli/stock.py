@@ -86,4 +86,4 @@ def _without_our_flags(options: argparse.Namespace, job: Sequence[str]) -> argpa
 
 
 def _estimated(options: argparse.Namespace, args: argparse.Namespace) -> Figures:
-    return job_costs(options, args, None)[0]
+    return job_costs(options, args, None).whole

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from megatron.zero_bubble.cli.compared_row import ComparedRow
 from megatron.zero_bubble.cli.layouts import compared
 from megatron.zero_bubble.core.analysis.score import length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric
@@ -14,7 +15,6 @@ from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
-from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.planning.codecs import setup_of_flags
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.vocabulary import VocabularyChoice, divided_by, with_times
@@ -36,28 +36,6 @@ def add_vocabulary(verb: argparse.ArgumentParser) -> None:
         verb.add_argument(flag, type=float, metavar=metavar, help=text)
 
 
-class ComparedWork(Protocol):
-    """A row of a table with these figures."""
-
-    @property
-    def schedule(self) -> str: ...
-
-    @property
-    def work(self) -> Workload: ...
-
-    @property
-    def layout(self) -> str | None: ...
-
-    @property
-    def within_limit(self) -> bool: ...
-
-    @property
-    def span_ms(self) -> float: ...
-
-    @property
-    def makespan_ms(self) -> float: ...
-
-
 class GainOverLayouts(NamedTuple):
     """What a divided vocabulary gains over a layout by cost.
 
@@ -67,11 +45,11 @@ class GainOverLayouts(NamedTuple):
     """
 
     objective: Metric
-    layout: ComparedWork | None
-    divided: ComparedWork | None
+    layout: ComparedRow | None
+    divided: ComparedRow | None
 
     @classmethod
-    def of(cls, rows: Sequence[ComparedWork], objective: Metric) -> GainOverLayouts:
+    def of(cls, rows: Sequence[ComparedRow], objective: Metric) -> GainOverLayouts:
         """Compare rows, of which the shortest are the first."""
         listed = [row for row in rows if row.within_limit]
         laid_out = (row for row in listed if row.work.vocabulary is None and row.layout is not None)

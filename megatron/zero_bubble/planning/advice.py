@@ -96,7 +96,7 @@ class Advice:
             return None
         schedules = (timeline.schedule, costs), (best.plan.schedule, best.plan.costs)
         before, after = ((schedule, of.on(schedule.placement)[0]) for schedule, of in schedules)
-        return None if before[1].experts or after[1].experts else gains(before, after, self.objective)
+        return None if before[1].has_all_to_alls or after[1].has_all_to_alls else gains(before, after, self.objective)
 
 
 class StartedWith(NamedTuple):

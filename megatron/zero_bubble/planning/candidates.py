@@ -204,7 +204,7 @@ class Comparison:
     def hidden(self, costs: Figures) -> Iterator[Candidate]:
         """Yield schedules that hide the all-to-all of experts: in pairs, or beneath weight gradients if it is known."""
         for name, recipe in SCHEDULES.items():
-            if recipe.has_pairs or (costs.has_experts and name in _OVERLAPPED):
+            if recipe.has_pairs or (costs.has_all_to_alls and name in _OVERLAPPED):
                 end = WITH_PAIRS if recipe.has_pairs else WITH_OVERLAP
                 for way in self._named(recipe, costs):
                     yield way.row(f" {end}", pairs=True)

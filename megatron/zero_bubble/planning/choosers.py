@@ -236,7 +236,7 @@ def _made(question: Question, variant: Variant, choices: Sequence[Placement]) ->
     yield from question.starts
     order, pairs = question.setup.order, question.setup.pairs
     if isinstance(order, Named) and pairs:
-        yield from hidden(_hiding(question, order), order.name, costs.has_experts)
+        yield from hidden(_hiding(question, order), order.name, costs.has_all_to_alls)
     elif isinstance(order, Named):
         yield _named(question, order)
     elif not question.is_search:

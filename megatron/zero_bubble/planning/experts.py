@@ -25,18 +25,18 @@ _CHUNKS = (2, 4)
 """The stages per rank of the combined interleaved schedules that a sentence names."""
 
 
-def hidden(schedules: Iterator[Schedule], named: str, has_experts: bool) -> Iterator[Schedule]:
+def hidden(schedules: Iterator[Schedule], named: str, has_all_to_alls: bool) -> Iterator[Schedule]:
     """Yield the ways to run schedules so that the all-to-all of experts is hidden.
 
     Args:
         schedules: with pairs, if the schedule called ``named`` has any.
-        has_experts: whether the costs know the all-to-alls.
+        has_all_to_alls: whether the costs know the all-to-alls.
 
     Raises:
         UserError: for a schedule without pairs if the all-to-alls are unknown, because nothing is then gained.
     """
     has_pairs = recipe(named).has_pairs
-    recipe(named).pairs(not has_experts)
+    recipe(named).pairs(not has_all_to_alls)
     for schedule in schedules:
         if has_pairs:
             own = replace(schedule, name=f"{schedule.name} {WITH_PAIRS}")

@@ -232,9 +232,9 @@ class Figures:
         return replace(own, layers=layers)
 
     @property
-    def has_experts(self) -> bool:
+    def has_all_to_alls(self) -> bool:
         """Whether the all-to-alls of experts are known."""
-        return bool((self.base or self).of_ranks[0].experts)
+        return (self.base or self).of_ranks[0].has_all_to_alls
 
     @property
     def microbatch(self) -> float:

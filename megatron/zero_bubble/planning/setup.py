@@ -268,6 +268,11 @@ class Setup:
         return self.vocabulary is not None or self.pairs
 
     @property
+    def divides(self) -> bool:
+        """Whether its ranks hold parts of what they hold whole under Megatron's own schedule."""
+        return self.vocabulary is not None or self.shards is not None
+
+    @property
     def adds(self) -> bool:
         """Whether it decides more than an order of passes on the job's stages."""
         return self.inserts or any((self.offload, self.shards, self.layout))

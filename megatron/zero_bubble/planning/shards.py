@@ -31,6 +31,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.part import Part
 from megatron.zero_bubble.planning.plans import bound
 from megatron.zero_bubble.planning.setup import Setup
+from megatron.zero_bubble.planning.weights import PlannedWeights
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,35 @@ def with_collectives(
     rate = None if bytes_per_ms is None else bytes_per_ms * replicas / max(1, replicas - 1)
     own = costs.giving(gather_ms=gather_ms, reduce_ms=reduce_ms, shards_bytes_per_ms=rate)
     return replace(own, counts_weights=False)
+
+
+def costs_of_units(costs: Figures, schedule: Schedule, added: Additions, replicas: int, bytes_per_ms: float) -> Figures:
+    """The costs of a job with what its plan adds: with sharded units, their collectives and their memory. Times come
+    from the bandwidth where the size of the weights is known and times are not.
+    """
+    if added.sharding is None:
+        return costs
+    notes = []
+    if costs.weights is not None and not any(costs.on(schedule.placement)[0].gather_ms):
+        costs = with_collectives(costs, replicas, None, None, bytes_per_ms)
+        notes.append(f"Gathers and reductions: bytes at {bytes_per_ms / 1e6:g} GB/s.")
+    units = of_schedule(costs, schedule, added.sharding, replicas)
+    sent = "" if units.traffic is None else f", {max(units.traffic) / 2**30:.3g} GiB sent to {replicas - 1} replicas"
+    notes.append(
+        f"Sharded units, {added.sharding.open_chunks} whole stages per rank: {max(units.gathers)} gathers and "
+        f"{max(units.reductions)} reductions per rank and iteration{sent}."
+    )
+    if not units.lane_ms:
+        notes.append("Gathers and reductions are not in the times, unless the costs file has gather_ms and reduce_ms.")
+    own = replace(costs, notes=(*costs.notes, *notes))
+    if units.static is None or costs.weights is None:
+        return own
+    return replace(own, weights=PlannedWeights(units.static, costs.weights), counts_weights=True)
+
+
+def how_held(setup: Setup) -> str:
+    """What replicas hold of weights, gradients and optimizer, in words; "" where these are whole."""
+    return "" if setup.shards is None else "are divided by the replicas, and what is whole at a time is added"
 
 
 def sharded_bound(plan: ShardPlan, costs: Figures) -> tuple[float, str]:

@@ -101,6 +101,12 @@ def variants_of(setup: Setup, costs: Figures) -> tuple[Variant, ...]:
     return variants(costs, setup.vocabulary)
 
 
+def costs_of_run(costs: Figures, setup: Setup) -> Figures:
+    """The costs of a job with a setup; without the times of its passes, they stay those of a whole vocabulary."""
+    divided = setup.vocabulary
+    return costs if divided is None or costs.layers is None or are_divided(costs) else divided_costs(costs, divided)
+
+
 def divided_costs(costs: Figures, divided: Divided) -> Figures:
     """The costs of a job that divides its vocabulary so.
 

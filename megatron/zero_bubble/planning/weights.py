@@ -51,6 +51,13 @@ class ModelWeights:
         of_all, of_experts = (self._held(self.parts.of_layers, count) for count in self.replicas)
         return of_all, of_experts
 
+    @property
+    def held_text(self) -> str:
+        """The same in words."""
+        each, of_experts = self.per_parameter
+        differs = self.model.experts is not None and of_experts != each
+        return f"{each:.3g} bytes per parameter" + (f", those of experts {of_experts:.3g}" if differs else "")
+
     def of_ranks(self, placement: Placement, layout: Layout | None = None) -> tuple[float, ...]:
         """See ``Weights``; experts have replicas of their own."""
         of_all, of_experts = self.per_parameter

@@ -13,7 +13,6 @@ from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.predictions import (
     prediction_expert_weights,
-    prediction_experts,
     prediction_parts,
     prediction_weights,
     with_predictions,
@@ -102,14 +101,13 @@ def test_letters_of_a_hybrid_model_have_experts() -> None:
 
 def test_layers_of_prediction_have_the_experts_of_the_last_layer() -> None:
     some = model(parallel=16, layers=(False, False, True, True))
-    parts, experts = prediction_parts(some, H100), prediction_experts(some, H100)
-    costs, _ = with_predictions(*estimate(some, H100, LINE), (0, 1), *parts, experts)
+    costs, _ = with_predictions(*estimate(some, H100, LINE), (0, 1), prediction_parts(some, H100))
     assert costs.experts[1].layers == 3 and costs.experts[0].layers == 0
     assert costs.experts[1].whole == pytest.approx(costs.forward_ms[1] + costs.backward_ms[1] + costs.wgrad_ms[1])
     assert prediction_expert_weights(some, (0, 1))[1] == pytest.approx(some.expert_weights(LINE)[1] / 2)
     assert prediction_weights(some, (0, 1))[1] > prediction_expert_weights(some, (0, 1))[1]
     first = replace(some, experts=replace(some.experts, layers=(True, True, True, False)))  # type: ignore[type-var]
-    assert prediction_experts(first, H100) is None and prediction_expert_weights(first, (0, 1)) == (0, 0)
+    assert prediction_parts(first, H100).experts is None and prediction_expert_weights(first, (0, 1)) == (0, 0)
 
 
 def test_tokens_are_permuted_around_all_to_alls() -> None:

@@ -17,7 +17,7 @@ A100 = DEVICES["a100"]
 
 
 def test_a_layer_of_prediction_is_a_layer_and_a_projection() -> None:
-    layer, head = prediction_parts(MODEL, A100)
+    layer, head, _ = prediction_parts(MODEL, A100)
     plain = layer_costs(MODEL, A100)
     # A projection from 2h to h, whose F, B and W take 2 operations per weight and token each.
     projection = 2 * 2048 * 2 * 1024**2 / (A100.tflops * 1e9 * A100.efficiency)
@@ -28,10 +28,11 @@ def test_a_layer_of_prediction_is_a_layer_and_a_projection() -> None:
 
 def test_prediction_is_added_to_its_stage_and_to_the_last() -> None:
     placement = Placement.linear(2)
-    layer, head = prediction_parts(MODEL, A100)
+    parts = prediction_parts(MODEL, A100)
+    layer, head, _ = parts
     costs, memory = estimate(MODEL, A100, placement)
     for counts in ((0, 1), (2, 0)):
-        more, kept = with_predictions(costs, memory, counts, layer, head)
+        more, kept = with_predictions(costs, memory, counts, parts)
         for name in ("forward_ms", "backward_ms", "wgrad_ms"):
             first, last = (
                 getattr(costs, name)[0] + counts[0] * getattr(layer, name),
@@ -40,7 +41,7 @@ def test_prediction_is_added_to_its_stage_and_to_the_last() -> None:
             assert getattr(more, name) == pytest.approx((first, last))
         assert kept.activation[0] == pytest.approx(memory.activation[0] + counts[0] * layer.activation)
     # As large a share of attention as without the projection, for equal layers.
-    even, _ = with_predictions(costs, memory, (1, 0), replace(layer, forward_ms=0.0), head)
+    even, _ = with_predictions(costs, memory, (1, 0), parts._replace(layer=replace(layer, forward_ms=0.0)))
     assert even.forward_attention[0] == pytest.approx(costs.forward_attention[0])
 
 

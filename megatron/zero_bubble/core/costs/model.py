@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 from megatron.zero_bubble.core.costs.attention import Attention, Latent
+from megatron.zero_bubble.core.costs.devices import Device
 from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.kept import IN_16_BITS, Kept
 from megatron.zero_bubble.core.costs.mamba import Mamba
@@ -147,6 +148,15 @@ class Model:
             others = experts.other_weights(self.hidden, self.gated, split)
             return attention + others + experts.rank_weights(self.hidden, self.gated)
         return attention + (self.mlp_weights / split if kind in (DENSE, "-") else 0.0)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether a group of GPUs may divide its layers by tensor parallelism."""
+        return self.tensor_parallel == 1 and self.experts is None
+
+    def assumed(self, device: Device) -> tuple[str, ...]:
+        """What estimates assume of its experts, as sentences."""
+        return () if self.experts is None else (self.experts.assumed(device),)
 
     def experts_of(self, kind: str) -> Experts | None:
         """The experts of a layer of this kind; None if it has none."""

@@ -157,6 +157,11 @@ class PassCosts:
         return parts_of(tuple([p.kind for p in works]), stages, self.contention)
 
     @property
+    def has_all_to_alls(self) -> bool:
+        """Whether it knows the all-to-alls of experts."""
+        return bool(self.experts)
+
+    @property
     def exposed_share(self) -> float:
         """The share of a microbatch's F, B and W that all-to-alls of experts take if nothing hides them."""
         return exposed_share(self.experts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.devices import Device
@@ -20,8 +20,27 @@ from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.terms import OF_LAYER, TIMES
 
 
-def prediction_parts(model: Model, device: Device) -> tuple[LayerFigures, LayerFigures]:
-    """Estimate one layer of multi-token prediction with its projection, and its output layer; ms and bytes."""
+class PredictionParts(NamedTuple):
+    """One layer of multi-token prediction; ms and bytes.
+
+    Attributes:
+        layer: with its projection.
+        head: its output layer.
+        experts: the all-to-alls and the experts of the layer, which ``layer`` includes; None if it has none.
+    """
+
+    layer: LayerFigures
+    head: LayerFigures
+    experts: ExpertParts | None = None
+
+    @property
+    def work_ms(self) -> float:
+        """What it computes for a microbatch."""
+        return self.layer.work_ms + self.head.work_ms
+
+
+def prediction_parts(model: Model, device: Device) -> PredictionParts:
+    """Estimate one layer of multi-token prediction."""
     parts = layer_costs(_last_layer(model), device)
     layer, states = parts.layers[0], model.message_bytes
     dense = layer_costs(replace(model, layers=(1,), experts=None), device).layers[0]
@@ -34,13 +53,8 @@ def prediction_parts(model: Model, device: Device) -> tuple[LayerFigures, LayerF
     }
     # The projection's input is twice as wide as the hidden states; its W takes that and the gradient of its output.
     kept = {"activation": layer.activation + 2 * states, "wgrad": layer.wgrad + 3 * states}
-    return replace(layer, **times, **shares, **kept), parts.loss
-
-
-def prediction_experts(model: Model, device: Device) -> ExpertParts | None:
-    """Estimate the all-to-alls and the experts of one layer of multi-token prediction; None if it has none."""
-    experts = layer_costs(_last_layer(model), device).experts
-    return experts[0] if experts else None
+    experts = parts.experts[0] if parts.experts else None
+    return PredictionParts(replace(layer, **times, **shares, **kept), parts.loss, experts)
 
 
 def _last_layer(model: Model) -> Model:
@@ -68,18 +82,10 @@ def prediction_expert_weights(model: Model, counts: Sequence[int]) -> tuple[floa
 
 
 def with_predictions(
-    costs: PassCosts,
-    memory: PassMemory,
-    counts: Sequence[int],
-    layer: LayerFigures,
-    head: LayerFigures,
-    experts: ExpertParts | None = None,
+    costs: PassCosts, memory: PassMemory, counts: Sequence[int], parts: PredictionParts
 ) -> tuple[PassCosts, PassMemory]:
-    """Add ``counts`` layers of multi-token prediction per stage, and as many output layers on the last stage.
-
-    Args:
-        experts: the all-to-alls and experts of a layer, which ``layer`` includes.
-    """
+    """Add ``counts`` layers of multi-token prediction per stage, and as many output layers on the last stage."""
+    layer, head, experts = parts
     last = len(counts) - 1
     added = [(count, sum(counts) if stage == last else 0) for stage, count in enumerate(counts)]
 
@@ -95,8 +101,9 @@ def with_predictions(
         shares.append(tuple(min(1.0, (a * ms + n * of_layer) / new) if new else 0.0 for a, ms, n, new in scores))
     own_costs = replace(costs, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad).with_attention(*shares)
     if costs.experts:
-        parts = tuple(own.plus(experts or NO_EXPERTS, count) for own, count in zip(costs.experts, counts, strict=True))
-        own_costs = own_costs.with_experts(parts, costs.contention)
+        plain = experts or NO_EXPERTS
+        stages = tuple(own.plus(plain, count) for own, count in zip(costs.experts, counts, strict=True))
+        own_costs = own_costs.with_experts(stages, costs.contention)
     names = (term.field for term in OF_LAYER if term.owner == "memory")
     sums: dict[str, Any] = {name: plus(getattr(memory, name), name) for name in names}
     return own_costs, replace(memory, **sums)

@@ -212,7 +212,7 @@ def uneven_layout(args: Any, placement: Placement, vocab_size: int | None) -> st
     models = dense, _active(dense, args)
     layer = [costs.layers[0].work_ms, layer_costs(models[1], device).layers[0].work_ms]
     work = [layer[kind] for kind in kinds]
-    predicting = sum(part.work_ms for part in prediction_parts(models[kinds[-1]], device))  # layers of the last kind
+    predicting = prediction_parts(models[kinds[-1]], device).work_ms  # layers of the last kind
     return text(work, _EMBEDDING * min(work), costs.loss.work_ms + predictions * predicting)
 
 
