@@ -135,7 +135,7 @@ def build_model(
         for parameter in module.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(module.to(device))
-    if args.source is not None and args.source.vocabulary is not None:
+    if args.source is not None and args.source.setup.vocabulary is not None:
         shard_vocabulary(chunks, args.placement)
     if args.bf16 or args.fp16:
         chunks = [Float16Module(config, module) for module in chunks]

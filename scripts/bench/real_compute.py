@@ -38,6 +38,7 @@ from bench import page, ranks
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Schedule, build, simulate
 from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.costs.even import even_costs
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.ir import Plan
 from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Divided
@@ -45,7 +46,7 @@ from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan.offload import offload, select_longest
 from megatron.zero_bubble.core.search import fit
 from megatron.zero_bubble.planning.setup import Named, Setup
-from megatron.zero_bubble.planning.source import ScheduleSource, even_costs
+from megatron.zero_bubble.planning.source import ScheduleSource
 
 STOCK = "stock 1f1b"
 STOCK_INTERLEAVED = "stock interleaved"

@@ -22,8 +22,8 @@ from bench.frontier import steps
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, simulate
 from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.costs.cuts import default_cuts
+from megatron.zero_bubble.planning.cuts import search
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.plans import auto
 
 P, M = 8, 8
 NUMBERS = (1, 2, 4, 8)
@@ -58,7 +58,7 @@ def bubbles(share: float, number: int) -> tuple[float, ...]:
     slices = default_cuts(_costs(share, _LINEAR)[0], number)
     found = []
     for limit in LIMITS:
-        schedule = auto(figures, "auto", Goal(limit=limit), slices)
+        schedule = search(figures, "auto", Goal(limit=limit), slices)
         found.append(simulate(schedule, _costs(share, schedule.placement)[0]).bubble_rate("makespan"))
     return tuple(accumulate(found, min))
 

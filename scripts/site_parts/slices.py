@@ -10,8 +10,8 @@ from megatron.zero_bubble.core.costs.cuts import balanced
 from megatron.zero_bubble.core.ir import Placement, Slices
 from megatron.zero_bubble.core.render.svg import render_svg
 from megatron.zero_bubble.core.schedules import build
+from megatron.zero_bubble.planning.cuts import search
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.plans import auto
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from site_parts.markdown import code, table
 
@@ -88,7 +88,7 @@ def _searched(slices: Slices, limit: float) -> Timeline:
         return costs, memory
 
     figures = Figures(_SIZE["num_ranks"], _SIZE["num_microbatches"], given)
-    return simulate(auto(figures, "vee", Goal(limit=limit), slices), costs, memory)
+    return simulate(search(figures, "vee", Goal(limit=limit), slices), costs, memory)
 
 
 def _costs(placement: Placement, attention: float, ms: float = 1.0) -> PassCosts:

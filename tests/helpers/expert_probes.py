@@ -13,10 +13,10 @@ import torch
 import megatron.zero_bubble
 from megatron.zero_bubble import simulate
 from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.costs.even import even_costs
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import read_plan_file
 from megatron.zero_bubble.core.ir import Kind
-from megatron.zero_bubble.planning.source import even_costs
 from tests.helpers import expert_models
 from tests.helpers.expert_models import train
 

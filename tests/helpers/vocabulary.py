@@ -26,7 +26,7 @@ def whole_gradients_of(
     """
     from megatron.core import parallel_state
 
-    divided = args.source is not None and args.source.vocabulary is not None
+    divided = args.source is not None and args.source.setup.vocabulary is not None
     own, start = own_gradients_of(args, start, prepare)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     tensor = parallel_state.get_tensor_model_parallel_group()

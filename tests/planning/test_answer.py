@@ -25,7 +25,7 @@ from megatron.zero_bubble.planning.offer import Ask, Offer
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant, best
 from megatron.zero_bubble.planning.setup import Given, Named, Setup
-from megatron.zero_bubble.planning.vocabulary import Variant, with_times
+from megatron.zero_bubble.planning.vocabulary import Variant
 
 SIZES = "--num-ranks 3 --num-microbatches 3"
 FEW = "--num-ranks 2 --num-microbatches 3"
@@ -50,7 +50,7 @@ def never(*_: object, **__: object) -> Schedule:
 def test_slices_and_vocabulary_exclude_each_other_before_any_search(
     offload: str, slices: str, choice: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("auto", "known_schedules", "searched"):
+    for name in ("search", "known_schedules", "searched"):
         monkeypatch.setattr(choosers, name, never)
     divided = DIVIDED.replace("auto", choice)
     assert main(f"plan --schedule zb-auto {TIMES} {SIZES} {slices} {divided} {offload}".split()) == 2
@@ -77,7 +77,7 @@ def test_one_slice_is_no_slice(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_variant_that_drops_out_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of a file's schedule cannot be divided; the whole vocabulary is answered."""
-    costs = with_times(figures(), VocabularyCosts.uniform(3, 0.8, 0.6))
+    costs = figures().giving(vocabulary=VocabularyCosts.uniform(3, 0.8, 0.6))
     file = build("seq-zb-h1", num_ranks=3, num_microbatches=3, num_slices=Slices.even(2))
     order = Given("seq-zb-h1", PlanFile(file))
     monkeypatch.setattr(choosers, "variants", lambda costs, _: (Variant(None, costs), Variant(Divided(1), costs)))

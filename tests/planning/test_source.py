@@ -23,6 +23,7 @@ from megatron.zero_bubble import (
 )
 from megatron.zero_bubble.core.analysis.memory import peaks_in_order
 from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.costs.even import even_costs
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.formats.plan import plan_to_json
@@ -30,7 +31,7 @@ from megatron.zero_bubble.core.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.planning.cuts import slices_of
 from megatron.zero_bubble.planning.job.runnable import check_runnable
 from megatron.zero_bubble.planning.setup import Named, Setup, Shards
-from megatron.zero_bubble.planning.source import ScheduleSource, even_costs
+from megatron.zero_bubble.planning.source import ScheduleSource
 from tests.helpers.sources import begun, named
 
 
@@ -174,7 +175,7 @@ def test_vocabulary_is_that_of_the_file(tmp_path: Path, algorithm: Algorithm) ->
     file.write_text(plan_to_json(timeline))
     for given in (None, algorithm):
         source = ZeroBubbleConfig(schedule_file=str(file), vocabulary=given, recompute_logits=True).sources()(2)
-        assert source.vocabulary == algorithm and source.make(3) == timeline.schedule
+        assert source.setup.algorithm == algorithm and source.make(3) == timeline.schedule
     other: Algorithm = 2 if algorithm == 1 else 1
     message = f"vocabulary must be that of the schedule file, {algorithm}; got {other} with"
     with pytest.raises(UserError, match=message):
@@ -185,7 +186,7 @@ def test_file_without_vocabulary_passes_does_not_suit_a_divided_vocabulary(tmp_p
     file = tmp_path / "plan.json"
     schedule = build("zb-h1", num_ranks=2, num_microbatches=3)
     file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))))
-    assert ZeroBubbleConfig(schedule_file=str(file)).sources()(2).vocabulary is None
+    assert ZeroBubbleConfig(schedule_file=str(file)).sources()(2).setup.vocabulary is None
     with pytest.raises(UserError, match="vocabulary must be that of the schedule file, off; got 2"):
         ZeroBubbleConfig(schedule_file=str(file), vocabulary=2).sources()
     with pytest.raises(UserError, match="recompute_logits works only with vocabulary parallelism.* got .*plan.json"):
@@ -195,14 +196,14 @@ def test_file_without_vocabulary_passes_does_not_suit_a_divided_vocabulary(tmp_p
 @pytest.mark.parametrize(("placement", "first"), [("linear", "zb-h1"), ("vee", "zb-v")])
 def test_search_with_a_divided_vocabulary_starts_from_a_named_schedule(placement: str, first: str) -> None:
     source = ZeroBubbleConfig("zb-auto", placement=placement, vocabulary=2).sources()(2)  # type: ignore[arg-type]
-    assert source.vocabulary == 2
+    assert source.setup.algorithm == 2
     assert source.make(4) == ZeroBubbleConfig(first, vocabulary=2).sources()(2).make(4)
 
 
 @pytest.mark.parametrize("unit", [None, 2])
 def test_units_get_the_passes_of_the_vocabulary(unit: int | None) -> None:
     source = named("zero-pp", 2, 2, vocabulary=1, unit=unit)
-    assert source.vocabulary == algorithm_of(source.make(4)) == 1
+    assert source.setup.algorithm == algorithm_of(source.make(4)) == 1
 
 
 def limited(limit: str | None = None, costs: CostsFile | None = None, whole: int | None = 2) -> list[int]:

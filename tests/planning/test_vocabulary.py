@@ -28,7 +28,6 @@ from megatron.zero_bubble.planning.vocabulary import (
     divided_by,
     inserted,
     variants,
-    with_times,
 )
 from tests.helpers.rows import some
 
@@ -65,7 +64,7 @@ def test_costs_of_whole_ranks_are_not_enough() -> None:
     with pytest.raises(UserError, match="needs the times of its passes; got costs without them; give --output-ms"):
         variants(figures_of("moved_layers_64k"), Divided(2))
     times = VocabularyCosts.uniform(8, 1.0, 1.0)
-    (variant,) = variants(with_times(figures_of("moved_layers_64k"), times), Divided(2))
+    (variant,) = variants(figures_of("moved_layers_64k").giving(vocabulary=times), Divided(2))
     assert variant.costs.on(Placement.vee(8))[0].vocabulary == times
 
 

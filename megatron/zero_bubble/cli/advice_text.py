@@ -14,7 +14,7 @@ from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.advice import Advice, Barred
 from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Today
 from megatron.zero_bubble.planning.codecs import Difference, difference
-from megatron.zero_bubble.planning.experts import Contender, combined_name, sentence
+from megatron.zero_bubble.planning.experts import Contender, kind_of, sentence
 from megatron.zero_bubble.planning.idle import Idle, idle_of
 from megatron.zero_bubble.planning.job.arguments.parser import misspelt
 from megatron.zero_bubble.planning.remedies import Remedied
@@ -196,7 +196,7 @@ def text_of(
         behind: what the job gains without what refuses most of its changes.
         others: the same with other vocabularies, if the job's is assumed.
     """
-    lines = ["", _of_experts(found)] if found.today.costs.of_ranks[0].has_all_to_alls else []
+    lines = ["", _of_all_to_alls(found)] if found.today.costs.of_ranks[0].has_all_to_alls else []
     if found.barred:
         lines += ["", *(f"Shorter, but not for this job as it is: {_barred(each)}" for each in found.barred)]
     if found.rows:
@@ -217,16 +217,14 @@ def _idle(today: Today) -> Idle:
     return idle_of(today.timeline, today.costs.on(today.timeline.schedule.placement)[0])
 
 
-def _of_experts(found: Advice) -> str:
+def _of_all_to_alls(found: Advice) -> str:
     """The share of the all-to-all, and the shortest schedules that the job can run, with pairs and without."""
     of_kinds: dict[str, Contender] = {}
     for row in found.rows:
         schedule, name = row.plan.schedule, row.change.name
         if row.gain > 0:
-            is_combined = schedule.pairs and name_of(schedule.placement) == "loop"
-            kind = combined_name(name) if is_combined else name
-            peak = row.plan.costs.show(max(row.need.activations))
-            of_kinds.setdefault("pairs" if schedule.pairs else "plain", Contender(kind, row.ms, peak))
+            kind, what = kind_of(name, schedule)
+            of_kinds.setdefault(kind, Contender(what, row.ms, row.plan.costs.show(max(row.need.activations))))
     return sentence(found.today.costs, found.objective, tuple(of_kinds.values()))
 
 

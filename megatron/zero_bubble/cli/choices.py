@@ -13,14 +13,14 @@ from megatron.zero_bubble.cli.shards import UnitColumns, add_shards, shard_summa
 from megatron.zero_bubble.cli.slices import add_slices, check_cuts
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, divided_of, with_vocabulary
 from megatron.zero_bubble.core.ir import Schedule
-from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.candidates import Candidate
 from megatron.zero_bubble.planning.codecs import setup_of_flags, speller
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import OffloadPlan
 from megatron.zero_bubble.planning.run_options import RunOptions
-from megatron.zero_bubble.planning.setup import Cuts, Setup
+from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan
 from megatron.zero_bubble.planning.values import PLAN_ROWS, placed
 from megatron.zero_bubble.planning.vocabulary import VocabularyChoice, are_divided
@@ -105,9 +105,9 @@ def with_files(run: RunOptions, costs: Figures, file: Schedule | None = None) ->
     if are_divided(costs):
         setup = _dividing(setup)
     if file is not None:
-        algorithm = algorithm_of(file)
-        divided = setup.vocabulary if algorithm is None else Divided(algorithm)
-        setup = replace(setup, cuts=Cuts(file.num_slices), vocabulary=divided)
+        decided = Setup.of(file)
+        own = setup.running(decided)
+        setup = replace(own, vocabulary=decided.vocabulary or setup.vocabulary, pairs=setup.pairs)
     return replace(run, setup=setup)
 
 

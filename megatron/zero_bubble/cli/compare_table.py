@@ -118,7 +118,7 @@ def _layouts(table: Table) -> Iterator[str]:
     laid_out = sorted((row for row in table.rows if row.layout is not None), key=lambda row: str(row.layout))
     for layout, rows in groupby(laid_out, key=lambda row: row.layout):
         yield f"--pipeline-model-parallel-layout '{layout}': {', '.join(row.schedule for row in rows)}"
-    yield from table.gain.lines()
+    yield from table.gain.lines
 
 
 def _percent(ratio: float | None) -> str:

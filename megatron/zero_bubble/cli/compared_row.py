@@ -13,8 +13,6 @@ from megatron.zero_bubble.planning.figures import Figures
 class Columns(Protocol):
     """Figures of a choice that rows may have, which are shown if some row has them. Their names are keys in JSON."""
 
-    def _asdict(self) -> dict[str, Any]: ...
-
     @property
     def is_known(self) -> bool:
         """Whether the row has them."""
@@ -85,7 +83,7 @@ class ComparedRow:
             if field.name == "work":
                 content |= {"placement": self.placement, **self.work.figures}
             elif field.name == "columns":
-                content |= {name: value for columns in self.columns for name, value in columns._asdict().items()}
+                content |= {name: value for columns in self.columns for name, value in vars(columns).items()}
             else:
                 content[field.name] = getattr(self, field.name)
         return content

@@ -162,13 +162,11 @@ def _measured(sizes: tuple[int, int], read: CostsFile, placement: Placement, div
         own, amounts = read.on_layout(other, division.on(other))
         return own, PassMemory.uniform(other) if amounts is None else amounts
 
-    sequence, least = read.tokens or (None, None)
     return Figures(
         *sizes,
         on,
         memory is not None,
-        sequence=sequence,
-        least_slice_tokens=least,
+        sequence=None if read.tokens is None else read.tokens.sequence,
         notes=(f"Costs are from {read.path}.", *((f"A lower bound: {HALVED}",) if read.halves(placement) else ())),
         layers=layers,
         division=None if layers is None else division,

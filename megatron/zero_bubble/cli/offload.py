@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from megatron.zero_bubble.core.costs.units import bytes_per_ms, parse_bytes, positive_figure
 from megatron.zero_bubble.core.errors import UserError, as_flag
@@ -106,7 +106,8 @@ def _size(options: argparse.Namespace, costs: Figures, name: str) -> float | Non
     return size
 
 
-class MovedColumns(NamedTuple):
+@dataclass(frozen=True)
+class MovedColumns:
     """The columns of ``compare`` for offloading; see ``Columns``.
 
     Attributes:
@@ -116,6 +117,7 @@ class MovedColumns(NamedTuple):
 
     offloaded_share: float | None = None
     host_peak: float | None = None
+    head = f"{'moved':>8}{'host':>8}"
 
     @classmethod
     def of(cls, made: Offer) -> MovedColumns:
@@ -127,11 +129,6 @@ class MovedColumns(NamedTuple):
     def is_known(self) -> bool:
         """See ``Columns``."""
         return self.offloaded_share is not None
-
-    @property
-    def head(self) -> str:
-        """See ``Columns``."""
-        return f"{'moved':>8}{'host':>8}"
 
     def cells(self, costs: Figures) -> str:
         """Format the share that moves, and the peak of host memory, in GiB or microbatches."""

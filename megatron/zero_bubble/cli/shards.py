@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.cli.compared_row import gib_cell
 from megatron.zero_bubble.cli.lengths import only_equal
@@ -184,7 +183,8 @@ def _omitted(rate: float | None) -> Iterator[str]:
         )
 
 
-class UnitColumns(NamedTuple):
+@dataclass(frozen=True)
+class UnitColumns:
     """The columns of ``compare`` for what replicas exchange and hold; see ``Columns``.
 
     Attributes:
@@ -201,6 +201,7 @@ class UnitColumns(NamedTuple):
     replica_bytes: float | None = None
     tensor_parallel: int | None = None
     tensor_bytes: float | None = None
+    head = f"{'gathers':>9}{'reduces':>9}{'static':>8}{'sent':>8}"
 
     @classmethod
     def of(cls, made: Offer, row: Candidate, over: Replicas | None) -> UnitColumns:
@@ -220,11 +221,6 @@ class UnitColumns(NamedTuple):
     def is_known(self) -> bool:
         """See ``Columns``."""
         return self.gathers is not None
-
-    @property
-    def head(self) -> str:
-        """See ``Columns``."""
-        return f"{'gathers':>9}{'reduces':>9}{'static':>8}{'sent':>8}"
 
     def cells(self, costs: Figures) -> str:
         """Format collectives, static memory in GiB, and what a rank sends to replicas and to parts of layers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.compared_row import ComparedRow
@@ -17,7 +17,7 @@ from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
 from megatron.zero_bubble.planning.codecs import setup_of_flags
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.vocabulary import VocabularyChoice, divided_by, with_times
+from megatron.zero_bubble.planning.vocabulary import VocabularyChoice, divided_by
 
 _TIMES = ("output_ms", "output_wgrad_ms", "embedding_ms", "embedding_wgrad_ms", "collective_ms")
 
@@ -37,44 +37,26 @@ def add_vocabulary(verb: argparse.ArgumentParser) -> None:
 
 
 class GainOverLayouts(NamedTuple):
-    """What a divided vocabulary gains over a layout by cost.
+    """What a divided vocabulary gains over a layout by cost, as JSON and as text."""
 
-    Attributes:
-        layout, divided: the shortest schedules within the limit with a layout by cost and a whole vocabulary, and with
-            a divided one; None without either.
-    """
-
-    objective: Metric
-    layout: ComparedRow | None
-    divided: ComparedRow | None
+    content: dict[str, float | None]
+    lines: tuple[str, ...]
 
     @classmethod
     def of(cls, rows: Sequence[ComparedRow], objective: Metric) -> GainOverLayouts:
-        """Compare rows, of which the shortest are the first."""
+        """Compare the first row within the limit with a divided vocabulary and the first with a layout by cost."""
         listed = [row for row in rows if row.within_limit]
-        laid_out = (row for row in listed if row.work.vocabulary is None and row.layout is not None)
-        divided = (row for row in listed if row.work.vocabulary is not None)
-        return cls(objective, next(laid_out, None), next(divided, None))
-
-    @property
-    def share(self) -> float | None:
-        """The share by which the divided one is shorter; None without either."""
-        if self.layout is None or self.divided is None or not (whole := length_ms(self.layout, self.objective)):
-            return None
-        return 1 - length_ms(self.divided, self.objective) / whole
-
-    @property
-    def content(self) -> dict[str, float | None]:
-        """What ``--format json`` has of it."""
-        return {"gain_of_vocabulary": self.share}
-
-    def lines(self) -> Iterator[str]:
-        """Yield the best layout, and what a divided vocabulary gains over it."""
-        if (best := self.layout) is not None:
-            yield f"best layout: '{best.layout}' with {best.schedule}, {length_ms(best, self.objective):.3f} ms"
-        if self.divided is not None and (gain := self.share) is not None:
-            ms = length_ms(self.divided, self.objective)
-            yield f"vocabulary parallelism, {self.divided.schedule}, {ms:.3f} ms: {compared(gain)} the best layout"
+        whole = next((row for row in listed if row.work.vocabulary is None and row.layout is not None), None)
+        divided = next((row for row in listed if row.work.vocabulary is not None), None)
+        of_whole, of_divided = (None if row is None else length_ms(row, objective) for row in (whole, divided))
+        gain = 1 - of_divided / of_whole if of_whole and of_divided is not None else None
+        lines = []
+        if whole is not None:
+            lines.append(f"best layout: '{whole.layout}' with {whole.schedule}, {of_whole:.3f} ms")
+        if divided is not None and gain is not None:
+            of = f"vocabulary parallelism, {divided.schedule}, {of_divided:.3f} ms"
+            lines.append(f"{of}: {compared(gain)} the best layout")
+        return cls({"gain_of_vocabulary": gain}, tuple(lines))
 
 
 def asks_to_divide(options: argparse.Namespace) -> bool:
@@ -122,4 +104,4 @@ def with_vocabulary(options: argparse.Namespace, costs: Figures) -> Figures:
         if name not in times:
             raise UserError(f"{flags[0]} needs {as_flag(name)} as well; it is missing")
     refuse_huge(**dict(zip(flags, times.values(), strict=True)))
-    return with_times(costs, VocabularyCosts.uniform(costs.num_ranks, **times))
+    return costs.giving(vocabulary=VocabularyCosts.uniform(costs.num_ranks, **times))

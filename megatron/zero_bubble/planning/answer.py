@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from megatron.zero_bubble.core.errors import PlanError, UserError
 from megatron.zero_bubble.core.formats.plan import Certificate
 from megatron.zero_bubble.core.ir.garbage import without_gc
-from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.planning.choosers import CHOOSERS
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, Feasibility
@@ -20,6 +20,7 @@ from megatron.zero_bubble.planning.offer import Ask, Chooser, Offer, score
 from megatron.zero_bubble.planning.plans import bound, peak_memory
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, attempt, best
+from megatron.zero_bubble.planning.vocabulary import divided_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +42,7 @@ class Answer(Offer):
     @property
     def divided(self) -> Divided | None:
         """How its plan divides the vocabulary; None if it does not."""
-        algorithm = algorithm_of(self.schedule)
-        asked = self.question.setup.vocabulary
-        return None if algorithm is None else replace(asked or Divided(algorithm), algorithm=algorithm)
+        return divided_in(self.schedule, self.question.setup)
 
     @cached_property
     def certificate(self) -> Certificate | None:

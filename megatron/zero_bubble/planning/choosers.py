@@ -11,19 +11,19 @@ from itertools import chain
 from megatron.zero_bubble.core.analysis.score import is_less, length_ms
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import WHOLE, Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.core.plan.shard import check_chunks
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.core.search.placements import label_of
-from megatron.zero_bubble.planning.cuts import with_candidates
+from megatron.zero_bubble.planning.cuts import search, with_candidates
 from megatron.zero_bubble.planning.experts import hidden
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.layouts import lay_out
 from megatron.zero_bubble.planning.offer import Ask, Chooser, Offer, score
 from megatron.zero_bubble.planning.offload import AUTO, plan_offload
-from megatron.zero_bubble.planning.plans import auto, fitted, with_units
+from megatron.zero_bubble.planning.plans import fitted, with_units
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, Score, attempt, best
 from megatron.zero_bubble.planning.setup import Cuts, Named, Searched
@@ -247,7 +247,7 @@ def _made(question: Question, variant: Variant, choices: Sequence[Placement]) ->
             return
         if question.known:
             yield from known_schedules(costs, choices, question.objective)
-        yield auto(costs, choices, question.goal, slices or WHOLE, question.effort, question.ends)
+        yield search(costs, choices, question.goal, slices, question.effort, question.ends)
 
 
 def _given(question: Question) -> Schedule:

@@ -6,12 +6,18 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.costs import PassCosts
 from megatron.zero_bubble.core.costs.cuts import balanced, default_cuts
 from megatron.zero_bubble.core.costs.units import checked_share
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import Placement, Slices
+from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir.sizes import check_size
+from megatron.zero_bubble.core.schedules import SCHEDULES
+from megatron.zero_bubble.core.search.placements import Placements, placements
+from megatron.zero_bubble.core.search.sliced import sliced_auto
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import auto
 from megatron.zero_bubble.planning.setup import LEAST_TOKENS, Cuts
 
 _MOST_SLICES = 16
@@ -30,6 +36,12 @@ def with_candidates(cuts: Cuts, costs: Figures) -> Cuts:
     return cuts if cuts.among else replace(cuts, among=_candidates(cuts, costs))
 
 
+def least_tokens(costs: Figures) -> int:
+    """The fewest tokens of a slice: as the run of the costs has measured, else the default."""
+    measured = None if costs.file is None or costs.file.tokens is None else costs.file.tokens.least
+    return measured or LEAST_TOKENS
+
+
 def _candidates(cuts: Cuts, costs: Figures) -> tuple[Slices, ...]:
     on = costs.of_ranks[0]
     if isinstance(cuts.places, tuple):
@@ -38,7 +50,7 @@ def _candidates(cuts: Cuts, costs: Figures) -> tuple[Slices, ...]:
         make = {"even": lambda _, number: Slices.even(number), "balanced": balanced}.get(str(cuts.places), default_cuts)
         found = [make(on, cuts.number)]
     else:
-        least = cuts.least_tokens or costs.least_slice_tokens or LEAST_TOKENS
+        least = cuts.least_tokens or least_tokens(costs)
         found = _powers_of_two(cuts, costs, least)
         by_time = [] if cuts.places == "even" else [balanced(on, len(slices)) for slices in found]
         found = sorted({*(found if cuts.places != "balanced" else ()), *by_time}, key=_order)
@@ -75,6 +87,27 @@ def _is_long_enough(slices: Slices, costs: Figures, least: int) -> bool:
 
 def _order(slices: Slices) -> tuple[int, bool, tuple[float, ...]]:
     return len(slices), not slices.are_even, slices.shares
+
+
+def search(
+    costs: Figures,
+    placement: Placements,
+    goal: Goal,
+    slices: Slices | None = None,
+    effort: float = 1.0,
+    ends: bool = False,
+) -> Schedule:
+    """``auto``, where sequences may be cut: schedules of several slices have a search of their own, without ``effort``
+    and ``ends``, and are not longer than the known ones.
+    """
+    if slices is None or len(slices) == 1:
+        return auto(costs, placement, goal, effort, ends)
+    choices = placements(placement, costs.num_ranks)
+    chunks = max(on.num_stages for on in choices) // costs.num_ranks
+    check_size(costs.num_ranks, costs.num_microbatches, chunks, len(slices))
+    known = (name for name, recipe in SCHEDULES.items() if recipe.sliced and recipe.shape == "linear")
+    made = [costs.build(name, num_slices=slices) for name in known]
+    return sliced_auto(costs.on, choices, costs.num_microbatches, slices, goal, made)
 
 
 def slices_of(cuts: Cuts | None) -> Slices | None:

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.analysis.score import length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs.units import format_bytes
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.plan.timelines import timeline_of
-from megatron.zero_bubble.core.schedules import recipe
+from megatron.zero_bubble.core.schedules import build, recipe
 from megatron.zero_bubble.core.schedules.alone import fuse_alone, split_alone
+from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.score import attempt
@@ -44,6 +45,19 @@ def hidden(schedules: Iterator[Schedule], named: str, has_all_to_alls: bool) -> 
         else:
             own = replace(schedule, name=f"{schedule.name} {WITH_OVERLAP}", overlap_experts=True)
             yield from dict.fromkeys((fuse_alone(own), own))
+
+
+def build_hiding(name: str, **sizes: Any) -> Schedule:
+    """Build a schedule by name that hides the all-to-all of experts: in pairs, or else beneath weight gradients."""
+    schedule = build(name, **sizes, pairs=recipe(name).has_pairs)
+    return schedule if schedule.pairs else replace(fuse_alone(schedule), overlap_experts=True)
+
+
+def kind_of(name: str, schedule: Schedule) -> tuple[str, str]:
+    """Whether a schedule has pairs, and how a sentence names it."""
+    if not schedule.pairs:
+        return "plain", name
+    return "pairs", combined_name(name) if name_of(schedule.placement) == "loop" else name
 
 
 class Contender(NamedTuple):

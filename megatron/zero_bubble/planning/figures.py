@@ -21,7 +21,7 @@ from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.core.search.cut import even
 from megatron.zero_bubble.planning.division import Division
-from megatron.zero_bubble.planning.given import NOTHING, GivenFigures
+from megatron.zero_bubble.planning.given import NOTHING, Bandwidth, GivenFigures
 from megatron.zero_bubble.planning.weights import ModelWeights, Weights
 
 HALVED = (
@@ -48,7 +48,6 @@ class Figures:
         weights: bytes of weights, gradients and optimizer state; None if unknown.
         notes: the assumptions made, as sentences.
         sequence: tokens of a sequence; None if unknown.
-        least_slice_tokens: fewest tokens of a slice, as a run has measured; None if unknown.
         layers: costs per layer; None if unknown.
         counts_weights: whether a rank holds ``weights``; with sharded units, it holds what their plan says.
         tensor: the model that a group of GPUs may divide instead of replicas; None if unknown.
@@ -71,7 +70,6 @@ class Figures:
     weights: Weights | None = None
     notes: tuple[str, ...] = ()
     sequence: int | None = None
-    least_slice_tokens: int | None = None
     layers: LayerCosts | None = None
     counts_weights: bool = True
     base: Figures | None = None
@@ -197,7 +195,7 @@ class Figures:
                 "activation and wgrad, or --config, or the time of a copy with --host-ms"
             )
 
-        return self.giving(host_ms=host_ms, host_bytes_per_ms=bytes_per_ms)
+        return self.giving(host_ms=host_ms if bytes_per_ms is None else Bandwidth(bytes_per_ms))
 
     def with_messages(self, message_ms: float) -> Figures:
         """Return these figures with the time in ms that a message takes from the passes of each of its ranks.
@@ -222,12 +220,15 @@ class Figures:
         return self._with_transfers(links={**self.given.links, **checked})
 
     def giving(self, **figures: Any) -> Figures:
-        """Return these figures with others in place of those of the costs, see ``GivenFigures``."""
-        return replace(self, given=replace(self.given, **figures))
+        """Return these figures with others in place of those of the costs, see ``GivenFigures.figures``; None for those
+        of the costs.
+        """
+        given = {name: value for name, value in {**self.given.figures, **figures}.items() if value is not None}
+        return replace(self, given=replace(self.given, figures=given))
 
     def _with_transfers(self, **figures: Any) -> Figures:
-        """``giving``, also for the layers, by which layouts are compared."""
-        own = self.giving(**figures)
+        """The same with the times of messages, also for the layers, by which layouts are compared."""
+        own = replace(self, given=replace(self.given, **figures))
         layers = None if self.layers is None else own.given.transfers(self.layers, self.num_ranks)
         return replace(own, layers=layers)
 
@@ -366,17 +367,15 @@ def measured(
     own, (of_ranks, kept) = file.layer_costs(), file.on(Placement.linear(num_ranks))
     division = None if own is None else Division(own.num_layers, given=file.layers_per_stage)
     if own is not None:
-        own = replace(own, vocabulary=of_ranks.vocabulary, logits=() if kept is None else kept.logits)
+        own = own.divided_as(of_ranks, kept)
     given = memory is not None or kept is not None
-    sequence, least = file.tokens or (None, None)
     return Figures(
         num_ranks,
         num_microbatches,
         on,
         given,
         notes=() if file.embedding_is_known else (_TWO_STAGES,),
-        sequence=sequence,
-        least_slice_tokens=least,
+        sequence=None if file.tokens is None else file.tokens.sequence,
         layers=own,
         division=division,
         file=file,

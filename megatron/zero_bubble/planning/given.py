@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.layers import LayerCosts
 from megatron.zero_bubble.core.costs.static import StageBytes
 from megatron.zero_bubble.core.costs.units import spread
-from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.ir import Placement
 
 WithTransfers = TypeVar("WithTransfers", PassCosts, LayerCosts)
+_SIZES: dict[str, Callable[[PassMemory, StageBytes | None], Sequence[float] | None]] = {
+    "host_ms": lambda memory, _: memory.activation,
+    "gather_ms": lambda _, sizes: None if sizes is None else sizes.weights,
+    "reduce_ms": lambda _, sizes: None if sizes is None else sizes.gradients,
+}
+"""The bytes per stage of each transfer; None if unknown."""
+
+
+class Bandwidth(NamedTuple):
+    """Bytes per ms, which give the times of transfers of known sizes."""
+
+    bytes_per_ms: float
 
 
 @dataclass(frozen=True)
@@ -21,28 +32,20 @@ class GivenFigures:
     """What replaces figures of the costs; None, or empty, for what they keep.
 
     Attributes:
-        host_ms: time of a copy of a rank's microbatch to the host or back.
-        host_bytes_per_ms: the bandwidth to the host, by which the copy of a stage takes as long as its activation.
         message_ms: as in ``PassCosts``.
         links: ms per (source rank, destination rank); other pairs keep their times.
-        gather_ms, reduce_ms: times of the collectives of sharded units, of all stages of a rank together.
-        shards_bytes_per_ms: bytes of whole weights or gradients per ms, which give these times where they are None.
-        vocabulary: times of the passes of vocabulary parallelism.
+        figures: by field of ``PassCosts``: the time of all stages of a rank together, the bandwidth by which the
+            transfers of ``_SIZES`` take their time, or the value of the field.
     """
 
-    host_ms: float | None = None
-    host_bytes_per_ms: float | None = None
     message_ms: float | None = None
     links: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
-    gather_ms: float | None = None
-    reduce_ms: float | None = None
-    shards_bytes_per_ms: float | None = None
-    vocabulary: VocabularyCosts | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def of_any_stages(self) -> GivenFigures:
         """Only what is of messages between ranks and of copies, which pipelines of other stages have as well."""
-        return replace(self, gather_ms=None, reduce_ms=None, shards_bytes_per_ms=None, vocabulary=None)
+        return replace(self, figures={name: value for name, value in self.figures.items() if name == "host_ms"})
 
     def replacing(
         self, costs: PassCosts, memory: PassMemory, sizes: StageBytes | None, placement: Placement
@@ -53,18 +56,11 @@ class GivenFigures:
             sizes: bytes per stage, which a bandwidth between replicas needs.
         """
         own: dict[str, Any] = {}
-        if self.host_bytes_per_ms is not None:
-            own["host_ms"] = tuple(size / self.host_bytes_per_ms for size in memory.activation)
-        elif self.host_ms is not None:
-            own["host_ms"] = spread(placement, self.host_ms)
-        if self.shards_bytes_per_ms is not None and sizes is not None:
-            own["gather_ms"] = tuple(size / self.shards_bytes_per_ms for size in sizes.weights)
-            own["reduce_ms"] = tuple(size / self.shards_bytes_per_ms for size in sizes.gradients)
-        for name in ("gather_ms", "reduce_ms"):
-            if (of_rank := getattr(self, name)) is not None:
-                own[name] = spread(placement, of_rank)
-        if self.vocabulary is not None:
-            own["vocabulary"] = self.vocabulary
+        for name, value in self.figures.items():
+            if not isinstance(value, Bandwidth):
+                own[name] = spread(placement, value) if isinstance(value, (int, float)) else value
+            elif (per_stage := _SIZES[name](memory, sizes)) is not None:
+                own[name] = tuple(size / value.bytes_per_ms for size in per_stage)
         return replace(self.transfers(costs, placement.num_ranks), **own)
 
     def transfers(self, costs: WithTransfers, num_ranks: int) -> WithTransfers:

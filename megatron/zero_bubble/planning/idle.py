@@ -6,7 +6,6 @@ waits, the bubble is 0, however little the others have to do.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.zero_bubble.core.analysis.timeline import Timeline
@@ -42,11 +41,6 @@ def idle_of(timeline: Timeline, costs: PassCosts) -> Idle:
         costs: those that it was simulated with.
     """
     schedule = timeline.schedule
-    free = timed(schedule, _without_transfers(costs), PassMemory.uniform(schedule.placement))
+    free = timed(schedule, costs.without_transfers, PassMemory.uniform(schedule.placement))
     transfers, warm_up = timeline.makespan_ms - free.makespan_ms, free.makespan_ms - free.work_ms
     return Idle(max(0.0, transfers), max(0.0, warm_up), max(0.0, free.work_ms - free.mean_work_ms))
-
-
-def _without_transfers(costs: PassCosts) -> PassCosts:
-    vocabulary = None if costs.vocabulary is None else replace(costs.vocabulary, collective_ms=0.0)
-    return replace(costs, comm_ms=0.0, links={}, message_ms=0.0, vocabulary=vocabulary)

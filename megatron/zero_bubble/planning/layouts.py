@@ -14,7 +14,6 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import layout_text
 from megatron.zero_bubble.core.ir import Placement, Plan
 from megatron.zero_bubble.core.ir.schedule import chain_of
-from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan import plan_without_messages
 from megatron.zero_bubble.core.search.cut import cut, least_layers
 from megatron.zero_bubble.core.search.layout import Layout, LayoutTrials, best_layout
@@ -166,7 +165,7 @@ class _Desk:
         layers = self.layers
         evenly = self.question.costs.layout(self.placement)
         known = {EVEN: evenly}
-        if layers.vocabulary is None:
+        if not layers.is_divided:
             known[MOVED] = shifted_layers(layers, self.placement, evenly)
         least_work = cut(self.placement, layers.work_ms, layers.embedding.work_ms, layers.loss.work_ms)
         starts = tuple(dict.fromkeys((least_work, *known.values())))
@@ -228,12 +227,10 @@ class _Desk:
         if layout not in self.bounds:
             self.bounds[layout] = -1.0
             if self.drafts:
-                costs, goal, divided = self.costs(layout), self.rated.goal, self.question.setup.vocabulary
+                costs, goal = self.costs(layout), self.rated.goal
                 if within(max(least_memory(costs.on(self.placement)[1], self.placement, fused=True)), goal.limit):
-                    algorithm = None if divided is None else divided.of_run
-                    self.bounds[layout] = quick_bound(
-                        costs, Workload(self.placement, costs.num_microbatches, vocabulary=algorithm), goal
-                    )
+                    work = self.question.setup.work(self.placement, costs.num_microbatches)
+                    self.bounds[layout] = quick_bound(costs, work, goal)
         return self.bounds[layout]
 
     def drafted(self, layout: Layout) -> list[_LaidOut]:

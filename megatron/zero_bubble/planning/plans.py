@@ -9,7 +9,7 @@ from megatron.zero_bubble.core.analysis.bounds import Bound, lower_bound, lower_
 from megatron.zero_bubble.core.analysis.memory import message_peaks, most_kept
 from megatron.zero_bubble.core.analysis.score import Goal, length_ms, within
 from megatron.zero_bubble.core.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.core.ir import WHOLE, Plan, Schedule, Slices
+from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.ir.sizes import check_size
 from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan import Additions, PostReceives, unproved_plan_of
@@ -17,7 +17,6 @@ from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.search.auto import fit, zb_auto
 from megatron.zero_bubble.core.search.placements import Placements, placements
-from megatron.zero_bubble.core.search.sliced import sliced_auto
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.unit_sizes import best_within
 
@@ -30,29 +29,17 @@ def auto(
     costs: Figures,
     placement: Placements,
     goal: Goal,
-    slices: Slices = WHOLE,
     effort: float = 1.0,
     ends: bool = False,
 ) -> Schedule:
-    """Search with ``zb_auto`` on a placement, or on the best of several, each with its own figures.
-
-    Schedules of several slices have a search of their own, without ``effort`` and ``ends``.
-    """
+    """Search with ``zb_auto`` on a placement, or on the best of several, each with its own figures."""
     choices = placements(placement, costs.num_ranks)
     finest = max(choices, key=lambda on: on.num_stages)
     sizes = costs.num_ranks, costs.num_microbatches
-    check_size(*sizes, finest.num_stages // finest.num_ranks, len(slices))
-    if len(slices) > 1:
-        return sliced_auto(costs.on, choices, costs.num_microbatches, slices, goal, _sliced_on_a_line(costs, slices))
+    check_size(*sizes, finest.num_stages // finest.num_ranks)
     on = costs.on(finest)
     how = {"placement": choices, "objective": goal.objective, "effort": effort, "figures": costs.on, "ends": ends}
     return zb_auto(*on, *sizes, goal.most, **how)  # type: ignore[arg-type]
-
-
-def _sliced_on_a_line(costs: Figures, slices: Slices) -> list[Schedule]:
-    """The known schedules of slices with one stage per rank."""
-    known = (name for name, recipe in SCHEDULES.items() if recipe.sliced and recipe.shape == "linear")
-    return [costs.build(name, num_slices=slices) for name in known]
 
 
 def bound(costs: Figures, work: Workload, goal: Goal, offload: bool = False) -> Bound:

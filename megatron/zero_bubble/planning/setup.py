@@ -13,7 +13,8 @@ from typing import Literal
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.formats.plan import CSV, PlanFile
 from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
-from megatron.zero_bubble.core.ir.vocabulary import Divided, algorithm_of
+from megatron.zero_bubble.core.ir.vocabulary import Algorithm, Divided, algorithm_of
+from megatron.zero_bubble.core.ir.workload import Workload
 from megatron.zero_bubble.core.plan import PostReceives
 from megatron.zero_bubble.core.plan.nccl import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS, Ctas
 from megatron.zero_bubble.core.plan.shard import check_chunks
@@ -240,6 +241,15 @@ class Setup:
         if isinstance(self.order, Searched):
             return ZB_AUTO
         return "none" if self.order is None else self.order.file if isinstance(self.order, Given) else self.order.name
+
+    @property
+    def algorithm(self) -> Algorithm | None:
+        """That of vocabulary parallelism in a run; None without it."""
+        return None if self.vocabulary is None else self.vocabulary.of_run
+
+    def work(self, placement: Placement, num_microbatches: int) -> Workload:
+        """What its schedules of whole sequences put in order."""
+        return Workload(placement, num_microbatches, vocabulary=self.algorithm)
 
     @property
     def moves_by_plan(self) -> bool:

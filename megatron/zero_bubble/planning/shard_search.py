@@ -12,18 +12,32 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from megatron.zero_bubble.core.analysis.memory import peaks_in_order
 from megatron.zero_bubble.core.analysis.score import ROUNDING, within
 from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.costs import PassMemory
+from megatron.zero_bubble.core.costs.even import even_costs
+from megatron.zero_bubble.core.costs.units import parse_memory_limit
+from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.ir.shards import Gather
 from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS, Sharding
-from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, lane_ms, lowered, of_schedule, static_bytes
-from megatron.zero_bubble.planning.unit_sizes import unit_sizes
+from megatron.zero_bubble.planning.figures import Figures, measured
+from megatron.zero_bubble.planning.setup import Named, Setup
+from megatron.zero_bubble.planning.shards import (
+    Replicas,
+    ShardPlan,
+    lane_ms,
+    lowered,
+    of_schedule,
+    static_bytes,
+    with_collectives,
+)
+from megatron.zero_bubble.planning.unit_sizes import smallest, unit_sizes
 
 Maker = Callable[[int | None], Schedule]
 """Makes a schedule for a size of its units; for None, a schedule without units to choose."""
@@ -175,3 +189,75 @@ def _best(choices: Sequence[_Units]) -> tuple[_Units, int]:
             found, lowest = (each, whole), (peak, gathers)
     assert found is not None, "the shortest is among them"
     return found
+
+
+@dataclass(frozen=True)
+class UnitChoice:
+    """What the size of units is chosen by; by default, by passes of equal length.
+
+    Attributes:
+        memory_limit: limit of activation memory per rank, as in ``zero-bubble plan --memory-limit``; None for no limit.
+        costs: times of passes and collectives, and memory, as a run has measured them; None if unknown.
+        open_chunks: the most stages of a rank with whole weights; None if weights are not sharded.
+    """
+
+    memory_limit: str | None = None
+    costs: CostsFile | None = None
+    open_chunks: int | None = None
+
+    @classmethod
+    def of(cls, setup: Setup, order: Named, costs: CostsFile | None) -> UnitChoice:
+        """That of a named schedule."""
+        whole = None if setup.shards is None else setup.shards.whole_stages or DEFAULT_OPEN_CHUNKS
+        return cls(order.limit, costs, None if whole == "auto" else whole)
+
+
+def with_best_units(
+    make: Callable[[int, int | None], Schedule], num_ranks: int, choice: UnitChoice, num_microbatches: int
+) -> Schedule:
+    """Choose the size of the units."""
+    if choice.memory_limit is not None or choice.costs is not None:
+        return _planned_units(partial(make, num_microbatches), num_ranks, choice, num_microbatches)
+
+    def length_ms(unit: int) -> float:
+        schedule = make(num_microbatches, unit)
+        return simulate(schedule, even_costs(schedule.placement)).makespan_ms
+
+    return make(num_microbatches, smallest(unit_sizes(num_ranks, num_microbatches), length_ms))
+
+
+def _planned_units(
+    make: Callable[[int | None], Schedule], num_ranks: int, choice: UnitChoice, num_microbatches: int
+) -> Schedule:
+    """Choose the size of the units as ``zero-bubble plan`` does.
+
+    Raises:
+        UserError: when no size is within the memory limit.
+    """
+    if choice.costs is None:
+        figures = even_figures(num_ranks, num_microbatches)
+    else:
+        figures = measured(choice.costs, num_ranks, num_microbatches)
+    if choice.memory_limit is not None and parse_memory_limit(choice.memory_limit)[1] != "p" and not figures.in_bytes:
+        raise UserError(
+            f"--zero-bubble-memory-limit {choice.memory_limit} for the units of zero-pp needs the activation memory of "
+            "a microbatch in bytes; give the costs file of an earlier run with --zero-bubble-costs, or a limit in "
+            "units of 1F1B's peak, such as 1p"
+        )
+    limit = math.inf if choice.memory_limit is None else figures.limit(choice.memory_limit)
+    if choice.open_chunks is None:
+        figures = with_collectives(figures, 1, 0.0, 0.0, None)
+    replicas = Replicas(1, None, choice.open_chunks or DEFAULT_OPEN_CHUNKS, activation_limit=limit)
+    found = plan_shards(figures, [make], True, replicas)
+    if not replicas.admits(found):
+        raise UserError(
+            f"the activations of some size of units must fit into the memory limit of {choice.memory_limit}; got "
+            f"{figures.show(max(found.activations))} per rank with units of {found.sharding.unit_microbatches}, which "
+            "take least; raise --zero-bubble-memory-limit, or take more pipeline ranks or full recomputation"
+        )
+    return found.timeline.schedule
+
+
+def even_figures(num_ranks: int, num_microbatches: int) -> Figures:
+    """Figures of passes of equal length."""
+    return Figures(num_ranks, num_microbatches, lambda on: (even_costs(on), PassMemory.uniform(on)))

@@ -28,6 +28,7 @@ from megatron.zero_bubble.core.plan.shard import (
     traffic_bytes,
 )
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.given import Bandwidth
 from megatron.zero_bubble.planning.part import Part
 from megatron.zero_bubble.planning.plans import bound
 from megatron.zero_bubble.planning.setup import Setup
@@ -254,7 +255,10 @@ def with_collectives(
             "and --reduce-ms instead"
         )
     rate = None if bytes_per_ms is None else bytes_per_ms * replicas / max(1, replicas - 1)
-    own = costs.giving(gather_ms=gather_ms, reduce_ms=reduce_ms, shards_bytes_per_ms=rate)
+    by_size = None if rate is None else Bandwidth(rate)
+    own = costs.giving(
+        gather_ms=by_size if gather_ms is None else gather_ms, reduce_ms=by_size if reduce_ms is None else reduce_ms
+    )
     return replace(own, counts_weights=False)
 
 

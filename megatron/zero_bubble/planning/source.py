@@ -10,30 +10,23 @@ from dataclasses import dataclass, replace
 from megatron.zero_bubble.core import schedules
 from megatron.zero_bubble.core.analysis.memory import peaks_in_order
 from megatron.zero_bubble.core.analysis.score import Goal, within
-from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.units import parse_memory_limit
-from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
+from megatron.zero_bubble.core.errors import Refusal, attempted
 from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import WHOLE, Kind, Pass, Placement, Schedule, Slices
-from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.core.plan.offload import Move
-from megatron.zero_bubble.core.plan.shard import DEFAULT_OPEN_CHUNKS
 from megatron.zero_bubble.core.schedules import build, recipe
-from megatron.zero_bubble.core.schedules.alone import fuse_alone
 from megatron.zero_bubble.core.search.auto import zb_auto
 from megatron.zero_bubble.core.search.placements import PlacementName, placements
 from megatron.zero_bubble.core.search.sliced import sliced_auto
-from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.cuts import slices_of
+from megatron.zero_bubble.planning.experts import build_hiding
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, ONE_QUEUE, Feasibility
-from megatron.zero_bubble.planning.figures import Figures, measured
 from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT, Cuts, Given, Named, Searched, Setup
-from megatron.zero_bubble.planning.shard_search import plan_shards
-from megatron.zero_bubble.planning.shards import Replicas, with_collectives
-from megatron.zero_bubble.planning.unit_sizes import smallest, unit_sizes
+from megatron.zero_bubble.planning.shard_search import UnitChoice, even_figures, with_best_units
+from megatron.zero_bubble.planning.vocabulary import inserted_evenly
 
 ZB_AUTO = schedules.ZB_AUTO
 FIRST_SCHEDULE: dict[PlacementName, str] = {"linear": "zb-h1", "vee": "zb-v", "loop": "zb-interleaved"}
@@ -45,21 +38,6 @@ DEFAULT_CHUNKS: dict[PlacementName, int] = {"loop": 2, "wave": 4}
 """Stages per rank of a run where none are given, for placements that have a choice."""
 _LITTLE = 0.01
 """Effort of the search for a first schedule, which all ranks of a job do."""
-
-
-@dataclass(frozen=True)
-class UnitChoice:
-    """What the size of units is chosen by; by default, by passes of equal length.
-
-    Attributes:
-        memory_limit: limit of activation memory per rank, as in ``zero-bubble plan --memory-limit``; None for no limit.
-        costs: times of passes and collectives, and memory, as a run has measured them; None if unknown.
-        open_chunks: the most stages of a rank with whole weights; None if weights are not sharded.
-    """
-
-    memory_limit: str | None = None
-    costs: CostsFile | None = None
-    open_chunks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,11 +62,6 @@ class ScheduleSource:
         return self.setup.name
 
     @property
-    def vocabulary(self) -> Algorithm | None:
-        """The algorithm of vocabulary parallelism; None without it."""
-        return None if self.setup.vocabulary is None else self.setup.vocabulary.of_run
-
-    @property
     def moves(self) -> tuple[Move, ...]:
         """What moves to host memory between forward and backward by the schedule file."""
         return () if self.setup.plan is None else self.setup.plan.added.moves
@@ -96,7 +69,7 @@ class ScheduleSource:
     @property
     def overlaps(self) -> bool:
         """Whether the all-to-all of experts runs beneath computation."""
-        return self.setup.pairs
+        return self.setup.overlaps
 
     @property
     def slices(self) -> Slices:
@@ -140,27 +113,21 @@ def _named(setup: Setup, order: Named, num_ranks: int, costs: CostsFile | None) 
     placement, slices = known.placement(num_ranks, known.num_chunks(order.of_run)), known.slices(slices_of(setup.cuts))
 
     def build_units(num_microbatches: int, unit: int | None = setup.unit) -> Schedule:
-        schedule = build(
+        built: Callable[..., Schedule] = build_hiding if setup.overlaps else build
+        return built(
             known.name,
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
             num_chunks=order.of_run,
             num_slices=slices_of(setup.cuts),
             unit_microbatches=unit if known.has_units else None,
-            pairs=setup.pairs and known.has_pairs,
         )
-        is_alone = setup.pairs and not schedule.pairs
-        return replace(fuse_alone(schedule), overlap_experts=True) if is_alone else schedule
 
     make: Callable[[int], Schedule] = build_units
     if known.has_units and setup.unit is None:
-        whole = None if setup.shards is None else setup.shards.whole_stages or DEFAULT_OPEN_CHUNKS
-        choice = UnitChoice(order.limit, costs, None if whole == "auto" else whole)
-        make = functools.cache(functools.partial(_with_units, build_units, num_ranks, choice))
-    own = ScheduleSource(replace(setup, cuts=Cuts(among=(slices,))), placement, make)
-    if (algorithm := own.vocabulary) is None:
-        return own
-    return replace(own, make=functools.cache(lambda count: _with_vocabulary(make(count), algorithm)))
+        choice = UnitChoice.of(setup, order, costs)
+        make = functools.cache(functools.partial(with_best_units, build_units, num_ranks, choice))
+    return ScheduleSource(replace(setup, cuts=Cuts(among=(slices,))), placement, _inserting(make, setup))
 
 
 def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> ScheduleSource:
@@ -179,22 +146,18 @@ def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> S
     assert order.stages != "auto", "a run has a number of stages"
     (on,) = placements(placement, num_ranks, order.stages or DEFAULT_CHUNKS.get(placement))
     slices = slices_of(setup.cuts) or WHOLE
-    is_whole, algorithm = len(slices) == 1, None if setup.vocabulary is None else setup.vocabulary.of_run
+    is_whole, algorithm = len(slices) == 1, setup.algorithm
     chunks = on.num_stages // num_ranks if placement in DEFAULT_CHUNKS else None
     make: Callable[[int], Schedule]
     if order.keep_faster and is_whole and algorithm is None and placement in STOCK_SCHEDULE:
         own = ScheduleSource.of(Setup(Named(STOCK_SCHEDULE[placement], chunks)), num_ranks)
         make = functools.cache(lambda count: split_last(own.make(count)))
     elif is_whole and placement in FIRST_SCHEDULE:
-        named = Setup(Named(FIRST_SCHEDULE[placement], chunks), vocabulary=setup.vocabulary)
-        make = ScheduleSource.of(named, num_ranks).make
+        make = _inserting(ScheduleSource.of(Setup(Named(FIRST_SCHEDULE[placement], chunks)), num_ranks).make, setup)
     elif not is_whole and placement == "linear":
         make = ScheduleSource.of(Setup(Named("seq-zb-h1"), cuts=setup.cuts), num_ranks).make
     else:
-        make = functools.cache(functools.partial(_searched, on, slices))
-        if algorithm is not None:
-            searched = make
-            make = functools.cache(lambda count: _with_vocabulary(searched(count), algorithm))
+        make = _inserting(functools.cache(functools.partial(_searched, on, slices)), setup)
     if algorithm is not None:
         whole = make
         make = functools.cache(lambda count: fused_but_last(whole(count))) if fused else make
@@ -203,6 +166,13 @@ def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> S
         runs = Feasibility(ONE_QUEUE, setup.messages.receives)
         make = functools.cache(functools.partial(_that_runs, runs, slices, fused, make))
     return ScheduleSource(replace(setup, cuts=Cuts(among=(slices,))), on, make)
+
+
+def _inserting(make: Callable[[int], Schedule], setup: Setup) -> Callable[[int], Schedule]:
+    """What makes the schedules with the passes that the setup inserts."""
+    if (algorithm := setup.algorithm) is None:
+        return make
+    return functools.cache(lambda count: inserted_evenly(make(count), algorithm))
 
 
 def fused_but_last(schedule: Schedule) -> Schedule:
@@ -231,69 +201,6 @@ def split_last(schedule: Schedule) -> Schedule:
     return replace(schedule, order=order)
 
 
-def _with_units(
-    make: Callable[[int, int | None], Schedule], num_ranks: int, choice: UnitChoice, num_microbatches: int
-) -> Schedule:
-    """Choose the size of the units."""
-    if choice.memory_limit is not None or choice.costs is not None:
-        return _planned_units(functools.partial(make, num_microbatches), num_ranks, choice, num_microbatches)
-
-    def length_ms(unit: int) -> float:
-        schedule = make(num_microbatches, unit)
-        return simulate(schedule, even_costs(schedule.placement)).makespan_ms
-
-    return make(num_microbatches, smallest(unit_sizes(num_ranks, num_microbatches), length_ms))
-
-
-def _planned_units(
-    make: Callable[[int | None], Schedule], num_ranks: int, choice: UnitChoice, num_microbatches: int
-) -> Schedule:
-    """Choose the size of the units as ``zero-bubble plan`` does.
-
-    Raises:
-        UserError: when no size is within the memory limit.
-    """
-    if choice.costs is None:
-        figures = _even_figures(num_ranks, num_microbatches)
-    else:
-        figures = measured(choice.costs, num_ranks, num_microbatches)
-    if choice.memory_limit is not None and parse_memory_limit(choice.memory_limit)[1] != "p" and not figures.in_bytes:
-        raise UserError(
-            f"--zero-bubble-memory-limit {choice.memory_limit} for the units of zero-pp needs the activation memory of "
-            "a microbatch in bytes; give the costs file of an earlier run with --zero-bubble-costs, or a limit in "
-            "units of 1F1B's peak, such as 1p"
-        )
-    limit = math.inf if choice.memory_limit is None else figures.limit(choice.memory_limit)
-    if choice.open_chunks is None:
-        figures = with_collectives(figures, 1, 0.0, 0.0, None)
-    replicas = Replicas(1, None, choice.open_chunks or DEFAULT_OPEN_CHUNKS, activation_limit=limit)
-    found = plan_shards(figures, [make], True, replicas)
-    if not replicas.admits(found):
-        raise UserError(
-            f"the activations of some size of units must fit into the memory limit of {choice.memory_limit}; got "
-            f"{figures.show(max(found.activations))} per rank with units of {found.sharding.unit_microbatches}, which "
-            "take least; raise --zero-bubble-memory-limit, or take more pipeline ranks or full recomputation"
-        )
-    return found.timeline.schedule
-
-
-@functools.cache
-def _with_vocabulary(schedule: Schedule, algorithm: Algorithm) -> Schedule:
-    """Insert the passes of vocabulary parallelism as is best for passes of equal length."""
-    memory = PassMemory.uniform(schedule.placement)
-    return best_with_vocabulary(schedule, even_costs(schedule.placement), memory, algorithm)
-
-
-def even_costs(placement: Placement) -> PassCosts:
-    """Passes of equal length, and shorter ones of the vocabulary, for decisions before anything has been measured."""
-    costs = PassCosts.uniform(placement, 1.0, 1.0, 1.0)
-    return replace(costs, vocabulary=VocabularyCosts.uniform(placement.num_ranks, 0.25, 0.25))
-
-
-def _even_figures(num_ranks: int, num_microbatches: int) -> Figures:
-    return Figures(num_ranks, num_microbatches, lambda on: (even_costs(on), PassMemory.uniform(on)))
-
-
 def _searched(on: Placement, slices: Slices, num_microbatches: int, limit: float = math.inf) -> Schedule:
     """Search for a schedule for equal passes, within the peak of 1F1B; of slices, within that of ``seq-zb-h1`` and one
     more slice; in any case within a limit in microbatches of a rank.
@@ -312,7 +219,7 @@ def _within(limit: str, slices: Slices, make: Callable[[int], Schedule], num_mic
     if limit in (DEFAULT_LIMIT, AUTO_LIMIT) or parse_memory_limit(limit)[1] != "p":
         return schedule
     on = schedule.placement
-    most = _even_figures(on.num_ranks, num_microbatches).limit(limit)
+    most = even_figures(on.num_ranks, num_microbatches).limit(limit)
     if within(max(peaks_in_order(schedule, PassMemory.uniform(on))), most):
         return schedule
     shorter = attempted(functools.partial(_searched, on, slices, num_microbatches, most))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 from megatron.zero_bubble.core.analysis.bounds import least_memory
@@ -12,16 +13,16 @@ from megatron.zero_bubble.core.analysis.score import Goal, within
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.divided_vocabulary import divide, efficiency
-from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.core.costs.even import even_costs
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.ir.vocabulary import FLOWS, Algorithm, Divided, algorithm_of
+from megatron.zero_bubble.core.schedules import ZB_AUTO
 from megatron.zero_bubble.core.search.placements import Placements, name_of, placements
 from megatron.zero_bubble.core.search.vocabulary import best_with_vocabulary
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, fitted
 from megatron.zero_bubble.planning.setup import Auto, Setup
-from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.weights import DividedWeights
 
 VocabularyChoice = Literal["off", "1", "2", "auto"]
@@ -79,6 +80,12 @@ def divided_by(costs: Figures, choice: VocabularyChoice | None, asked: Divided =
     if asked != _OPEN and choice == "off":
         raise UserError("--recompute-logits applies only to --vocabulary 1, 2 or auto; leave it out")
     return None if choice == "off" else replace(asked, algorithm=_ALGORITHMS[choice])
+
+
+def divided_in(schedule: Schedule, setup: Setup) -> Divided | None:
+    """How a schedule of a setup divides the vocabulary; None if it does not."""
+    algorithm = algorithm_of(schedule)
+    return None if algorithm is None else replace(setup.vocabulary or Divided(algorithm), algorithm=algorithm)
 
 
 def variants(costs: Figures, divided: Divided | None) -> tuple[Variant, ...]:
@@ -150,6 +157,13 @@ def inserted(schedule: Schedule, variant: Variant, goal: Goal) -> Schedule:
     return best_with_vocabulary(schedule, *on, variant.algorithm, goal)
 
 
+@cache
+def inserted_evenly(schedule: Schedule, algorithm: Algorithm) -> Schedule:
+    """Insert the passes of an algorithm as is best for passes of equal length."""
+    memory = PassMemory.uniform(schedule.placement)
+    return best_with_vocabulary(schedule, even_costs(schedule.placement), memory, algorithm)
+
+
 def searched(variant: Variant, placement: Placements, goal: Goal, effort: float = 1.0) -> Iterator[Schedule]:
     """Search for schedules into which the passes of the vocabulary are inserted.
 
@@ -181,8 +195,3 @@ def known_schedules(costs: Figures, placement: Placements, objective: Metric) ->
         for known in _KNOWN.get(name_of(on), ()):
             schedule = costs.build(known, num_chunks=on.num_stages // on.num_ranks)
             yield replace(fitted(schedule, costs, objective), name=ZB_AUTO)
-
-
-def with_times(costs: Figures, times: VocabularyCosts) -> Figures:
-    """Return the costs with these times of the passes of the vocabulary."""
-    return costs.giving(vocabulary=times)

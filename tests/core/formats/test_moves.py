@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble import build, simulate
+from megatron.zero_bubble.core.costs.even import even_costs
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.moves import moves_content
 from megatron.zero_bubble.core.formats.plan import PlanFile, plan_from_json, plan_to_json
 from megatron.zero_bubble.core.plan import Additions, plan_of
 from megatron.zero_bubble.core.plan.offload import select_longest
-from megatron.zero_bubble.planning.source import even_costs
 
 SCHEDULE = build("zb-h2", num_ranks=2, num_microbatches=4)
 

@@ -17,6 +17,7 @@ import torch
 from megatron.zero_bubble import PassMemory, Placement, Schedule, build
 from megatron.zero_bubble.core.analysis.memory import host_peaks, message_peaks, most_kept
 from megatron.zero_bubble.core.analysis.simulate import simulate
+from megatron.zero_bubble.core.costs.even import even_costs
 from megatron.zero_bubble.core.formats.moves import moves_content
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.ir import Kind, Pass
@@ -26,7 +27,6 @@ from megatron.zero_bubble.core.plan.offload import Move, parse_share, select_lon
 from megatron.zero_bubble.engine.platforms import select
 from megatron.zero_bubble.integration.adapter.offloading import OffloadPart
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.planning.source import even_costs
 from tests.helpers import parity
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, Outcome, assert_same_bits

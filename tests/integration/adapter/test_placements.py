@@ -17,8 +17,8 @@ import torch
 
 from megatron.zero_bubble import PassMemory, simulate
 from megatron.zero_bubble.core.analysis.memory import most_kept
+from megatron.zero_bubble.core.costs.even import even_costs
 from megatron.zero_bubble.core.schedules import SCHEDULES
-from megatron.zero_bubble.planning.source import even_costs
 from tests.helpers.non_loss_data import collect
 from tests.helpers.parity import BASE_FLAGS, Layout, Outcome, assert_same_bits, assert_same_model, run_once, train
 from tests.helpers.ranks import RankPool

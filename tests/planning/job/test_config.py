@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble import build, simulate
+from megatron.zero_bubble.core.costs.even import even_costs
 from megatron.zero_bubble.core.formats.moves import moves_content
 from megatron.zero_bubble.core.formats.plan import plan_to_json
 from megatron.zero_bubble.core.ir import Kind, Pass
 from megatron.zero_bubble.core.plan.offload import Move
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.planning.source import even_costs
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from megatron.zero_bubble import Placement, ZeroBubbleConfig, build, simulate
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job
+from megatron.zero_bubble.core.costs.even import even_costs
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import LAYOUT, NEEDED_LAYOUT, job_layers
 from megatron.zero_bubble.core.formats.plan import plan_to_json
@@ -20,7 +21,6 @@ from megatron.zero_bubble.core.plan.shard import Sharding
 from megatron.zero_bubble.planning.job.arguments.checks import check_layout
 from megatron.zero_bubble.planning.job.arguments.parser import parse
 from megatron.zero_bubble.planning.setup import Cuts
-from megatron.zero_bubble.planning.source import even_costs
 from tests.helpers.sources import named
 
 JOB = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3

@@ -69,7 +69,7 @@ def test_vocabulary_of_a_schedule_file_cannot_be_left_undivided(tmp_path: Path) 
     job = SimpleNamespace(pipeline_model_parallel_size=2)
     for flags in ([], ["--zero-bubble-vocabulary-parallel", "2"]):
         run, _ = parse_ours(["--zero-bubble-schedule-file", str(file), *flags])
-        assert place_stages(run, job, None, 1.0)[1].vocabulary == 2
+        assert place_stages(run, job, None, 1.0)[1].setup.algorithm == 2
     with pytest.raises(UserError, match="-vocabulary-parallel must be that of the schedule file, 2; got off with"):
         parse_ours(["--zero-bubble-schedule-file", str(file), "--zero-bubble-vocabulary-parallel", "off"])
 

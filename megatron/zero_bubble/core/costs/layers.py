@@ -104,6 +104,15 @@ class LayerCosts:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether all ranks divide the embedding and the output layer."""
+        return self.vocabulary is not None
+
+    def divided_as(self, costs: PassCosts, memory: PassMemory | None) -> LayerCosts:
+        """The same with a vocabulary that is divided as in these costs of passes, if it is."""
+        return replace(self, vocabulary=costs.vocabulary, logits=() if memory is None else memory.logits)
+
     @cached_property
     def work_ms(self) -> tuple[float, ...]:
         """Time of F, B and W together in ms, per layer."""

@@ -157,6 +157,12 @@ class PassCosts:
         return parts_of(tuple([p.kind for p in works]), stages, self.contention)
 
     @property
+    def without_transfers(self) -> PassCosts:
+        """The same where neither messages nor collectives between ranks take time."""
+        vocabulary = None if self.vocabulary is None else replace(self.vocabulary, collective_ms=0.0)
+        return replace(self, comm_ms=0.0, links={}, message_ms=0.0, vocabulary=vocabulary)
+
+    @property
     def has_all_to_alls(self) -> bool:
         """Whether it knows the all-to-alls of experts."""
         return bool(self.experts)

@@ -66,7 +66,7 @@ class ModelStages:
     ) -> None:
         own = ZeroBubbleConfig(schedule=schedule) if isinstance(schedule, str) else schedule
         source = own.sources()(num_ranks)
-        self._placement, self._divides_vocabulary = source.placement, source.vocabulary is not None
+        self._placement, self._divides_vocabulary = source.placement, source.setup.vocabulary is not None
         chunks = self._placement.num_stages // num_ranks
         self.virtual_size = _virtual(chunks)
         self._with_embedding = () if layout is None else stages_with_embedding(predictions_of(layout), tied)

@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.core.analysis.period import break_even
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.validate import validate
+from megatron.zero_bubble.core.costs.even import even_costs
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Plan, Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
@@ -34,7 +35,6 @@ from megatron.zero_bubble.integration.adapter.vocabulary.facts import Vocabulary
 from megatron.zero_bubble.planning.job.settled import settle_options
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Setup
-from megatron.zero_bubble.planning.source import even_costs
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def _put_in_force(config: ZeroBubbleConfig, source: ScheduleSource, say: Callabl
 
 def _building(source: ScheduleSource) -> list[Replacement]:
     """What builds the model's chunks where the schedule has them."""
-    placement, divides = source.placement, source.vocabulary is not None
+    placement, divides = source.placement, source.setup.vocabulary is not None
     if is_megatrons_own(placement) and not divides:
         return []
     seams, builder = installed_seams(), Builder(placement, divides)

@@ -181,7 +181,7 @@ def _put_in_force(
     if trace is not None:
         trace.pipeline = pipeline
     placement = source.placement
-    divides_vocabulary = source.vocabulary is not None
+    divides_vocabulary = source.setup.vocabulary is not None
     builder = Builder(placement, divides_vocabulary)
     models = [(seam, builder.building) for seam in seams.models]
     if config.setup.validates:

@@ -127,7 +127,7 @@ def apply(
     if config.setup.validates:
         replacements.append((seams.zeroed_gradients, around(_zeroing_later(pipeline))))
     placement_on = functools.cache(lambda num_ranks: sources(num_ranks).placement)
-    if sources(_ANY).vocabulary is not None:
+    if sources(_ANY).setup.vocabulary is not None:
         replacements += [(seam, without_padding) for seam in seams.counted_zeros]
     if not is_megatrons_own(placement_on(_ANY)):
         replacements += [
@@ -211,7 +211,7 @@ def build_stages(make_chunk: Callable[..., torch.nn.Module]) -> list[torch.nn.Mo
         num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         return build_chunks(Placement.interleaved(num_ranks, num_chunks), False, make_chunk)
     source = _active.sources(num_ranks)
-    return build_chunks(source.placement, source.vocabulary is not None, make_chunk)
+    return build_chunks(source.placement, source.setup.vocabulary is not None, make_chunk)
 
 
 @contextmanager

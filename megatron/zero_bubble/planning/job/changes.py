@@ -18,7 +18,7 @@ from megatron.zero_bubble.core.schedules.recipe import Recipe
 from megatron.zero_bubble.core.search.placements import label_of, name_of, placements
 from megatron.zero_bubble.planning.answer import Answer
 from megatron.zero_bubble.planning.change import MESSAGES, ORDER, ROUNDED, SAME, Change
-from megatron.zero_bubble.planning.cuts import with_candidates
+from megatron.zero_bubble.planning.cuts import least_tokens, with_candidates
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layout_plan import LayoutPlan
@@ -26,7 +26,6 @@ from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.setup import (
     BY_COST,
-    LEAST_TOKENS,
     Cuts,
     Given,
     Named,
@@ -195,7 +194,7 @@ class JobChanges:
 
     def _sliced(self) -> Iterator[Change]:
         """Sequences cut into slices."""
-        tokens, least = self.costs.sequence, self.costs.least_slice_tokens or LEAST_TOKENS
+        tokens, least = self.costs.sequence, least_tokens(self.costs)
         if tokens is None or tokens < 2 * least:
             return
         cuts = Cuts(among=tuple(each for each in with_candidates(Cuts(), self.costs).among if len(each) > 1))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from megatron.zero_bubble.core.analysis.score import ROUNDING
 from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.analysis.timeline import Timeline
+from megatron.zero_bubble.core.costs.even import even_costs
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning.codecs import spell
 from megatron.zero_bubble.planning.setup import Setup
-from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource, even_costs
+from megatron.zero_bubble.planning.source import ZB_AUTO, ScheduleSource
 
 _GAINING = ("zb-h2", "zb-v")
 """Schedules on which no rank waits for the last one to end, if there are enough microbatches, and every sequence and
