@@ -17,7 +17,7 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.schedules import build
-from megatron.zero_bubble.planning import plans, vocabulary
+from megatron.zero_bubble.planning import cuts, plans, vocabulary
 from megatron.zero_bubble.planning.codecs import flag_of
 from megatron.zero_bubble.planning.decision import in_fields
 from megatron.zero_bubble.planning.decisions import DECISIONS
@@ -181,7 +181,7 @@ def refusal(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     def search(*_: Any, **__: Any) -> Any:
         raise AssertionError("it was searched")
 
-    for module, name in ((plans, "zb_auto"), (plans, "sliced_auto"), (plans, "fit"), (vocabulary, "auto")):
+    for module, name in ((plans, "zb_auto"), (cuts, "sliced_auto"), (plans, "fit"), (vocabulary, "auto")):
         monkeypatch.setattr(module, name, search)
     assert main(command.split()) == 2
     return capsys.readouterr().err.strip()
