@@ -65,8 +65,8 @@ _TRAIN_ITERS = 2
 HONOURED = {
     "overlap_param_gather_with_optimizer_step": "nothing reads the order of chunks: the first one's weights are "
     "gathered in the step, those of others when they are first used",
-    "cuda_graph_impl": "layers are captured by `transformer_engine` once per microbatch in flight; weight gradients "
-    "inside of graphs that cannot wait for W run in B",
+    "cuda_graph_impl": "layers are captured once per microbatch in flight: one by one by `transformer_engine`, where "
+    "weight gradients that cannot wait for W run in B, and those of a stage together by `local`",
     "overlap_moe_expert_parallel_comm": "the pairs of a schedule do it (`--zero-bubble-overlap-experts`)",
     "use_transformer_engine_op_fuser": "grouped linears of experts keep their weight gradients for W "
     "(TransformerEngine 2.14 and newer); a fused dense MLP computes them in B, and plans count them there",

@@ -119,7 +119,7 @@ def test_what_the_job_cannot_run_is_not_the_shortest(capsys: Capture) -> None:
 
 def test_what_refuses_every_schedule_is_looked_behind(capsys: Capture) -> None:
     """Also where another option refuses them next."""
-    flags = [*SMALL, "--cuda-graph-impl", "local", "--use-megatron-fsdp"]
+    flags = [*SMALL, "--cuda-graph-impl", "full_iteration", "--use-megatron-fsdp"]
     found = advice(capsys, flags, "--gpus-per-node", "4", "--quick")
     free = advice(capsys, SMALL, "--gpus-per-node", "4", "--quick")
     row, best = found["with_remedy"], free["advice"][free["best"] - 1]

@@ -1,8 +1,8 @@
 """Compare loops with the megatron-core on the path: ``python -m tests.loops.run RANK RANKS STORE ROWS``.
 
-The rows are JSON: by name, a loop (or a kind of varied lengths) and the options of its models. Loops are for two
-ranks, varied lengths for any number. Rank 0 prints what differs, one line each, and the version and the rows that it
-has compared.
+The rows are JSON: by name, a loop (or a kind of varied lengths, or CUDA graphs of stages) and its options. Loops are
+for two ranks, varied lengths for any number. Rank 0 prints what differs, one line each, and the version and the rows
+that it has compared.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ def main(rank: int, num_ranks: int, store: str, rows: Mapping[str, tuple[str, di
     use_cpu_ranks()
     from megatron.core import __version__
 
+    from tests.helpers import stage_graphs
     from tests.loops import compare, varied
 
     for number, (name, (loop, options)) in enumerate(rows.items()):
         lines = []
-        if loop in varied.KINDS:
+        if loop == stage_graphs.KIND:
+            with joined(rank, num_ranks, f"{store}-{number}"):
+                lines = stage_graphs.compared(rank, **options)
+        elif loop in varied.KINDS:
             for schedule in varied.SCHEDULES:
                 with joined(rank, num_ranks, f"{store}-{number}-{schedule}"):
                     lines += varied.compared(rank, loop, schedule)

@@ -42,8 +42,8 @@ def test_choices_that_exclude_graphs(words: str, asked: dict[str, object]) -> No
 @pytest.mark.parametrize(
     "refused",
     [
-        {"enable_cuda_graph": True},
-        {"cuda_graph_impl": "local"},
+        {"enable_cuda_graph": True, "num_experts": 8},
+        {"cuda_graph_impl": "local", "num_experts": 8},
         {"cuda_graph_impl": "full_iteration"},
         {"cuda_graph_impl": "transformer_engine", "rampup_batch_size": ["8", "8", "64"]},
         {"external_cuda_graph": True, "rampup_batch_size": ["8", "8", "64"]},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 from megatron.zero_bubble.core.errors import as_flag
 from megatron.zero_bubble.planning.exclusions import (
     LENGTHS,
@@ -18,6 +21,7 @@ from megatron.zero_bubble.planning.rule import Fits, OptionRule
 GRAPH_OPTIONS = {"enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_impl": "none"}
 """The options that ask for graphs, with what asks for none; before 0.15, graphs have separate flags."""
 _ORDER = "Megatron captures CUDA graphs in the order of its own 1F1B"
+_MESSAGES = "a graph of a whole iteration has the messages between ranks, and their order in a replay is not defined"
 _DROP = "set --cuda-graph-impl none, or, with --perform-rl-step, drop --rl-training-cuda-graphs"
 _MORE = "a later batch size may need more graphs than were captured"
 _CANNOT_MOVE = "what a graph keeps for its backward cannot leave the GPU"
@@ -26,40 +30,74 @@ _EXCLUDING = (
     (SHARDS, "CUDA graphs read weights where they were when captured"),
     (PAIRS, _ORDER),
     (OFFLOAD, _CANNOT_MOVE),
-    (PLANS, "its measurements do not see what CUDA graphs keep, and its plans may need more of them than captured"),
     (LENGTHS, "CUDA graphs are captured for one length"),
+)
+_EXCLUDING_ENGINE = (
+    (PLANS, "its measurements do not see what CUDA graphs keep, and its plans may need more of them than captured"),
     (POST_VALIDATION, "a capture overwrites the gradients of a step that is not validated yet"),
 )
+_SIZES = "experts get other numbers of tokens in every microbatch, and a CUDA graph of a stage repeats one size"
+_SCALES = "TransformerEngine computes scales in Python, which a CUDA graph of a stage does not run again"
+_NO_BLOCK = "the layers of a hybrid model are no TransformerBlock"
+_EXCLUDING_LOCAL = {
+    "num_experts": _SIZES,
+    "num_moe_experts": _SIZES,
+    "fp8": _SCALES,
+    "fp4": _SCALES,
+    "hybrid_layer_pattern": _NO_BLOCK,
+    "hybrid_override_pattern": _NO_BLOCK,
+    "is_hybrid_model": _NO_BLOCK,
+}
+_OF_ENGINE, _OF_LOCAL = ("external_cuda_graph", "cuda_graph_impl"), ("enable_cuda_graph", "cuda_graph_impl")
+_ENGINE, _LOCAL = (True, "transformer_engine"), (True, "local")
 
 
-def _without(option: str, why: str) -> list[OptionRule]:
-    """Rows for an option of Megatron that excludes graphs of layers."""
+def _without(
+    option: str, why: str, names: Iterable[str] = GRAPH_OPTIONS, asking: Sequence[Any] = ()
+) -> list[OptionRule]:
+    """Rows for an option of Megatron that excludes graphs of layers: those of the values ``asking``, or all."""
     works = Fits(
         f"off with {as_flag(option)}",
-        lambda given, options: given in (False, "none") or not getattr(options, option, None),
+        lambda given, options: (
+            (given not in asking if asking else given in (False, "none")) or not getattr(options, option, None)
+        ),
     )
-    return [OptionRule(SCHEDULE, name, works, why, _DROP) for name in GRAPH_OPTIONS]
+    return [OptionRule(SCHEDULE, name, works, why, _DROP) for name in names]
+
+
+def _asks(options: Any) -> bool:
+    return any(getattr(options, name, None) not in (None, off) for name, off in GRAPH_OPTIONS.items())
+
+
+def _is_of_iteration(scope: Any) -> bool:
+    """Whether a scope, a name or a list of names or of members of an enumeration, is the whole iteration."""
+    return "full_iteration" in str(scope)
 
 
 GRAPHS = (
-    OptionRule(SCHEDULE, "enable_cuda_graph", False, _ORDER, "give --external-cuda-graph, or drop it"),
     OptionRule(
         SCHEDULE,
         "cuda_graph_impl",
-        Fits("none or transformer_engine", lambda given, _: given != "local"),
-        _ORDER,
+        Fits("none, local or transformer_engine", lambda given, _: not _is_of_iteration(given)),
+        _MESSAGES,
         _DROP,
     ),
     OptionRule(
         SCHEDULE,
-        "cuda_graph_impl",
-        Fits("none or transformer_engine", lambda given, _: given != "full_iteration"),
-        "a graph of a whole iteration has the messages between ranks, and their order in a replay is not defined",
+        "cuda_graph_scope",
+        Fits("other than full_iteration", lambda given, options: not (_is_of_iteration(given) and _asks(options))),
+        _MESSAGES,
         _DROP,
     ),
-    *_without("rampup_batch_size", _MORE),
-    *_without("step_batch_size_schedule", _MORE),
+    *(row for option, why in _EXCLUDING_LOCAL.items() for row in _without(option, why, _OF_LOCAL, _LOCAL)),
+    *_without("rampup_batch_size", _MORE, _OF_ENGINE, _ENGINE),
+    *_without("step_batch_size_schedule", _MORE, _OF_ENGINE, _ENGINE),
     *_without("fine_grained_activation_offloading", _CANNOT_MOVE),
     *(OptionRule(choice, name, off, why, _DROP) for choice, why in _EXCLUDING for name, off in GRAPH_OPTIONS.items()),
+    *(
+        OptionRule(choice, name, Fits("off, or local", lambda given, _: given not in _ENGINE), why, _DROP)
+        for choice, why in _EXCLUDING_ENGINE
+        for name in _OF_ENGINE
+    ),
 )
 """For each choice, the only values that it supports."""

@@ -20,6 +20,7 @@ SCHEDULE = f"{SCHEDULES}.forward_backward_pipelining_without_interleaving"
 SCHEDULE_OF_CHUNKS = f"{SCHEDULES}.forward_backward_pipelining_with_interleaving"
 LINEAR = f"{LAYERS}.linear_with_grad_accumulation_and_async_allreduce"
 GRADIENTS, REDUCED = "torch.autograd.grad", "megatron.core.tensor_parallel.mappings._reduce"
+LAYER_GRAPHS = "megatron.core.transformer.cuda_graphs.CudaGraphManager.__call__"
 
 
 def names() -> dict[str, dict[str, int]]:
@@ -65,6 +66,7 @@ def applies_and_reverts() -> None:
             LINEAR,
             GRADIENTS,
             REDUCED,
+            LAYER_GRAPHS,
         ]
     finally:
         revert()

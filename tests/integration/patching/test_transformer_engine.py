@@ -107,7 +107,7 @@ def applies_without_transformer_engine(is_broken: bool) -> None:
             patch.setitem(sys.modules, "transformer_engine.pytorch", None)
         apply(ZeroBubbleConfig(schedule="zb-h1"))
         try:
-            assert len(report()) == 5
+            assert len(report()) == 6
             assert all(now is then for now, then in zip(found(), before, strict=True))
         finally:
             revert()
@@ -149,7 +149,7 @@ def accepts(version: str, more: list[str]) -> None:
     with engine.installed(version):
         apply(ZeroBubbleConfig(schedule="zb-h1"))
         replaced = [*REPLACED[:3], *more, *REPLACED[3:]]
-        assert [line.partition(":")[0] for line in report()][5:] == replaced
+        assert [line.partition(":")[0] for line in report()][6:] == replaced
         revert()
 
 

@@ -42,7 +42,8 @@ def test_fine_grained_offloading_needs_one_stage_per_rank() -> None:
 
 def test_graphs_of_rollouts_are_accepted() -> None:
     """Megatron turns them off for training; other jobs, and --rl-training-cuda-graphs, capture training."""
-    rollouts = SimpleNamespace(cuda_graph_impl="local", perform_rl_step=True, rl_training_cuda_graphs=False)
+    asked = {"cuda_graph_impl": "local", "num_experts": 8}
+    rollouts = SimpleNamespace(**asked, perform_rl_step=True, rl_training_cuda_graphs=False)
     check_options(rollouts, RunOptions())
     for name in ("perform_rl_step", "rl_training_cuda_graphs"):
         values = SimpleNamespace(**{**vars(rollouts), name: not getattr(rollouts, name)})

@@ -6,12 +6,14 @@ megatron-core itself run without a GPU (:mod:`megatron.zero_bubble.engine.platfo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.engine.platforms.graphs import GraphPool
 from megatron.zero_bubble.engine.platforms.host import HostMemory
 from megatron.zero_bubble.engine.platforms.pools import MemoryPool
 from megatron.zero_bubble.engine.platforms.streams import HostCopy, Lane
@@ -86,6 +88,16 @@ class Platform(Protocol):
 
     def memory_pool(self) -> MemoryPool:
         """A new pool of memory on the current device; the common one where allocators have no pools."""
+
+    def graph_pool(self, generators: Sequence[torch.Generator] = ()) -> GraphPool:
+        """A new pool of memory for graphs on the current device.
+
+        Args:
+            generators: those of random numbers that the graphs draw, in addition to the default one of the device.
+
+        Raises:
+            UserError: the platform has no graphs.
+        """
 
     def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> HostCopy:
         """Start to copy a tensor of this platform to host memory.

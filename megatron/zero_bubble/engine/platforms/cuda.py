@@ -6,7 +6,7 @@ import ctypes
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.engine.platforms.cuda_graphs import CudaGraphPool
+from megatron.zero_bubble.engine.platforms.graphs import GraphPool
 from megatron.zero_bubble.engine.platforms.host import HostMemory
 from megatron.zero_bubble.engine.platforms.own_streams import give_stream, take_stream
 from megatron.zero_bubble.engine.platforms.pools import CommonPool, MemoryPool
@@ -277,6 +279,9 @@ class CudaPlatform:
         # Other allocators have no pools: cudaMallocAsync, and those that a job plugs in.
         native = torch.cuda.get_allocator_backend() == "native"
         return CudaPool(self.current_device()) if native else CommonPool()
+
+    def graph_pool(self, generators: Sequence[torch.Generator] = ()) -> GraphPool:
+        return CudaGraphPool(generators)
 
     def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> CudaHostCopy:
         return CudaHostCopy(tensor, after)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,12 @@ class GradAccumulator:
     def add_gradient(self, parameter: torch.Tensor, grad: torch.Tensor, ready: bool) -> None:
         """Accumulate a gradient that is no product, of the parameter's shape and dtype; ``ready`` as in ``add``."""
         self._add(parameter, grad)
+
+    @torch.no_grad()
+    def report(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Tell data parallelism that gradients were accumulated elsewhere."""
+        for parameter in parameters:
+            self._call_hook(parameter)
 
     def _add(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Accumulate ``grad`` (shape and dtype of ``parameter``)."""

@@ -18,6 +18,11 @@ def reduces_early(chunk: torch.nn.Module) -> bool:
     return isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_grad_reduce
 
 
+def reduces_now(chunk: Any) -> bool:
+    """Whether the gradients of ``chunk`` are reduced as soon as they are complete: in the last microbatch."""
+    return reduces_early(chunk) and any(group.is_last_microbatch for group in chunk.bucket_groups)
+
+
 @contextlib.contextmanager
 def reduced_in_order(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Context in which the reductions of all buckets start in one order, whatever the order of their gradients.

@@ -32,9 +32,14 @@ class _Trial(NamedTuple):
 
 
 class SharedGradients:
-    """Copies the output gradients that the same backward writes to after it has given them to W."""
+    """Copies the output gradients that the same backward writes to after it has given them to W.
+
+    Attributes:
+        tries: whether the first shared gradient of a weight is tried, which compares its values; if not, it is copied.
+    """
 
     def __init__(self) -> None:
+        self.tries = True
         self._is_written: dict[torch.nn.Parameter, bool] = {}
         self._trials: list[_Trial] = []
 
@@ -44,7 +49,7 @@ class SharedGradients:
         if is_written is False or not is_shared(grad) or not grad.numel():
             return grad.detach()
         copy = grad.detach().clone()
-        if is_written is None:
+        if is_written is None and self.tries:
             self._trials.append(_Trial(weight, grad.detach(), copy))
         return copy
 

@@ -92,6 +92,7 @@ class WgradStore:
 
     Attributes:
         shared: copies the output gradients that others may write to.
+        running: the F or backward of a training iteration that runs now; None between them.
     """
 
     def __init__(self, accumulator: Accumulator, saved: SavedTensors | None = None) -> None:
@@ -101,6 +102,7 @@ class WgradStore:
         self._stored: dict[Pass, list[_Entry]] = {}
         self._sources: list[Source] = []
         self._chunks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.running: Pass | None = None
         self._forward: Pass | None = None
         self._backward: Pass | None = None
         self._deferring = False
@@ -149,7 +151,7 @@ class WgradStore:
         w = _w_of(work) if split else None
         self._backward = w if is_backward else None
         self._forward = w if alongside is None else _w_of(alongside)
-        self._deferring = split
+        self._deferring, self.running = split, work
         try:
             with ExitStack() as sources:
                 for source in self._sources:
@@ -157,7 +159,16 @@ class WgradStore:
                 yield
             self.shared.settle()
         finally:
-            self._forward, self._backward, self._deferring = None, None, False
+            self._forward, self._backward, self._deferring, self.running = None, None, False, None
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Context around passes that a graph records: they cannot compare values."""
+        self.shared.tries = False
+        try:
+            yield
+        finally:
+            self.shared.tries = True
 
     def wants(self, origin: Pass | None, weight: torch.nn.Parameter, leaf: torch.Tensor) -> bool:
         """Whether the backward that autograd runs now is to accumulate the gradients of weights.

@@ -123,6 +123,10 @@ class AutoSchedule(Replanner):
             first = self._first[key] = source.make(num_microbatches)
         return first
 
+    def is_settled(self) -> bool:
+        """Whether a plan was searched for, and, if it runs, compared with the schedule before it."""
+        return self._costs is not None and not self._waiting and not self._before
+
     def begin(self, start: IterationStart) -> bool:
         """Switch to a finished plan; returns whether to measure the passes of this iteration."""
         size = start.group.size(), start.num_microbatches

@@ -19,8 +19,10 @@ class Options:
         setup: what the job runs.
         rollback: makes what undoes rejected optimizer steps, which the passes then validate, so that ``post_validated``
             must be called; None if steps are final.
+        is_settled: whether the schedule stays for now; not while its first plan is still to come.
     """
 
     timeout: timedelta | None = None
     setup: Setup = field(default_factory=Setup)
     rollback: Callable[[Optimizers], Rollback] | None = None
+    is_settled: Callable[[], bool] = lambda: True

@@ -54,6 +54,7 @@ from megatron.zero_bubble.integration.adapter.prepared import (
 from megatron.zero_bubble.integration.adapter.recent import Recent
 from megatron.zero_bubble.integration.adapter.shards import ShardedUnits
 from megatron.zero_bubble.integration.adapter.stage import StepArguments, StepResults
+from megatron.zero_bubble.integration.adapter.stage_graphs import StageGraphs
 from megatron.zero_bubble.integration.adapter.staging import Carriers
 from megatron.zero_bubble.integration.adapter.unfinished import Unfinished
 from megatron.zero_bubble.integration.adapter.versions import check_one_model, check_one_pipeline, process_groups
@@ -98,7 +99,8 @@ class Pipeline:
         self.microbatch = 0, 0
         self._vocabulary = VocabularyParallel(self.accumulate, options.setup.vocabulary)
         self._slicing = Slicing()
-        own = EqualCounts(options.timeout), ExpertOverlap(options.setup), ActivationManagers(say)
+        graphs = StageGraphs(self.store, self.accumulate, options.is_settled)
+        own = EqualCounts(options.timeout), ExpertOverlap(options.setup), ActivationManagers(say), graphs
         self._parts: tuple[Part, ...] = (self._vocabulary, self._slicing, *own, *parts)
         self._make_schedule, self._memory = make_schedule, memory
         self._observers = Observers((*(() if memory is None else (memory,)), *observers))

@@ -23,9 +23,11 @@ from megatron.zero_bubble.core.plan import (
     Additions,
     LoweringPass,
     PostReceives,
+    Slots,
     plan_of,
     plan_of_evaluation,
     prove_for_queues,
+    slots,
 )
 from megatron.zero_bubble.engine.runtime.backends import queues_of_job
 from megatron.zero_bubble.engine.runtime.groups import backend_of, torchs
@@ -70,6 +72,11 @@ class PreparedPlan:
     def stages(self) -> tuple[StageFacts, ...]:
         """The facts about the stages of the rank."""
         return tuple(StageFacts.of(self.plan.schedule, stage) for stage in self.schedule.placement.stages_of(self.rank))
+
+    @cached_property
+    def slots(self) -> Slots:
+        """The slots of the microbatches on the rank."""
+        return slots(self.plan, self.rank)
 
     @cached_property
     def vocabulary(self) -> VocabularyFacts | None:

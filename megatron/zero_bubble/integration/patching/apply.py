@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -49,6 +50,7 @@ from megatron.zero_bubble.integration.adapter.placement import (
     segment_of_stage,
 )
 from megatron.zero_bubble.integration.adapter.shards import Collectives, ShardedUnits
+from megatron.zero_bubble.integration.adapter.stage_graphs import without_graphs
 from megatron.zero_bubble.integration.adapter.unused import watch_first_step
 from megatron.zero_bubble.integration.adapter.vocabulary.zeros import without_padding
 from megatron.zero_bubble.integration.patching import bodies, dispatchers, transformer_engine, used
@@ -123,6 +125,7 @@ def apply(
         (seams.linear, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
         (seams.gradients, lambda original: answering(original, pipeline.store)),
         (seams.reduced, lambda original: reducing(original, pipeline.store.before_writing)),
+        (seams.layer_graphs, around(without_graphs)),
     ]
     if config.setup.validates:
         replacements.append((seams.zeroed_gradients, around(_zeroing_later(pipeline))))
@@ -320,6 +323,7 @@ def _pipeline(
     setup = config.setup
     parts: list[Part] = [DropoutNotice(said)] if isinstance(setup.order, Searched) else []
     planners: list[Replanner] = []
+    options = Options(timeout, setup, ROLLBACKS[setup.step.rollback] if isinstance(setup.step, Validated) else None)
     if (select_moves := config.selection(sources(_ANY))) is not None:
         limit = None if config.host_memory is None else parse_bytes(config.host_memory)
         moves: MoveSelection = functools.cache(select_moves)
@@ -329,7 +333,7 @@ def _pipeline(
         parts.append(OffloadPart(moves, limit, said))
     if isinstance(setup.order, Searched):
         auto = AutoSchedule(AutoOptions(setup, config.runs), memory, say)
-        make = auto.make
+        make, options = auto.make, replace(options, is_settled=auto.is_settled)
         planners.append(auto)
     parts.append(GraphSlots(make))
     if setup.shards is not None:
@@ -338,8 +342,6 @@ def _pipeline(
     if planners:
         passes = Recorder(select("auto"))
         observers = (Measured(passes, planners), *observers, passes)
-    rollback = ROLLBACKS[setup.step.rollback] if isinstance(setup.step, Validated) else None
-    options = Options(timeout, setup, rollback)
     measures = memory if config.measure_memory or planners else None
     return Pipeline(make, [*parts, *more], observers, measures, options, _accumulator(config), said)
 

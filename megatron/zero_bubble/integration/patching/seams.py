@@ -72,6 +72,7 @@ class Seams:
         linear: the function through which every linear defers its weight gradient to W.
         gradients: returns gradients that are asked for by name.
         reduced: the reduction over tensor-parallel ranks that the backwards of megatron-core's mappings call.
+        layer_graphs: records a layer as CUDA graphs, and repeats them.
         zeroed_gradients: replaced only with post-validation.
         counted_zeros: replaced only with vocabulary parallelism.
         forward_step, backward_step: replaced only to observe the stock schedule.
@@ -98,6 +99,7 @@ class Seams:
     linear: Seam
     gradients: Seam
     reduced: Seam
+    layer_graphs: Seam
     zeroed_gradients: Seam
     counted_zeros: tuple[Seam, ...]
     forward_step: Seam
@@ -243,6 +245,12 @@ _SEAMS = Seams(
         "_reduce",
         ("input_", "group"),
         "copies what W needs of a gradient before it is reduced in place",
+    ),
+    layer_graphs=Seam(
+        "megatron.core.transformer.cuda_graphs",
+        "CudaGraphManager.__call__",
+        ("self", "megatron_module", "args", "kwargs"),
+        "runs layers without CUDA graphs of their own, because the layers of a stage are recorded together",
     ),
     zeroed_gradients=Seam(
         "megatron.core.distributed.distributed_data_parallel",

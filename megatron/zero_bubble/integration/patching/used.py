@@ -112,6 +112,10 @@ USED: tuple[Used, ...] = (
     ),
     *_of("megatron.core.transformer.module", "Float16Module MegatronModule"),
     *_of("megatron.core.dist_checkpointing", "from_rank_offsets", "ShardedTensor"),
+    # graphs of stages
+    *_of("megatron.core.transformer.transformer_block", "pre_process input_tensor", "TransformerBlock"),
+    *_of("megatron.core.transformer", "cuda_graph_warmup_steps", "TransformerConfig"),
+    _function(_DISTRIBUTED, "DistributedDataParallel._make_forward_pre_hook", ""),
     # gradients
     *_of(
         "megatron.core.tensor_parallel.layers",
@@ -126,7 +130,7 @@ USED: tuple[Used, ...] = (
     _function("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32", "parameters max_norm total_norm"),
     # state that a forward changes
     *_of("megatron.core.tensor_parallel", "get_cuda_rng_tracker"),
-    *_of(_RANDOM, "_get_cuda_rng_state _set_cuda_rng_state"),
+    *_of(_RANDOM, "_get_cuda_rng_state _set_cuda_rng_state get_all_rng_states"),
     *_of(_RANDOM, "get_states set_states", "CudaRNGStatesTracker"),
     *_of("megatron.core.transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker"),
 )

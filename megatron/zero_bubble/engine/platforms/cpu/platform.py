@@ -7,13 +7,16 @@ import os
 import platform
 import resource
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.engine.platforms.cpu.host import MappedMemory, available_bytes
 from megatron.zero_bubble.engine.platforms.cpu.install import install
 from megatron.zero_bubble.engine.platforms.cpu.stand_ins import CPU
+from megatron.zero_bubble.engine.platforms.graphs import GraphPool
 from megatron.zero_bubble.engine.platforms.pools import CommonPool
 from megatron.zero_bubble.engine.platforms.streams import AlreadyThere, ThreadLane
 
@@ -84,6 +87,9 @@ class CpuPlatform:
 
     def memory_pool(self) -> CommonPool:
         return CommonPool()
+
+    def graph_pool(self, generators: Sequence[torch.Generator] = ()) -> GraphPool:
+        raise UserError("CUDA graphs need a GPU; got ranks on the CPU; set --cuda-graph-impl none, or train on GPUs")
 
     def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> AlreadyThere:
         if after is not None:
