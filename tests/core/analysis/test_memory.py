@@ -76,7 +76,7 @@ def test_steady_states_of_any_length_have_the_same_messages() -> None:
     assert message_peaks(few) == message_peaks(many)
 
 
-@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "v-half"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "v-half"])
 def test_graphs_keep_the_memory_of_as_many_microbatches_as_a_stage_has_at_once(name: str) -> None:
     """Two stages of a rank that have their most microbatches at different times need both amounts with graphs."""
     schedule = build(name, num_ranks=4, num_microbatches=12)

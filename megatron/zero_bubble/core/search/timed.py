@@ -69,7 +69,7 @@ def _of_fused(costs: PassCosts, memory: PassMemory) -> tuple[PassCosts, PassMemo
     """Figures with which a B takes as long as a BW and leaves nothing, and its W takes no time."""
     nothing = (0.0,) * costs.num_stages
     backward = tuple(map(add, costs.backward_ms, costs.wgrad_ms))
-    return replace(costs, backward_ms=backward, wgrad_ms=nothing), replace(memory, wgrad=nothing)
+    return replace(costs, backward_ms=backward, wgrad_ms=nothing), replace(memory, wgrad=nothing, captured=())
 
 
 def _rows(schedule: Schedule) -> Rows | None:
