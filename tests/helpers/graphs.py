@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 READS = {"aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero"}
+_OF_NUMBERS = "aten.lift_fresh"
+"""What ``torch.tensor`` calls; megatron-core passes a mask's type through a recomputed function as such a tensor."""
 _NAN = 0xFF  # in every byte: NaN in every floating-point type
 
 
@@ -63,10 +65,12 @@ class StandInPool:
 
     Attributes:
         generators: that would be registered with each graph.
+        of_host: what would be in host memory on a GPU as well, by its identity.
     """
 
     def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
         self.generators = generators
+        self.of_host: dict[int, torch.UntypedStorage] = {}
         self._captured: dict[int, Captured] = {}
 
     def capture(self, work: Callable[[], Any]) -> tuple[StandInGraph, Any]:
@@ -116,18 +120,18 @@ class _Recorder(TorchDispatchMode):
         self._pool = pool
         self._old: dict[Captured, torch.Tensor] = {}
         self._made: set[Captured] = set()
-        self._of_host: dict[int, torch.UntypedStorage] = {}
         self.calls: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
-        if tensors and all(map(self._is_of_host, tensors)):
+        name = str(getattr(func, "overloadpacket", func))
+        if name == _OF_NUMBERS or (tensors and all(map(self._is_of_host, tensors))):
             results = func(*args, **kwargs)
             for storage in (each.untyped_storage() for each in _tensors(results)):
-                self._of_host[storage._cdata] = storage
+                self._pool.of_host[storage._cdata] = storage
             return results
-        if str(getattr(func, "overloadpacket", func)) in READS:
+        if name in READS:
             raise RuntimeError(f"{func} gives a result to the host, which no graph can do")
         taken = tree_map_only(torch.Tensor, lambda tensor: self._argument(tensor, False), (args, kwargs))
         results = func(*args, **kwargs)
@@ -151,10 +155,10 @@ class _Recorder(TorchDispatchMode):
         return _Argument(captured, tensor)
 
     def _is_of_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor would be in host memory on a GPU as well: states of random numbers, and what is computed of
-        them.
+        """Whether a tensor would be in host memory on a GPU as well: states of random numbers, tensors that Python's
+        numbers are put into, and what is computed of these.
         """
-        return tensor.dtype is torch.uint8 or tensor.untyped_storage()._cdata in self._of_host
+        return tensor.dtype is torch.uint8 or tensor.untyped_storage()._cdata in self._pool.of_host
 
 
 def _tensors(results: Any) -> list[torch.Tensor]:

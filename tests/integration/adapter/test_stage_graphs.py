@@ -18,6 +18,7 @@ from tests.helpers.stage_graphs import KIND, WARM, Row, train
 from tests.loops.checkouts import check_on
 
 OVERLAPS = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 ROWS = {
     **{
         f"{schedule} {'fused' if fused else 'exact'}": Row(schedule, fused=fused)
@@ -26,6 +27,7 @@ ROWS = {
     },
     "zb-v on four ranks": Row("zb-v", 4, (8, 8)),
     "zb-h2 on four ranks": Row("zb-h2", 4, (8, 8), True),
+    "recomputed": Row("zb-h1", options=SELECTIVE),
     "replicas": Row("zb-v", replicas=2, parallel=OVERLAPS),
     "replicas fused": Row("zb-h1", replicas=2, parallel=OVERLAPS, fused=True),
     "replicas unsplit": Row("1f1b", replicas=2, parallel=OVERLAPS),
@@ -37,7 +39,7 @@ ROWS = {
 SMALL = [
     name for name in ROWS if name.endswith((" exact", " fused")) and name.split()[0] not in ("replicas", "validated")
 ]
-DEFAULT = ("1f1b exact", "zb-h1 fused", "zb-v exact", "v-half fused", "zb-interleaved exact", "replicas")
+DEFAULT = ("recomputed", "1f1b exact", "zb-h1 fused", "zb-v exact", "v-half fused", "zb-interleaved exact", "replicas")
 DEFAULT += ("replicas fused", "validated", "evaluated", "followed")
 
 
