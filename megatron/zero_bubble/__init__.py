@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.planning.balance import balance
     from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "SCHEDULES",
