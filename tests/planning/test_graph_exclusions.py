@@ -56,3 +56,21 @@ def test_choices_that_exclude_graphs(words: str, asked: dict[str, object]) -> No
 def test_other_graphs_and_options_are_refused(refused: dict[str, object]) -> None:
     with pytest.raises(UserError):
         check_options(SimpleNamespace(**refused), RunOptions(H1))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"recompute_granularity": "selective", "attention_dropout": 0.1}, "would draw another mask"),
+        ({"qk_clip": True}, "Python keeps the maximum"),
+    ],
+)
+def test_what_a_replay_cannot_repeat_is_refused_with_graphs_of_stages(options: dict[str, object], why: str) -> None:
+    given = {"cuda_graph_impl": "local"} | options
+    with pytest.raises(UserError, match=why):
+        check_options(SimpleNamespace(**given), RunOptions(H1))
+
+
+def test_graphs_of_inference_are_not_those_of_iterations() -> None:
+    given = SimpleNamespace(cuda_graph_impl="local", cuda_graph_scope="full_iteration_inference")
+    check_options(given, RunOptions(H1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ _EXCLUDING_ENGINE = (
 )
 _SIZES = "experts get other numbers of tokens in every microbatch, and a CUDA graph of a stage repeats one size"
 _SCALES = "TransformerEngine computes scales in Python, which a CUDA graph of a stage does not run again"
+_PYTHON = "Python keeps the maximum of the attention logits, and a replay runs no Python"
+_MASKS = "a graph that computes a forward again would draw another mask"
+_QUEUED = "the projections of latent experts are inside of graphs that do not know their weight gradients"
 _NO_BLOCK = "the layers of a hybrid model are no TransformerBlock"
 _EXCLUDING_LOCAL = {
     "num_experts": _SIZES,
@@ -71,7 +75,14 @@ def _asks(options: Any) -> bool:
 
 def _is_of_iteration(scope: Any) -> bool:
     """Whether a scope, a name or a list of names or of members of an enumeration, is the whole iteration."""
-    return "full_iteration" in str(scope)
+    return "full_iteration" in re.findall(r"\w+", str(scope))
+
+
+def _draws_once(given: Any, options: Any) -> bool:
+    """Whether a graph of a stage draws no random numbers that it would have to draw again."""
+    drops = any(getattr(options, name, 0.0) for name in ("attention_dropout", "hidden_dropout"))
+    recomputes = getattr(options, "recompute_granularity", None) or getattr(options, "recompute_activations", False)
+    return given not in _LOCAL or not (drops and recomputes)
 
 
 GRAPHS = (
@@ -93,6 +104,13 @@ GRAPHS = (
     *_without("rampup_batch_size", _MORE, _OF_ENGINE, _ENGINE),
     *_without("step_batch_size_schedule", _MORE, _OF_ENGINE, _ENGINE),
     *_without("fine_grained_activation_offloading", _CANNOT_MOVE),
+    *_without("qk_clip", _PYTHON, _OF_LOCAL, _LOCAL),
+    *_without("log_max_attention_logit", _PYTHON, _OF_LOCAL, _LOCAL),
+    *_without("moe_latent_size", _QUEUED, _OF_ENGINE, _ENGINE),
+    *(
+        OptionRule(SCHEDULE, name, Fits("off with dropout and recomputation", _draws_once), _MASKS, _DROP)
+        for name in _OF_LOCAL
+    ),
     *(OptionRule(choice, name, off, why, _DROP) for choice, why in _EXCLUDING for name, off in GRAPH_OPTIONS.items()),
     *(
         OptionRule(choice, name, Fits("off, or local", lambda given, _: given not in _ENGINE), why, _DROP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,5 +48,15 @@ def test_a_schedule_that_is_too_large_to_be_planned_does_not_make_a_job_broken()
 def test_an_error_of_ours_is_a_row(capfd: pytest.CaptureFixture[str]) -> None:
     wrong, right = rows_of([Recipe("wrong", (*JOB.split(), "16"), gpus="many"), recipe(16)], "h100")  # type: ignore[arg-type]
     assert (wrong.outcome, right.outcome) == (UNANSWERED, GAINS)
-    assert wrong.reason.startswith("its worker ended with exit status 1")
+    assert wrong.reason == (
+        "an error of this package ended its worker with exit status 1; report it with its traceback"
+    )
+    assert wrong.option == ""
     assert "TypeError" in capfd.readouterr().err
+
+
+def test_a_worker_imports_nothing_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "resource.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    (row,) = rows_of([recipe(16)], "h100")
+    assert row.outcome == GAINS

@@ -180,6 +180,19 @@ def test_a_script_that_starts_more_and_more_processes_is_ended(tmp_path: Path, m
     assert shells.stdout == ""
 
 
+def test_records_that_jobs_have_written_into_each_other_end_what_is_read() -> None:
+    whole, cut = "2\0torchrun\0--a\0", "3\0torchrun\0--b\0"
+    assert list(shell._commands(whole + cut)) == [["torchrun", "--a"]]
+    assert list(shell._commands(whole + "--b\0" + whole)) == [["torchrun", "--a"]]
+
+
+def test_what_a_script_writes_to_a_descriptor_of_its_own_does_not_end_it(tmp_path: Path) -> None:
+    descriptors = " ".join(f"echo x >&{number};" for number in (3, 4, 5, 6))
+    text = f"{{ {descriptors} }} 2>/dev/null\nread -t 0.2 waits\ntorchrun pretrain.py --a 4\n"
+    commands, _ = shell.recorded(text, tmp_path / "writes.sh", tmp_path, tmp_path)
+    assert commands == [["torchrun", "pretrain.py", "--a", "4"]]
+
+
 def test_secrets_are_not_given_to_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     (tmp_path / "tells.sh").write_text(': "${HF_TOKEN?it is not set}" # --pipeline-model-parallel-size\n')

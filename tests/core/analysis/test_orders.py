@@ -30,6 +30,11 @@ def test_outcomes_are_those_of_timelines_to_the_last_bit(data: st.DataObject) ->
     check([schedule], data.draw(costs_for(schedule)), PassMemory.uniform(schedule.placement, 1.0, 0.3))
 
 
+def test_what_graphs_keep_counts() -> None:
+    orders, costs, memory = with_lags("zb-v", 4, 8)
+    check(orders, costs, replace(memory, wgrad=memory.activation, captured=memory.activation))
+
+
 def with_lags(name: str, num_ranks: int, num_microbatches: int) -> tuple[list[Schedule], PassCosts, PassMemory]:
     schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     on, shards = schedule.placement, VocabularyCosts.uniform(num_ranks, 0.3, 0.2, collective_ms=0.7)

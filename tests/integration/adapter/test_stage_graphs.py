@@ -127,6 +127,17 @@ def said(rank: int) -> dict[str, str]:
         with pytest.raises(UserError) as caught:
             train(rank, Row("zb-h1"), True, edit=lambda patch, own=steps: patch.setattr(stage_graphs, "steps", own))
         found[name] = str(caught.value)
+    calls, passes = [], stage_graphs.passes
+
+    def with_a_late_hook(model: Any, *more: Any, **options: Any) -> Any:
+        calls.append(model)
+        if len(calls) == 3:  # graphs were recorded in the second iteration
+            model[0].module.decoder.layers[0].register_forward_hook(lambda *_: None)
+        return passes(model, *more, **options)
+
+    with pytest.raises(UserError) as caught:
+        train(rank, Row("zb-h1"), True, edit=lambda patch: patch.setattr(stage_graphs, "passes", with_a_late_hook))
+    found["late"] = str(caught.value)
     one, other = (Arguments((torch.zeros(size), "causal"), {}) for size in (2, 3))
     with pytest.raises(UserError) as caught:
         one.copy(other)
@@ -140,6 +151,7 @@ def said(rank: int) -> dict[str, str]:
 def test_refusals(ranks: RankPool) -> None:
     first, _ = ranks.run(2, said)
     assert "hooks" in first["module"] and "TransformerLayer" in first["module"]
+    assert first["late"] == first["module"]
     assert "a parameter of shape" in first["parameter"]
     assert "torch.float32 (3,), 'causal'" in first["shape"]
     assert "detach it" in first["gradient"]

@@ -6,6 +6,7 @@ A worker judges them (``worker.py``). A recipe that takes too much ends it, and 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,7 +21,14 @@ SECONDS, GIB = 30, 6
 """CPU time for the answer to one recipe, and the worker's address space."""
 NO_MEMORY = 3
 """The exit status of a worker that cannot get more memory."""
-_WORKER = "megatron.zero_bubble.cli.catalogue.worker"
+_LARGE = "ask zero-bubble advise, which has no such limit, or lower --global-batch-size"
+_WORKER = """
+import os, sys
+sys.path[:] = sys.argv[1].split(os.pathsep)
+from megatron.zero_bubble.cli.catalogue.worker import main
+sys.exit(main(sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
+"""
+"""Imports what this process would, and nothing from the folder that the command is called in."""
 
 
 def rows_of(recipes: Iterable[Recipe], gpu: str, seconds: int = SECONDS, gib: float = GIB) -> Iterator[Row]:
@@ -30,7 +38,8 @@ def rows_of(recipes: Iterable[Recipe], gpu: str, seconds: int = SECONDS, gib: fl
         gpu: a key of ``DEVICES``, for recipes that do not say on which they run.
         seconds, gib: the limits.
     """
-    command = [sys.executable, "-m", _WORKER, gpu, str(seconds), str(gib)]
+    paths = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", _WORKER, paths, gpu, str(seconds), str(gib)]
     worker: subprocess.Popen[str] | None = None
     try:
         for recipe in recipes:
@@ -42,12 +51,13 @@ def rows_of(recipes: Iterable[Recipe], gpu: str, seconds: int = SECONDS, gib: fl
                 yield Row(**fields)
                 continue
             reasons = {
-                -signal.SIGXCPU: f"it took longer than {seconds} s of CPU",
-                -signal.SIGKILL: "its worker was killed, as systems without memory do",
-                NO_MEMORY: f"it took more than {gib:g} GiB of memory",
+                -signal.SIGXCPU: f"it took longer than {seconds} s of CPU; {_LARGE}",
+                -signal.SIGKILL: f"its worker was killed, as systems without memory do; {_LARGE}",
+                NO_MEMORY: f"it took more than {gib:g} GiB of memory; {_LARGE}",
             }
             status = worker.wait()
-            yield unanswered(recipe, gpu, reasons.get(status, f"its worker ended with exit status {status}"))
+            error = f"an error of this package ended its worker with exit status {status}; report it with its traceback"
+            yield unanswered(recipe, gpu, reasons.get(status, error))
             worker = None
     finally:
         if worker is not None:
@@ -59,6 +69,9 @@ def _answer(worker: subprocess.Popen[str], recipe: Recipe) -> dict[str, Any] | N
     """The fields of the row; None if the worker has ended instead."""
     assert worker.stdin is not None
     assert worker.stdout is not None
-    print(json.dumps(asdict(recipe)), file=worker.stdin, flush=True)
+    try:
+        print(json.dumps(asdict(recipe)), file=worker.stdin, flush=True)
+    except BrokenPipeError:  # it has ended between two recipes
+        return None
     line = worker.stdout.readline()
     return json.loads(line) if line else None

@@ -160,10 +160,9 @@ def unanswered(recipe: Recipe, gpu: str, why: str) -> Row:
     """The row of a recipe whose answer was given up.
 
     Args:
-        why: why it was, as the start of a sentence.
+        why: the reason, and what to do.
     """
-    reason = f"{why}; ask zero-bubble advise, which has no such limit, or lower --global-batch-size"
-    return _because(Row(recipe.name, UNANSWERED, gpu=recipe.gpu or gpu), UNANSWERED, recipe, reason)
+    return _because(Row(recipe.name, UNANSWERED, gpu=recipe.gpu or gpu), UNANSWERED, recipe, why)
 
 
 def _because(row: Row, outcome: str, recipe: Recipe, reason: str) -> Row:

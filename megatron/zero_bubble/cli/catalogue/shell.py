@@ -7,6 +7,7 @@ be written.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import select
@@ -17,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
@@ -25,9 +27,11 @@ from megatron.zero_bubble.cli.catalogue.recipe import Recipe, of_command
 from megatron.zero_bubble.core.errors import UserError
 
 SUFFIXES = (".sh", ".bash", ".sbatch", ".slurm", ".sub")
-_SECONDS, _INTERVAL = 10, 0.05
+_SECONDS, _INTERVAL = 10, 0.01
 """Time after which a script that waits for something is given up, and how often its processes are counted."""
-_MOST_PROCESSES, _SWEEPS = 100, 100
+_MOST_PROCESSES = 100
+_DESCRIPTOR = 200
+"""The least number of a descriptor that scripts do not use by chance."""
 _HEAD = r"""
 enable -n kill history suspend
 ulimit -f 1024 -t 2 -v 4194304
@@ -114,7 +118,9 @@ def recorded(text: str, file: Path, root: Path, folder: Path) -> tuple[list[list
 
 def _run(command: list[str], folder: Path, variables: dict[str, str], out: IO[bytes], errors: IO[bytes]) -> str:
     """Run a program until it and all that it has started have ended; return which limit has stopped it, if one has."""
-    reading, writing = os.pipe()  # of which all of these processes, and no others, have the second end open
+    reading, low = os.pipe()  # of which all of these processes, and no others, have the second end open
+    writing = fcntl.fcntl(low, fcntl.F_DUPFD, _DESCRIPTOR)
+    os.close(low)
     running = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -128,7 +134,7 @@ def _run(command: list[str], folder: Path, variables: dict[str, str], out: IO[by
     os.close(writing)
     until, why = time.monotonic() + _SECONDS, ""
     try:
-        while not why and not select.select([reading], [], [], _INTERVAL)[0]:
+        while not why and not _is_closed(reading, _INTERVAL):
             why = _ENDLESS if time.monotonic() > until else ""
             why = _CROWDED if len(_processes_of(running.pid)) > _MOST_PROCESSES else why
     finally:
@@ -138,16 +144,23 @@ def _run(command: list[str], folder: Path, variables: dict[str, str], out: IO[by
     return why or (_ENDLESS if ended_by in (signal.SIGXCPU, signal.SIGKILL) else _LARGE if ended_by > 0 else "")
 
 
+def _is_closed(pipe: int, seconds: float) -> bool:
+    """Whether all others have closed the pipe, after waiting that long at most; what they write to it is dropped."""
+    return bool(select.select([pipe], [], [], seconds)[0]) and not os.read(pipe, 4096)
+
+
 def _end(session: int) -> None:
-    """End all processes of a session, also those that others start meanwhile."""
-    for _ in range(_SWEEPS):
-        with suppress(ProcessLookupError):
-            os.killpg(session, signal.SIGKILL)
-        for process in (left := _processes_of(session)):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        if not left:
-            return
+    """End all processes of a session, also those that others start meanwhile: stopped ones start none."""
+    for sent in (signal.SIGSTOP, signal.SIGKILL):
+        before: set[int] = set()
+        while (left := set(_processes_of(session))) - before:
+            for process in left:
+                with suppress(ProcessLookupError):
+                    os.kill(process, sent)
+            before = left
+    until = time.monotonic() + _SECONDS
+    while _processes_of(session) and time.monotonic() < until:
+        time.sleep(_INTERVAL)
 
 
 def _processes_of(session: int) -> list[int]:
@@ -169,7 +182,11 @@ def _commands(text: str) -> Iterator[list[str]]:
     """Divide what was recorded: of every command the number of its words, and the words, each with a zero behind it."""
     words = iter(text.split("\0")[:-1])
     for count in words:
-        yield [part for _, word in zip(range(int(count)), words, strict=False) for part in _parts(word)]
+        if not count.isdigit():
+            return  # jobs in the background have written into each other's records
+        command = list(islice(words, int(count)))
+        if len(command) == int(count):  # all of it was written before the script was ended
+            yield [part for word in command for part in _parts(word)]
 
 
 def _parts(word: str) -> Sequence[str]:

@@ -1,8 +1,4 @@
-"""Judges recipes in a process of its own, which limits itself.
-
-``python -m megatron.zero_bubble.cli.catalogue.worker GPU SECONDS GIB`` reads recipes from its standard input, one JSON
-object per line, and writes a row for each.
-"""
+"""Judges recipes in a process of its own, which limits itself (``answers.py`` starts it)."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from megatron.zero_bubble.cli.catalogue.recipe import Recipe
 
 
 def main(gpu: str, seconds: int, gib: float) -> int:
-    """Answer until the input ends, and return the exit status."""
+    """Read recipes from standard input, one JSON object per line, and write a row for each; return the exit status."""
     _limit(resource.RLIMIT_AS, int(gib * 2**30))
     _limit(resource.RLIMIT_CORE, 0)
     for line in sys.stdin:
@@ -39,7 +35,3 @@ def _limit(what: int, most: int) -> None:
     hard = resource.getrlimit(what)[1]
     with suppress(ValueError, OSError):  # a limit that this system does not have
         resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3])))

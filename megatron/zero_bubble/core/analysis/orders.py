@@ -33,9 +33,10 @@ class Outcome(NamedTuple):
 def outcomes(orders: Sequence[Schedule], costs: PassCosts, memory: PassMemory) -> Iterator[Outcome]:
     """Yield the outcome of each order: what its timeline by ``simulate`` says, to the last bit, but much faster.
 
-    Args and errors are those of ``simulate``.
+    Args are those of ``simulate``, with as many stages as the orders.
     """
-    passes = None if orders[0].overlaps else _Passes(orders[0], costs, memory)
+    counts = not orders[0].overlaps and not any(memory.captured)  # graphs keep more than the changes of passes
+    passes = _Passes(orders[0], costs, memory) if counts else None
     for order in orders:
         if passes is None or (found := passes.run(order)) is None:
             timeline = simulate(order, costs, memory)  # it describes a deadlock

@@ -100,7 +100,8 @@ class GraphSlots(Part):
                 raise UserError(
                     "CUDA graphs are captured for the microbatches in flight of one batch size, and serve others with "
                     f"no more; on rank {rank}, stages have graphs for {_counts(has)} microbatches, and this iteration "
-                    f"needs {_counts(needs)}; capture them with the larger batch size, or set --cuda-graph-impl none"
+                    f"needs {_counts(needs)}; capture them with the number of "
+                    "microbatches that needs most, or set --cuda-graph-impl none"
                 )
 
 

@@ -264,12 +264,12 @@ class GraphedBlock:
         """
         assert self._given is not None, "how the layers are called is known from an iteration without graphs"
         self._key_of = keys.__getitem__
+        self.layers.check()  # in every iteration, because a replay calls no hooks that are added later, either
         if (places := self.layers.places()) != self._places:
             self._recorded, self._places = {}, places
         missing = sorted(set(keys) - self._recorded.keys())
         if not missing:
             return
-        self.layers.check()
         self.layers.before_forward()  # what is gathered already is not gathered in the graph
         for module in self.layers.modules:
             if hasattr(module, "is_first_microbatch"):
@@ -283,11 +283,15 @@ class GraphedBlock:
     def installed(self) -> Iterator[None]:
         """Context around the passes of a training iteration."""
         block = self.layers.block
+        before = vars(block).get("forward")
         block.forward = self._forward
         try:
             yield
         finally:
-            del block.forward
+            if before is None:
+                del block.forward
+            else:
+                block.forward = before
 
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         running = self.store.running
