@@ -19,7 +19,7 @@ assert "megatron.core" not in sys.modules
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 import megatron.zero_bubble
-assert len(megatron.zero_bubble.report()) == 5
+assert len(megatron.zero_bubble.report()) == 6
 applied = schedules.forward_backward_pipelining_without_interleaving
 megatron.zero_bubble.revert()
 assert applied is not schedules.forward_backward_pipelining_without_interleaving

@@ -65,7 +65,7 @@ OTHERS = (
     f"{V} --fine-grained-activation-offloading",
     f"{H1} --micro-batch-size 4",
     f"{H1} --rampup-batch-size 2 1 100 --micro-batch-size 2",
-    f"{H1} --perform-rl-step --rl-training-cuda-graphs --cuda-graph-impl local",
+    f"{H1} --perform-rl-step --rl-training-cuda-graphs --cuda-graph-impl full_iteration",
     f"{H1} --zero-bubble-record-costs x --zero-bubble-schedule 1f1b",
     "--zero-bubble-schedule zb-9",
     "--zero-bubble-schedule-file nowhere.json",

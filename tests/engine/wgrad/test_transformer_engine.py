@@ -14,7 +14,9 @@ from megatron.zero_bubble.core.ir import Kind, Pass
 from megatron.zero_bubble.engine.wgrad.fused import FusedAccumulator
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
 from megatron.zero_bubble.engine.wgrad.transformer_engine import Conflicts, TransformerEngineSplit
+from megatron.zero_bubble.integration.adapter.graph_slots import GraphSlots
 from megatron.zero_bubble.integration.patching import transformer_engine
+from megatron.zero_bubble.integration.patching.seam import Seam
 from megatron.zero_bubble.planning.job.overlaps import OF_PASSES, OF_QUEUE, switched_off
 from tests.helpers import engine
 from tests.helpers.fused_operations import FusedGroupedLinear
@@ -347,7 +349,9 @@ def test_nvfp4_keeps_the_scale_of_output_gradients(model: Any, version: str, hal
         of_stock = passes(expected, "F0 B0 F1 B1")
     store = WgradStore(FusedAccumulator())
     with engine.installed(version), pytest.MonkeyPatch.context() as patch:
-        for seam, replace in transformer_engine.split(store, lambda _: None).replacements:
+        graphed = Seam("megatron.core.transformer.cuda_graphs", "make_graphed_callables", (), "is not there")
+        slots = GraphSlots(lambda *_: pytest.fail("nothing is captured"))
+        for seam, replace in transformer_engine.split(store, lambda _: None, graphed, slots).replacements:
             if seam is transformer_engine.DATA_PARALLEL:
                 patch.setattr(engine.DataParallel, "__init__", replace(engine.DataParallel.__init__))
             else:

@@ -106,7 +106,7 @@ def both(rank: int, schedule: str, kind: str) -> tuple[Any, Any]:
     stock = train(kind)
     megatron.zero_bubble.apply(megatron.zero_bubble.ZeroBubbleConfig(schedule=schedule, fuse_wgrad=False))
     try:
-        assert len(megatron.zero_bubble.report()) == 5
+        assert len(megatron.zero_bubble.report()) == 6
         exact = train(kind)
     finally:
         megatron.zero_bubble.revert()

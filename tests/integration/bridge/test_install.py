@@ -106,7 +106,7 @@ def test_the_next_run_has_its_own_schedule(pretrain: Any, monkeypatch: pytest.Mo
     monkeypatch.delenv("ZERO_BUBBLE_SCHEDULE")
     run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-h1"})
     assert len(bridge.report()) == 1
-    assert len(megatron.zero_bubble.report()) == 5
+    assert len(megatron.zero_bubble.report()) == 6
     monkeypatch.delenv("ZERO_BUBBLE_SCHEDULE")
     run(pretrain, {})
     assert not megatron.zero_bubble.report()
@@ -116,13 +116,13 @@ def test_a_run_without_a_schedule_keeps_the_one_of_its_script(pretrain: Any) -> 
     bridge.install()
     megatron.zero_bubble.apply("zb-h1")
     run(pretrain, {})
-    assert len(megatron.zero_bubble.report()) == 5
+    assert len(megatron.zero_bubble.report()) == 6
 
 
 def test_the_environment_precedes_the_configuration(pretrain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZERO_BUBBLE_SCHEDULE", "zb-h1")
     switch_on(os.environ)  # as the import of megatron.zero_bubble.auto does
-    assert len(megatron.zero_bubble.report()) == 5
+    assert len(megatron.zero_bubble.report()) == 6
     cfg = run(pretrain, {"ZERO_BUBBLE_SCHEDULE": "zb-v"})
     assert cfg.model.virtual_pipeline_model_parallel_size is None
     assert len(bridge.report()) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 from megatron.zero_bubble.core.costs.attention import Attention, Latent
 from megatron.zero_bubble.core.costs.devices import Device
@@ -19,7 +19,7 @@ from megatron.zero_bubble.core.ir import Placement
 Recompute = Literal["none", "selective", "full"]
 Part = Literal["attention", "mlp", "mamba", "router", "shared experts", "experts"]
 """A part of a layer, with its norm; ``mlp`` is that of a layer without experts."""
-PARTS: tuple[Part, ...] = get_args(Part)
+PARTS: tuple[Part, ...] = ("attention", "mlp", "mamba", "router", "shared experts", "experts")
 
 ESTIMATED_KINDS = "M*-E"
 """The kinds of layers of hybrid models that are estimated."""
