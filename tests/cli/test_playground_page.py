@@ -15,7 +15,7 @@ import pytest
 from megatron.zero_bubble import SCHEDULES
 from megatron.zero_bubble.__main__ import main
 from tests.helpers.browser import browser, console_errors, resize
-from tests.helpers.playground import drawn_setting, line_of, lines, name_of, playground, settle, show, shown
+from tests.helpers.playground import drawn_setting, figures, line_of, lines, name_of, playground, settle, show, shown
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
@@ -65,13 +65,6 @@ def plan(capsys: Capture, *words: str) -> dict[str, Any] | str:
     code = main(["plan", *words, "--format", "json"])
     out, err = capsys.readouterr()
     return dict(json.loads(out)) if code == 0 else err.removeprefix("zero-bubble plan: ").strip()
-
-
-def figures(plan: dict[str, Any]) -> list[float]:
-    """Return a plan's figures in the order of the table's columns."""
-    keys = ("span_ms", "bubble_rate_span", "makespan_ms", "bubble_rate_makespan", "idle_rate_makespan")
-    peak = max(plan["peak_activation"]) / plan["num_ranks"]
-    return [*(plan[key] for key in keys), peak, plan["lower_bound_ms"], plan["gap"]]
 
 
 def controls_for(flags: dict[str, str]) -> tuple[dict[str, str], dict[str, str], str]:

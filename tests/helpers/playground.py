@@ -138,6 +138,13 @@ def name_of(line: WebElement) -> str:
     return str(line.find_element("css selector", "th a").text)
 
 
+def figures(plan: dict[str, Any]) -> list[float]:
+    """Return a plan's figures in the order of the table's columns, as ``shown`` does those of a row."""
+    keys = ("span_ms", "bubble_rate_span", "makespan_ms", "bubble_rate_makespan", "idle_rate_makespan")
+    peak = max(plan["peak_activation"]) / plan["num_ranks"]
+    return [*(plan[key] for key in keys), peak, plan["lower_bound_ms"], plan["gap"]]
+
+
 def shown(line: WebElement) -> list[float]:
     """The exact values of a line, in the order of its columns."""
     return [

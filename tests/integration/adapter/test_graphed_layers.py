@@ -69,11 +69,11 @@ def train(
     rank: int, flags: str, schedules: Sequence[str | None], scopes: Sequence[str], fused: bool, release: str
 ) -> tuple[list[Outcome], list[int], int]:
     """Train; return the outcomes, the graphs of a layer for each schedule that has some, and the replays of W."""
-    from megatron.zero_bubble.engine.wgrad.graphed import GraphedGradients
+    from megatron.zero_bubble.engine.wgrad.graphed import ReplayedGradients
 
-    start, outcomes, numbers, run, ran = None, [], [], GraphedGradients.run, []
+    start, outcomes, numbers, run, ran = None, [], [], ReplayedGradients.run, []
     with pytest.MonkeyPatch.context() as patch, graphed(scopes, fused, release) as helpers:
-        patch.setattr(GraphedGradients, "run", lambda self: (ran.append(self), run(self))[1])
+        patch.setattr(ReplayedGradients, "run", lambda self: (ran.append(self), run(self))[1])
         for args, pipeline in _under_each(flags, schedules):
             outcome, start = _train_once(args, _splits(args), start, pipeline)
             outcomes.append(outcome)

@@ -1,4 +1,4 @@
-"""The weight gradients of layers that run as CUDA graphs of TransformerEngine, whose W is a graph of its own."""
+"""Weight gradients that a CUDA graph computes, of TransformerEngine or of this package."""
 
 from __future__ import annotations
 
@@ -6,49 +6,38 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from megatron.zero_bubble.engine.wgrad.delayed import DelayedModule
 from megatron.zero_bubble.engine.wgrad.gradients import Product
 
 
-class GraphedGradients:
-    """The weight gradients of one replay of a layer's B: a replay puts no operands into queues, the graphs have them.
+class ReplayedGradients:
+    """The weight gradients of a layer, or of a stage, in one microbatch, as an entry of the store. The operands are in
+    the memory of graphs, which is counted by slots.
 
     Args:
-        modules: those of the layer whose weight gradients the graph computes.
-        replay: replays the graph of W, and calls the hooks of data parallelism.
+        weights: at least one; the graph accumulates their gradients.
+        replay: replays the graph of W, and tells data parallelism.
     """
 
     gathers = False
 
-    def __init__(self, modules: Sequence[DelayedModule], replay: Callable[[], None]) -> None:
-        self._modules = modules
+    def __init__(self, weights: Sequence[torch.nn.Parameter], replay: Callable[[], None]) -> None:
+        self.weight = weights[0]
+        self.num_elements = sum(weight.numel() for weight in weights)
         self._replay = replay
 
-    @property
-    def weight(self) -> torch.nn.Parameter:
-        """The first weight of the layer."""
-        return self._modules[0].weights[0]
-
-    @property
-    def num_elements(self) -> int:
-        """Number of elements of all its weights."""
-        return sum(weight.numel() for module in self._modules for weight in module.weights)
-
     def prefetch(self) -> None:
-        """Do nothing: what the graph needs of other ranks, it has."""
+        """Do nothing: communication is in the graph."""
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """None: the memory of graphs is counted by slots."""
+        """None that W frees."""
         return ()
 
     operands = tensors
 
     def copy(self, written: torch.Tensor) -> None:
-        """Do nothing: what waits for W is in the memory of the graphs."""
+        """Do nothing: nothing outside of graphs has an operand."""
 
     def run(self) -> Iterable[Product]:
-        """Replay W; the graph itself has accumulated the gradients."""
-        for module in self._modules:
-            module.expect_replay()
+        """See ``Deferred``."""
         self._replay()
         return ()

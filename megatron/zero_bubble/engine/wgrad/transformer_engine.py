@@ -36,7 +36,7 @@ import torch
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.engine.wgrad.delayed import DelayedModule, own_class
-from megatron.zero_bubble.engine.wgrad.graphed import GraphedGradients
+from megatron.zero_bubble.engine.wgrad.graphed import ReplayedGradients
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
 
 SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
@@ -261,13 +261,18 @@ class TransformerEngineSplit:
 
     def replayed(self, modules: Sequence[DelayedModule], replay: Callable[[], None]) -> None:
         """Called in the backward of a graphed layer, after its B; ``replay`` runs its W."""
-        gradients = GraphedGradients(modules, replay)
+
+        def run() -> None:
+            for module in modules:
+                module.expect_replay()
+            replay()
+
         if self._store.current is not None:
-            self._store.put(gradients)
+            self._store.put(ReplayedGradients([weight for module in modules for weight in module.weights], run))
             return
         before, self._waits = self._waits, True  # the module calls its hooks only if it delays
         try:
-            gradients.run()
+            run()
         finally:
             self._waits = before
 

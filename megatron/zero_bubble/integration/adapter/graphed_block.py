@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from megatron.zero_bubble.core.ir import Kind, Pass
 from megatron.zero_bubble.engine.platforms.graphs import Graph, GraphPool
 from megatron.zero_bubble.engine.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.engine.wgrad.grad_sync import reduces_now
+from megatron.zero_bubble.engine.wgrad.graphed import ReplayedGradients
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
 
 _OF_DATA_PARALLELISM = f"{DistributedDataParallel._make_forward_pre_hook.__qualname__}."
@@ -176,38 +178,6 @@ class Slot(NamedTuple):
     weights: Graph | None
 
 
-class ReplayedGradients:
-    """The weight gradients of all layers of a stage in one microbatch, as an entry of the store."""
-
-    gathers = False
-
-    def __init__(self, weights: Graph, layers: Layers) -> None:
-        self._weights, self._layers = weights, layers
-        self.weight: torch.nn.Parameter = layers.parameters[0]
-
-    @property
-    def num_elements(self) -> int:
-        return sum(parameter.numel() for parameter in self._layers.parameters)
-
-    def prefetch(self) -> None:
-        """Do nothing: communication is in the graph."""
-
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """None: the memory of a slot is always held."""
-        return ()
-
-    operands = tensors
-
-    def copy(self, written: torch.Tensor) -> None:
-        """Do nothing: nothing outside has an operand."""
-
-    def run(self) -> Sequence[Any]:
-        """Repeat the graph, which accumulates the gradients."""
-        self._weights.replay()
-        self._layers.added()
-        return ()
-
-
 class _Replayed(torch.autograd.Function):
     """The layers of a stage in one microbatch."""
 
@@ -226,7 +196,7 @@ class _Replayed(torch.autograd.Function):
         if slot.weights is None:
             block.layers.added()
         else:
-            block.store.put(ReplayedGradients(slot.weights, block.layers))
+            block.store.put(ReplayedGradients(block.layers.parameters, partial(block.run_w, slot.weights)))
         return slot.dx.clone(), None, None
 
 
@@ -278,6 +248,11 @@ class GraphedBlock:
             for key in missing:
                 self._recorded[key] = self._record(stage, key[1], self._given, new_pool())
         self._given = self._recorded[missing[0]].given
+
+    def run_w(self, weights: Graph) -> None:
+        """Repeat the graph of W, which accumulates the gradients."""
+        weights.replay()
+        self.layers.added()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
