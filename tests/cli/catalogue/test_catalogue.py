@@ -187,8 +187,8 @@ def test_records_that_jobs_have_written_into_each_other_end_what_is_read() -> No
 
 
 def test_what_a_script_writes_to_a_descriptor_of_its_own_does_not_end_it(tmp_path: Path) -> None:
-    descriptors = " ".join(f"echo x >&{number};" for number in (3, 4, 5, 6))
-    text = f"{{ {descriptors} }} 2>/dev/null\nread -t 0.2 waits\ntorchrun pretrain.py --a 4\n"
+    descriptors = " ".join(f"echo x >&{number};" for number in range(3, 100) if number != 7)
+    text = f"{{ {descriptors} }} 2>/dev/null\nfor ((i = 0; i < 50000; i++)); do :; done\ntorchrun pretrain.py --a 4\n"
     commands, _ = shell.recorded(text, tmp_path / "writes.sh", tmp_path, tmp_path)
     assert commands == [["torchrun", "pretrain.py", "--a", "4"]]
 

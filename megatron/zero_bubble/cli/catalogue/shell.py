@@ -7,7 +7,6 @@ be written.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import select
@@ -30,8 +29,6 @@ SUFFIXES = (".sh", ".bash", ".sbatch", ".slurm", ".sub")
 _SECONDS, _INTERVAL = 10, 0.01
 """Time after which a script that waits for something is given up, and how often its processes are counted."""
 _MOST_PROCESSES = 100
-_DESCRIPTOR = 200
-"""The least number of a descriptor that scripts do not use by chance."""
 _HEAD = r"""
 enable -n kill history suspend
 ulimit -f 1024 -t 2 -v 4194304
@@ -118,9 +115,7 @@ def recorded(text: str, file: Path, root: Path, folder: Path) -> tuple[list[list
 
 def _run(command: list[str], folder: Path, variables: dict[str, str], out: IO[bytes], errors: IO[bytes]) -> str:
     """Run a program until it and all that it has started have ended; return which limit has stopped it, if one has."""
-    reading, low = os.pipe()  # of which all of these processes, and no others, have the second end open
-    writing = fcntl.fcntl(low, fcntl.F_DUPFD, _DESCRIPTOR)
-    os.close(low)
+    reading, writing = os.pipe()  # of which all of these processes, and no others, have the second end open
     running = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
