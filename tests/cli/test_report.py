@@ -46,6 +46,19 @@ def test_report_tells_of_an_unknown_megatron_core() -> None:
     assert to_do == "- megatron-core names (seams): fix what the error names"
 
 
+def test_report_does_not_miss_what_only_transformer_engine_has() -> None:
+    """In 0.13, its own module has the function that captures graphs; later, megatron-core's has it, too."""
+    before = (
+        "import warnings; warnings.simplefilter('ignore'); from dataclasses import replace; "
+        "import megatron.zero_bubble; megatron.zero_bubble.use_cpu_ranks(); "
+        "from megatron.zero_bubble.integration.patching import seams; own = seams.installed_seams(); "
+        "elsewhere = replace(own, graphed=replace(own.graphed, module='transformer_engine.pytorch')); "
+        "seams.installed_seams = lambda: elsewhere; "
+    )
+    facts = json.loads(command("report", "--format", "json", before=before))
+    assert facts["megatron-core names (seams)"].startswith("all found: ")
+
+
 def test_report_works_without_torch() -> None:
     facts, to_do = (part.splitlines() for part in command("report", before=WITHOUT_TORCH).split("\n\n"))
     assert facts[-1].split()[:3] == ["training", "not", "available"]

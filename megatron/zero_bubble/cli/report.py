@@ -115,9 +115,9 @@ def _megatron() -> Iterator[Fact]:
 
     seams = installed_seams()
     found = [getattr(seams, field.name) for field in fields(seams)]
+    if not seams.graphed.exists():  # only an installed TransformerEngine has it
+        found.remove(seams.graphed)
     replaced = [seam for seam in found if isinstance(seam, Seam) and seam.module.startswith("megatron.core.")]
-    if not seams.graphed.exists():  # megatron-core has it where it finds TransformerEngine
-        replaced.remove(seams.graphed)
     for seam in replaced:
         seam.resolve()
     yield Fact(_NAMES, f"all found: {len(replaced)} replaced and {len(seams.used)} used")
