@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.planning.job.arguments.parser import parse_megatron
 from megatron.zero_bubble.planning.job.options import check_options
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Cuts, Named, Offload, Searched, Setup, Shards, Validated
@@ -69,6 +70,29 @@ def test_what_a_replay_cannot_repeat_is_refused_with_graphs_of_stages(options: d
     given = {"cuda_graph_impl": "local"} | options
     with pytest.raises(UserError, match=why):
         check_options(SimpleNamespace(**given), RunOptions(H1))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "flags"),
+    [
+        ("transformer_engine", "--rampup-batch-size 2 1 100"),
+        ("transformer_engine", "--step-batch-size-schedule 1:4"),
+        ("transformer_engine", "--fine-grained-activation-offloading"),
+        ("transformer_engine", "--moe-latent-size 512"),
+        ("local", "--qk-clip"),
+        ("local", "--log-max-attention-logit"),
+        ("local", "--num-experts 8"),
+        ("local", "--fp8-format hybrid"),
+        ("local", "--fp4-format e2m1"),
+        ("local", "--hybrid-layer-pattern M*"),
+        ("local", "--recompute-activations --attention-dropout 0.1"),
+    ],
+)
+def test_a_dry_run_reads_what_excludes_graphs(implementation: str, flags: str) -> None:
+    args, unread = parse_megatron(["--cuda-graph-impl", implementation, *flags.split()])
+    assert not unread
+    with pytest.raises(UserError, match="cuda.graph"):
+        check_options(args, RunOptions(H1))
 
 
 def test_graphs_of_inference_are_not_those_of_iterations() -> None:
