@@ -24,6 +24,7 @@ from megatron.zero_bubble.core.analysis.score import Goal
 from megatron.zero_bubble.core.costs.cuts import default_cuts
 from megatron.zero_bubble.planning.cuts import search
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.setup import Cuts
 
 P, M = 8, 8
 NUMBERS = (1, 2, 4, 8)
@@ -58,7 +59,7 @@ def bubbles(share: float, number: int) -> tuple[float, ...]:
     slices = default_cuts(_costs(share, _LINEAR)[0], number)
     found = []
     for limit in LIMITS:
-        schedule = search(figures, "auto", Goal(limit=limit), slices)
+        schedule = search(figures, "auto", Goal(limit=limit), Cuts(among=(slices,)))
         found.append(simulate(schedule, _costs(share, schedule.placement)[0]).bubble_rate("makespan"))
     return tuple(accumulate(found, min))
 

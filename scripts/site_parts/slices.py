@@ -12,6 +12,7 @@ from megatron.zero_bubble.core.render.svg import render_svg
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning.cuts import search
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.setup import Cuts
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from site_parts.markdown import code, table
 
@@ -88,7 +89,7 @@ def _searched(slices: Slices, limit: float) -> Timeline:
         return costs, memory
 
     figures = Figures(_SIZE["num_ranks"], _SIZE["num_microbatches"], given)
-    return simulate(search(figures, "vee", Goal(limit=limit), slices), costs, memory)
+    return simulate(search(figures, "vee", Goal(limit=limit), Cuts(among=(slices,))), costs, memory)
 
 
 def _costs(placement: Placement, attention: float, ms: float = 1.0) -> PassCosts:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from megatron.zero_bubble.cli.compared_row import Columns
 from megatron.zero_bubble.cli.offload import MovedColumns, add_offload, offload_summary, offloads, with_copies
 from megatron.zero_bubble.cli.shards import UnitColumns, add_shards, shard_summary, shards, with_shards
-from megatron.zero_bubble.cli.slices import add_slices, check_cuts
+from megatron.zero_bubble.cli.slices import check_cuts
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, divided_of, with_vocabulary
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.vocabulary import Divided
@@ -26,9 +26,8 @@ from megatron.zero_bubble.planning.values import PLAN_ROWS, placed
 from megatron.zero_bubble.planning.vocabulary import VocabularyChoice, are_divided
 
 
-def add_choices(verb: argparse.ArgumentParser, compares: bool = False) -> None:
-    """Add the flags, of a plan or of the plans that are compared."""
-    add_slices(verb, compares)
+def add_choices(verb: argparse.ArgumentParser) -> None:
+    """Add the flags but those of the table of decisions."""
     add_vocabulary(verb)
     add_offload(verb)
     add_shards(verb)
@@ -106,8 +105,7 @@ def with_files(run: RunOptions, costs: Figures, file: Schedule | None = None) ->
         setup = _dividing(setup)
     if file is not None:
         decided = Setup.of(file)
-        own = setup.running(decided)
-        setup = replace(own, vocabulary=decided.vocabulary or setup.vocabulary, pairs=setup.pairs)
+        setup = replace(setup, cuts=setup.running(decided).cuts, vocabulary=decided.vocabulary or setup.vocabulary)
     return replace(run, setup=setup)
 
 

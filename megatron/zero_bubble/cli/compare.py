@@ -76,7 +76,7 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         help="most stages per rank (chunks, in Megatron) to try for interleaved schedules (default: 4, or fewer if "
         "--config has fewer layers per rank)",
     )
-    add_choices(verb, compares=True)
+    add_choices(verb)
     add_tensor(verb)
     plan_flag("overlap_experts").add(
         verb,

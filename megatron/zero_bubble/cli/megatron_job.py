@@ -114,8 +114,8 @@ def suspects(unread: Sequence[str]) -> str:
     """Return which flags that are not known here may be known ones, to end an error with; empty if none may."""
     from megatron.zero_bubble.planning.job.arguments.parser import misspelt
 
-    pairs = misspelt(unread, _SIMILAR)
-    return "".join(f"; {flag} is no flag that is known here, did you mean {meant}?" for flag, meant in pairs)
+    known = misspelt(unread, _SIMILAR)
+    return "".join(f"; {flag} is no flag that is known here, did you mean {meant}?" for flag, meant in known)
 
 
 def parsed_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -> ParsedJob:

@@ -1,4 +1,4 @@
-"""Flags for the cuts of sequences into slices."""
+"""Checks of the flags that cut sequences into slices."""
 
 from __future__ import annotations
 
@@ -7,19 +7,7 @@ from itertools import pairwise
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.slices import MOST_SLICES
-from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
-from megatron.zero_bubble.planning.decisions import plan_flag
 from megatron.zero_bubble.planning.offload import AUTO
-
-
-def add_slices(verb: argparse.ArgumentParser, compares: bool) -> None:
-    """Add their number, of a plan or of the plans that are compared."""
-    of_plan = f"{len(DEFAULT_SLICES)} for schedules whose name begins with seq-, else 1"
-    plan_flag("num_slices").add(
-        verb,
-        f"cut every sequence into N slices, or {AUTO}: 1, 2, 4, ... slices, whichever is shortest within the "
-        f"memory limit (default: {'no schedules of slices' if compares else of_plan})",
-    )
 
 
 def check_cuts(options: argparse.Namespace) -> None:

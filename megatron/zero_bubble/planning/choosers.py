@@ -11,12 +11,11 @@ from itertools import chain
 from megatron.zero_bubble.core.analysis.score import is_less, length_ms
 from megatron.zero_bubble.core.analysis.timeline import Timeline
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.plan.shard import check_chunks
 from megatron.zero_bubble.core.schedules import recipe
-from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.core.search.placements import label_of
-from megatron.zero_bubble.planning.cuts import search, with_candidates
+from megatron.zero_bubble.planning.cuts import cutting, search, with_candidates
 from megatron.zero_bubble.planning.experts import hidden
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layout_plan import LayoutPlan
@@ -26,7 +25,7 @@ from megatron.zero_bubble.planning.offload import AUTO, plan_offload
 from megatron.zero_bubble.planning.plans import fitted, with_units
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, Score, attempt, best
-from megatron.zero_bubble.planning.setup import Cuts, Named, Searched
+from megatron.zero_bubble.planning.setup import DEFAULT_CUTS, Cuts, Named, Searched
 from megatron.zero_bubble.planning.shard_search import Maker, plan_shards
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.vocabulary import Variant, inserted, known_schedules, searched, variants
@@ -232,7 +231,7 @@ def _if_costed(costs: Figures, placement: Placement) -> tuple[Placement]:
 
 def _made(question: Question, variant: Variant, choices: Sequence[Placement]) -> Iterator[Schedule]:
     """Yield the schedules, of a search on the best of these placements."""
-    costs, slices = question.costs, _only_slices(question)
+    costs, cuts = question.costs, question.setup.cuts
     yield from question.starts
     order, pairs = question.setup.order, question.setup.pairs
     if isinstance(order, Named) and pairs:
@@ -242,12 +241,12 @@ def _made(question: Question, variant: Variant, choices: Sequence[Placement]) ->
     elif not question.is_search:
         yield _given(question)
     else:
-        if variant.algorithm is not None and slices is None:
+        if variant.algorithm is not None and cuts is None:
             yield from searched(variant, choices, question.goal, question.effort)
             return
         if question.known:
             yield from known_schedules(costs, choices, question.objective)
-        yield search(costs, choices, question.goal, slices, question.effort, question.ends)
+        yield search(costs, choices, question.goal, cuts, question.effort, question.ends)
 
 
 def _given(question: Question) -> Schedule:
@@ -260,7 +259,7 @@ def _named(question: Question, order: Named) -> Schedule:
     costs, unit, fits = question.costs, question.setup.unit, question.adapts and not order.equal_passes
     make = partial(costs.build, order.name, num_chunks=order.of_run)
     if recipe(order.name).sliced:
-        return make(num_slices=_only_slices(question))
+        return cutting(make, question.setup.cuts)()
     if question.has_units and unit is None:
         return with_units(make, costs, question.goal)
     schedule = make(unit_microbatches=unit if question.has_units else None)
@@ -286,18 +285,13 @@ def _cut(question: Question) -> Question:
     cuts, order = question.setup.cuts, question.setup.order
     known = recipe(order.name) if isinstance(order, Named) else None
     if cuts is None and known is not None and known.sliced:
-        cuts = Cuts(len(DEFAULT_SLICES))
+        cuts = Cuts(DEFAULT_CUTS)
     if cuts is not None:
         cuts = with_candidates(cuts, question.costs)
         if known is not None and not known.sliced:
             known.slices(max(cuts.among, key=len))
             cuts = None
     return question.deciding(cuts=cuts)
-
-
-def _only_slices(question: Question) -> Slices | None:
-    cuts = question.setup.cuts
-    return None if cuts is None else cuts.among[0]
 
 
 def _best(question: Question, offers: Iterable[Offer | DroppedVariant]) -> Best[Offer]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from megatron.zero_bubble.core.analysis.score import Goal
-from megatron.zero_bubble.core.costs import PassCosts
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.cuts import balanced, default_cuts
 from megatron.zero_bubble.core.costs.units import checked_share
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.core.ir.sizes import check_size
 from megatron.zero_bubble.core.schedules import SCHEDULES
+from megatron.zero_bubble.core.schedules.recipe import Recipe
+from megatron.zero_bubble.core.search.auto import zb_auto
 from megatron.zero_bubble.core.search.placements import Placements, placements
 from megatron.zero_bubble.core.search.sliced import sliced_auto
 from megatron.zero_bubble.planning.figures import Figures
@@ -22,6 +27,8 @@ from megatron.zero_bubble.planning.setup import LEAST_TOKENS, Cuts
 
 _MOST_SLICES = 16
 """The most slices that are tried if the length of a sequence is unknown."""
+_LITTLE = 0.01
+"""Effort of the search for a first schedule, which all ranks of a job do."""
 
 
 def with_candidates(cuts: Cuts, costs: Figures) -> Cuts:
@@ -93,21 +100,52 @@ def search(
     costs: Figures,
     placement: Placements,
     goal: Goal,
-    slices: Slices | None = None,
+    cuts: Cuts | None = None,
     effort: float = 1.0,
     ends: bool = False,
 ) -> Schedule:
     """``auto``, where sequences may be cut: schedules of several slices have a search of their own, without ``effort``
     and ``ends``, and are not longer than the known ones.
     """
-    if slices is None or len(slices) == 1:
+    if cuts is None or cuts.are_whole:
         return auto(costs, placement, goal, effort, ends)
-    choices = placements(placement, costs.num_ranks)
+    slices, choices = cuts.among[0], placements(placement, costs.num_ranks)
     chunks = max(on.num_stages for on in choices) // costs.num_ranks
     check_size(costs.num_ranks, costs.num_microbatches, chunks, len(slices))
     known = (name for name, recipe in SCHEDULES.items() if recipe.sliced and recipe.shape == "linear")
     made = [costs.build(name, num_slices=slices) for name in known]
     return sliced_auto(costs.on, choices, costs.num_microbatches, slices, goal, made)
+
+
+def search_equal(on: Placement, cuts: Cuts, num_microbatches: int, limit: float = math.inf) -> Schedule:
+    """Search for a schedule for equal passes, within the peak of 1F1B; of slices, within that of ``seq-zb-h1`` and one
+    more slice; in any case within a limit in microbatches of a rank.
+    """
+    costs, memory, ranks = PassCosts.uniform(on, 1.0, 1.0, 1.0), PassMemory.uniform(on), on.num_ranks
+    if not cuts.are_whole:
+        slices = cuts.among[0]
+        limit = min(limit, 1 + ranks * max(slices.shares))
+        return sliced_auto(lambda _: (costs, memory), [on], num_microbatches, slices, Goal(limit=limit))
+    limit = min(limit, float(ranks))
+    return zb_auto(costs, memory, ranks, num_microbatches, limit, placement=(on,), objective="makespan", effort=_LITTLE)
+
+
+def cutting(make: Callable[..., Schedule], cuts: Cuts | None) -> Callable[..., Schedule]:
+    """What makes the schedules of a name with the cuts of a run."""
+    return partial(make, num_slices=slices_of(cuts))
+
+
+def cuts_of(cuts: Cuts | None, recipe: Recipe | None = None) -> Cuts:
+    """The cuts of a run, of which none are left to choose.
+
+    Args:
+        recipe: the schedule; None for a search, which leaves sequences whole by default.
+
+    Raises:
+        UserError: as ``slices_of``, or cuts of a schedule that does not cut sequences.
+    """
+    slices = slices_of(cuts)
+    return Cuts(among=(slices or WHOLE if recipe is None else recipe.slices(slices),))
 
 
 def slices_of(cuts: Cuts | None) -> Slices | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from megatron.zero_bubble.planning.decision import NEGATABLE, Decision, PlanFlag, token_counts
+from megatron.zero_bubble.planning.setup import DEFAULT_CUTS
 
 RETIRED = (
     Decision(
@@ -33,7 +34,15 @@ RETIRED = (
         "give --zero-bubble-slices N",
         parse=int,
         path="cuts.number",
-        plan=PlanFlag("num-slices", "N", on_page=True),
+        plan=PlanFlag(
+            "num-slices",
+            "N",
+            None,
+            "cut every sequence into N slices, or auto: 1, 2, 4, ... slices, whichever is shortest within the memory "
+            f"limit (default: {DEFAULT_CUTS} for schedules whose name begins with seq-, which compare lists only with "
+            "this flag, else 1)",
+            True,
+        ),
         within="slices",
         by_auto=True,
     ),

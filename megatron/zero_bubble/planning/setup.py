@@ -135,6 +135,11 @@ class Cuts:
     least_tokens: int | None = None
     among: tuple[Slices, ...] = ()
 
+    @property
+    def are_whole(self) -> bool:
+        """Whether sequences stay whole, where none are left to choose."""
+        return len(self.among[0]) == 1
+
 
 @dataclass(frozen=True)
 class Offload:
@@ -261,6 +266,11 @@ class Setup:
     def overlaps(self) -> bool:
         """Whether the all-to-all of experts runs beneath computation."""
         return self.pairs or (self.plan is not None and self.plan.schedule.overlaps)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a run of it cuts sequences."""
+        return self.cuts is not None and not self.cuts.are_whole
 
     @property
     def can_cut(self) -> bool:

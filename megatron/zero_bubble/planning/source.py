@@ -9,19 +9,17 @@ from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.core import schedules
 from megatron.zero_bubble.core.analysis.memory import peaks_in_order
-from megatron.zero_bubble.core.analysis.score import Goal, within
-from megatron.zero_bubble.core.costs import PassCosts, PassMemory
+from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.costs import PassMemory
 from megatron.zero_bubble.core.costs.units import parse_memory_limit
 from megatron.zero_bubble.core.errors import Refusal, attempted
 from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.formats.plan import PlanFile
-from megatron.zero_bubble.core.ir import WHOLE, Kind, Pass, Placement, Schedule, Slices
+from megatron.zero_bubble.core.ir import Kind, Pass, Placement, Schedule
 from megatron.zero_bubble.core.plan.offload import Move
 from megatron.zero_bubble.core.schedules import build, recipe
-from megatron.zero_bubble.core.search.auto import zb_auto
 from megatron.zero_bubble.core.search.placements import PlacementName, placements
-from megatron.zero_bubble.core.search.sliced import sliced_auto
-from megatron.zero_bubble.planning.cuts import slices_of
+from megatron.zero_bubble.planning.cuts import cuts_of, cutting, search_equal
 from megatron.zero_bubble.planning.experts import build_hiding
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, ONE_QUEUE, Feasibility
 from megatron.zero_bubble.planning.setup import AUTO_LIMIT, DEFAULT_LIMIT, Cuts, Given, Named, Searched, Setup
@@ -36,8 +34,6 @@ STOCK_SCHEDULE: dict[PlacementName, str] = {"linear": "1f1b", "loop": "interleav
 """Megatron's own schedule of whole sequences, by placement."""
 DEFAULT_CHUNKS: dict[PlacementName, int] = {"loop": 2, "wave": 4}
 """Stages per rank of a run where none are given, for placements that have a choice."""
-_LITTLE = 0.01
-"""Effort of the search for a first schedule, which all ranks of a job do."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +66,6 @@ class ScheduleSource:
     def overlaps(self) -> bool:
         """Whether the all-to-all of experts runs beneath computation."""
         return self.setup.overlaps
-
-    @property
-    def slices(self) -> Slices:
-        """The cuts of sequences."""
-        return WHOLE if self.setup.cuts is None else self.setup.cuts.among[0]
 
     @classmethod
     def of(cls, setup: Setup, num_ranks: int, costs: CostsFile | None = None, fused: bool = False) -> ScheduleSource:
@@ -110,16 +101,14 @@ def _named(setup: Setup, order: Named, num_ranks: int, costs: CostsFile | None) 
     gradients of fused backwards do.
     """
     known = recipe(order.name)
-    placement, slices = known.placement(num_ranks, known.num_chunks(order.of_run)), known.slices(slices_of(setup.cuts))
+    placement, cuts = known.placement(num_ranks, known.num_chunks(order.of_run)), cuts_of(setup.cuts, known)
 
     def build_units(num_microbatches: int, unit: int | None = setup.unit) -> Schedule:
-        built: Callable[..., Schedule] = build_hiding if setup.overlaps else build
-        return built(
+        return cutting(build_hiding if setup.overlaps else build, setup.cuts)(
             known.name,
             num_ranks=num_ranks,
             num_microbatches=num_microbatches,
             num_chunks=order.of_run,
-            num_slices=slices_of(setup.cuts),
             unit_microbatches=unit if known.has_units else None,
         )
 
@@ -127,7 +116,7 @@ def _named(setup: Setup, order: Named, num_ranks: int, costs: CostsFile | None) 
     if known.has_units and setup.unit is None:
         choice = UnitChoice.of(setup, order, costs)
         make = functools.cache(functools.partial(with_best_units, build_units, num_ranks, choice))
-    return ScheduleSource(replace(setup, cuts=Cuts(among=(slices,))), placement, _inserting(make, setup))
+    return ScheduleSource(replace(setup, cuts=cuts), placement, _inserting(make, setup))
 
 
 def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> ScheduleSource:
@@ -145,8 +134,8 @@ def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> S
     placement = order.of_run
     assert order.stages != "auto", "a run has a number of stages"
     (on,) = placements(placement, num_ranks, order.stages or DEFAULT_CHUNKS.get(placement))
-    slices = slices_of(setup.cuts) or WHOLE
-    is_whole, algorithm = len(slices) == 1, setup.algorithm
+    cuts, algorithm = cuts_of(setup.cuts), setup.algorithm
+    is_whole = cuts.are_whole
     chunks = on.num_stages // num_ranks if placement in DEFAULT_CHUNKS else None
     make: Callable[[int], Schedule]
     if order.keep_faster and is_whole and algorithm is None and placement in STOCK_SCHEDULE:
@@ -157,15 +146,15 @@ def _begun_with(setup: Setup, order: Searched, num_ranks: int, fused: bool) -> S
     elif not is_whole and placement == "linear":
         make = ScheduleSource.of(Setup(Named("seq-zb-h1"), cuts=setup.cuts), num_ranks).make
     else:
-        make = _inserting(functools.cache(functools.partial(_searched, on, slices)), setup)
+        make = _inserting(functools.cache(functools.partial(search_equal, on, cuts)), setup)
     if algorithm is not None:
         whole = make
         make = functools.cache(lambda count: fused_but_last(whole(count))) if fused else make
     else:
-        make = functools.partial(_within, order.limit or DEFAULT_LIMIT, slices, make)
+        make = functools.partial(_within, order.limit or DEFAULT_LIMIT, cuts, make)
         runs = Feasibility(ONE_QUEUE, setup.messages.receives)
-        make = functools.cache(functools.partial(_that_runs, runs, slices, fused, make))
-    return ScheduleSource(replace(setup, cuts=Cuts(among=(slices,))), on, make)
+        make = functools.cache(functools.partial(_that_runs, runs, cuts, fused, make))
+    return ScheduleSource(replace(setup, cuts=cuts), on, make)
 
 
 def _inserting(make: Callable[[int], Schedule], setup: Setup) -> Callable[[int], Schedule]:
@@ -201,19 +190,7 @@ def split_last(schedule: Schedule) -> Schedule:
     return replace(schedule, order=order)
 
 
-def _searched(on: Placement, slices: Slices, num_microbatches: int, limit: float = math.inf) -> Schedule:
-    """Search for a schedule for equal passes, within the peak of 1F1B; of slices, within that of ``seq-zb-h1`` and one
-    more slice; in any case within a limit in microbatches of a rank.
-    """
-    costs, memory, ranks = PassCosts.uniform(on, 1.0, 1.0, 1.0), PassMemory.uniform(on), on.num_ranks
-    if len(slices) > 1:
-        limit = min(limit, 1 + ranks * max(slices.shares))
-        return sliced_auto(lambda _: (costs, memory), [on], num_microbatches, slices, Goal(limit=limit))
-    limit = min(limit, float(ranks))
-    return zb_auto(costs, memory, ranks, num_microbatches, limit, placement=(on,), objective="makespan", effort=_LITTLE)
-
-
-def _within(limit: str, slices: Slices, make: Callable[[int], Schedule], num_microbatches: int) -> Schedule:
+def _within(limit: str, cuts: Cuts, make: Callable[[int], Schedule], num_microbatches: int) -> Schedule:
     """What ``make`` returns, unless its peak is above the limit, by equal microbatches, and a search finds another."""
     schedule = make(num_microbatches)
     if limit in (DEFAULT_LIMIT, AUTO_LIMIT) or parse_memory_limit(limit)[1] != "p":
@@ -222,12 +199,12 @@ def _within(limit: str, slices: Slices, make: Callable[[int], Schedule], num_mic
     most = even_figures(on.num_ranks, num_microbatches).limit(limit)
     if within(max(peaks_in_order(schedule, PassMemory.uniform(on))), most):
         return schedule
-    shorter = attempted(functools.partial(_searched, on, slices, num_microbatches, most))
+    shorter = attempted(functools.partial(search_equal, on, cuts, num_microbatches, most))
     return schedule if isinstance(shorter, Refusal) else shorter  # not even one microbatch fits
 
 
 def _that_runs(
-    runs: Feasibility, slices: Slices, fused: bool, make: Callable[[int], Schedule], num_microbatches: int
+    runs: Feasibility, cuts: Cuts, fused: bool, make: Callable[[int], Schedule], num_microbatches: int
 ) -> Schedule:
     """What ``make`` returns, or what a search finds within less and less memory, the first that runs; the former if
     none does, so that its refusal says why.
@@ -236,7 +213,7 @@ def _that_runs(
     found = first
     while runs.refusal(own := fused_but_last(found) if fused else found) is not None:
         limit = LESS_MEMORY * min(limit, max(peaks_in_order(found, PassMemory.uniform(found.placement))))
-        less = attempted(functools.partial(_searched, found.placement, slices, num_microbatches, limit))
+        less = attempted(functools.partial(search_equal, found.placement, cuts, num_microbatches, limit))
         if isinstance(less, Refusal):
             return fused_but_last(first) if fused else first
         found = less

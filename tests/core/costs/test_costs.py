@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement, Slices
-from megatron.zero_bubble.core.costs import SliceTokens
+from megatron.zero_bubble.core.costs import SequenceTokens
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile, costs_to_json, read_costs_file
 from megatron.zero_bubble.core.ir import Value
@@ -147,11 +147,11 @@ def test_shares_of_attention_and_the_history_round_trip(tmp_path: Path) -> None:
     assert "attention" not in costs_to_json(PassCosts((1.0,), (1.0,), (1.0,)), PassMemory((1.0,), (1.0,)))
 
 
-@pytest.mark.parametrize("tokens", [None, SliceTokens(64), SliceTokens(64, 16)])
-def test_tokens_of_sequences_and_slices_round_trip(tokens: SliceTokens | None) -> None:
+@pytest.mark.parametrize("tokens", [None, SequenceTokens(64), SequenceTokens(64, 16)])
+def test_tokens_of_sequences_and_slices_round_trip(tokens: SequenceTokens | None) -> None:
     text = costs_to_json(PassCosts((1.0,), (1.0,), (1.0,)), tokens=tokens)
     assert CostsFile.parse(text).tokens == tokens
-    assert ("least_slice_tokens" in text) == (tokens == SliceTokens(64, 16))
+    assert ("least_slice_tokens" in text) == (tokens == SequenceTokens(64, 16))
 
 
 def test_slices_take_what_does_not_depend_on_tokens() -> None:

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from megatron.zero_bubble.core.costs import PassCosts, PassMemory, SliceTokens
+from megatron.zero_bubble.core.costs import PassCosts, PassMemory, SequenceTokens
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.costs.terms import BY_KEY, OF, OF_LAYER, SHARED, TERMS, Owner
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
@@ -28,7 +28,7 @@ def test_every_field_of_costs_is_a_term() -> None:
     }
     for value, (owner, others) in others_of.items():
         assert names(value) == {term.field for term in OF[owner]} | others
-    assert {term.field for term in OF["tokens"]} == set(SliceTokens._fields)
+    assert {term.field for term in OF["tokens"]} == set(SequenceTokens._fields)
     assert names(LayerFigures) == {term.field for term in OF_LAYER}
     assert set(SHARED) <= names(LayerCosts)
     assert len(BY_KEY) == len(TERMS)

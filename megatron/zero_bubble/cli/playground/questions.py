@@ -28,7 +28,6 @@ from megatron.zero_bubble.core.ir.passes import VOCABULARY_KINDS
 from megatron.zero_bubble.core.plan.offload import NO_SHARE
 from megatron.zero_bubble.core.render.svg import COLOURS, INKS, LANE_COLOUR, MEANING
 from megatron.zero_bubble.core.schedules import SCHEDULES, sliced
-from megatron.zero_bubble.core.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.codecs import StrictParser
 from megatron.zero_bubble.planning.decision import SWITCH
@@ -36,7 +35,7 @@ from megatron.zero_bubble.planning.offload import AUTO, OffloadPlan
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.plans import limit_verdict, rank_memory
 from megatron.zero_bubble.planning.question import Question
-from megatron.zero_bubble.planning.setup import Given
+from megatron.zero_bubble.planning.setup import DEFAULT_CUTS, Given
 from megatron.zero_bubble.planning.source import ZB_AUTO
 from megatron.zero_bubble.planning.values import PLAN_ROWS
 from megatron.zero_bubble.planning.vocabulary import CHOICES
@@ -284,7 +283,7 @@ def _most_slices(options: argparse.Namespace) -> int:
         return int(digits[:_MOST_DIGITS])
     if options.slice_cuts is not None:
         return len(options.slice_cuts.split(","))
-    return len(DEFAULT_SLICES) if options.schedule in sliced() else 1
+    return DEFAULT_CUTS if options.schedule in sliced() else 1
 
 
 def _copies(timeline: Timeline) -> list[list[tuple[str, float, float]]]:

@@ -6,6 +6,6 @@ rank's chunks. Internally, figures are per stage. Only this package defines ``BW
 
 from megatron.zero_bubble.core.costs.memory import PassMemory
 from megatron.zero_bubble.core.costs.passes import PassCosts
-from megatron.zero_bubble.core.costs.slice_tokens import SliceTokens
+from megatron.zero_bubble.core.costs.sequence_tokens import SequenceTokens
 
-__all__ = ["PassCosts", "PassMemory", "SliceTokens"]
+__all__ = ["PassCosts", "PassMemory", "SequenceTokens"]

@@ -39,7 +39,7 @@ class Term(NamedTuple):
             one per stage, and the same for every rank in place of one per rank.
         unit: ``memory`` is bytes, or parts of a microbatch.
         owner: the value of costs that it is a field of: ``PassCosts``, ``PassMemory``, ``VocabularyCosts`` or
-            ``SliceTokens``.
+            ``SequenceTokens``.
         meaning: what it counts, for the documentation.
         missing: what a file without it means: a number in its unit, or ``REQUIRED`` if every file with a term of this
             owner has it.

@@ -19,7 +19,7 @@ from typing import Any
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures, of_stages
 from megatron.zero_bubble.core.costs.memory import PassMemory
 from megatron.zero_bubble.core.costs.passes import PassCosts
-from megatron.zero_bubble.core.costs.slice_tokens import SliceTokens
+from megatron.zero_bubble.core.costs.sequence_tokens import SequenceTokens
 from megatron.zero_bubble.core.costs.terms import BY_KEY, MEMORY, OF, SHARED, TIMES, Figure
 from megatron.zero_bubble.core.costs.terms import per_stage as converted
 from megatron.zero_bubble.core.costs.units import refuse_huge, refuse_no_time
@@ -53,7 +53,7 @@ _ALIKE = 0.01
 def costs_to_json(
     costs: PassCosts,
     memory: PassMemory | None = None,
-    tokens: SliceTokens | None = None,
+    tokens: SequenceTokens | None = None,
     layers_per_stage: Sequence[int] = (),
     facts: Facts | None = None,
 ) -> str:
@@ -96,10 +96,10 @@ class CostsFile:
     facts: Facts = field(default_factory=dict)
 
     @property
-    def tokens(self) -> SliceTokens | None:
+    def tokens(self) -> SequenceTokens | None:
         """Tokens of a sequence, and the fewest of a slice; None if the file does not have them."""
         own = figures_on(self.figures, "tokens", Placement.linear(1))
-        return SliceTokens(**own) if own else None
+        return SequenceTokens(**own) if own else None
 
     @property
     def embedding_is_known(self) -> bool:

@@ -77,10 +77,10 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
+def _without_duplicates(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(items)
+    if len(content) < len(items):
+        keys = [key for key, _ in items]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise UserError(
             f"every key occurs once in its object; got {twice!r} {keys.count(twice)} times; remove all but one"

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.core.costs import PassMemory, SliceTokens
+from megatron.zero_bubble.core.costs import PassMemory, SequenceTokens
 from megatron.zero_bubble.core.costs.layers import stages_of_layers
 from megatron.zero_bubble.core.costs.lengths import Load, Whole
 from megatron.zero_bubble.core.formats.costs import costs_to_json
@@ -157,7 +157,7 @@ class Tracer(IterationObserver):
             least = None if divides else gather_least_tokens(*sizes)
             if all(schedule.num_slices == 1 for schedule in schedules):  # else the times of slices include it
                 overhead = gather_overhead(*sizes)
-            tokens = SliceTokens(pipeline.microbatch[0], least)
+            tokens = SequenceTokens(pipeline.microbatch[0], least)
         if not _first_of_all():
             return []
         targets = [target for target in (directory, costs_file) if target]

@@ -96,7 +96,7 @@ def check(args: Any, run: RunOptions, source: ScheduleSource, num_microbatches: 
     """
     check_schedule(run, source, args.pipeline_model_parallel_size, num_microbatches, args)
     _check_weight_shards(args)
-    _check_layers(args, is_sliced=len(source.slices) > 1)
+    _check_layers(args, is_sliced=source.setup.is_cut)
     if not is_megatrons_own(source.placement) and (args.save or args.load) and args.ckpt_format == "torch":
         raise UserError(
             "--ckpt-format torch stores checkpoints by rank, and this schedule has its stages on other ranks than "

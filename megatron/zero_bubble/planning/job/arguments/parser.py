@@ -92,8 +92,8 @@ def misspelt(flags: Sequence[str], similarity: float = _MISSPELT) -> list[tuple[
     from difflib import get_close_matches  # takes a while to import
 
     known = [name for action in _megatrons_parser()._actions for name in action.option_strings]
-    pairs = ((flag, get_close_matches(flag, known, n=1, cutoff=similarity)) for flag in flags)
-    return [(flag, close[0]) for flag, close in pairs if close]
+    matches = ((flag, get_close_matches(flag, known, n=1, cutoff=similarity)) for flag in flags)
+    return [(flag, close[0]) for flag, close in matches if close]
 
 
 def flags_of_text() -> frozenset[str]:

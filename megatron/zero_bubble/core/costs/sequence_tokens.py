@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class SliceTokens(NamedTuple):
-    """What bounds the length of slices that are chosen automatically.
+class SequenceTokens(NamedTuple):
+    """What bounds how finely sequences are cut.
 
     Attributes:
         sequence: tokens of a sequence.
