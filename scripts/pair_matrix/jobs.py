@@ -30,10 +30,6 @@ RUN_RULES: tuple[tuple[dict[str, tuple[str, ...]], str], ...] = (
             {"schedule": ("seq-1f1b", "seq-zb-h1", "seq-interleaved-1f1b")},
         )
     ),
-    (
-        {"step": ("ahead-inverse",), "optimizer": ("sgd",)},
-        "--zero-bubble-post-validation inverse supports only torch's AdamW without amsgrad, maximize and capturable",
-    ),
 )
 """What only the ranks of a job refuse, because its flags do not show it: values, and how the sentence begins."""
 

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
+from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
 from pair_matrix.array import Chosen, CoveringArray, Space
 from pair_matrix.jobs import RUN_RULES, refusal
 from pair_matrix.options import NEUTRAL, OPTIONS, Row
@@ -15,17 +16,15 @@ REFUSALS = (
     "matrix: more than 4 ranks",
     "matrix: without a loss scale, stock stops at a gradient that is NaN",
     "matrix: a batch of one microbatch cannot grow",
-    "sharded units need 2 or more stages per rank",
-    "sharded units need use_distributed_optimizer=True",
-    "sharded units need overlap_grad_reduce=False",
-    "sharded units need num_moe_experts=None",
-    "sharded units and post-validation exclude each other",
-    "sharded units and vocabulary parallelism exclude each other",
-    "sequence slices and vocabulary parallelism exclude each other",
-    "--zero-bubble-slices 2 works only with a schedule of slices",
-    "--zero-bubble-slices 16 works only with a schedule of slices",
-    "--zero-bubble-slices works only with a schedule of slices",
+    *(f"{row.one.words} and {row.other.words} exclude each other, because {row.why}" for row in EXCLUSIONS),
+    "sharded units need ",
+    "balanced microbatches need ",
+    "schedules that hide the all-to-all of experts need ",
+    "a job hides the all-to-all of experts only with 2 or more stages per rank",
+    "--zero-bubble-slices ",
+    "--zero-bubble-post-validation inverse inverts only the update of Adam",
     "--use-distributed-optimizer needs --optimizer adam",
+    "the number of processes must be divisible by expert-tensor * expert * pipeline parallel size",
     "--num-experts with tensor parallelism needs --sequence-parallel",
     "a sequence of 16 tokens has at most 8 slices of 2 tokens each",
     *(sentence for _, sentence in RUN_RULES),

@@ -6,6 +6,7 @@ import re
 import time
 from dataclasses import dataclass, field
 
+from megatron.zero_bubble.core.errors import UserError
 from pair_matrix.compare import differences, promise_to_stock
 from pair_matrix.jobs import AT_RUN, layout_of, modes_of, refusal
 from pair_matrix.options import Row, text_of
@@ -13,7 +14,7 @@ from pair_matrix.train import Job, train
 from tests.helpers.ranks import RankFailure, RankPool
 
 TIMEOUT_S = 180.0
-_SENTENCE = re.compile(r"^megatron\.zero_bubble\.errors\.UserError: (.*)$", re.MULTILINE)
+_SENTENCE = re.compile(rf"^{re.escape(UserError.__module__)}\.UserError: (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)

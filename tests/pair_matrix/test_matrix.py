@@ -52,3 +52,11 @@ def test_the_first_jobs_cover_many_pairs_and_known_rules_exclude_the_others() ->
     first_rows()
     assert MATRIX.covered >= 0.4 * MATRIX.pairs
     assert all(rule_of(reason) is not None for reason in MATRIX.refused())
+
+
+@pytest.mark.full
+def test_known_rules_exclude_all_pairs_that_no_row_covers() -> None:
+    matrix = Matrix(0)
+    assert 200 <= sum(1 for _ in matrix.rows()) <= 250
+    assert matrix.covered >= 0.9 * matrix.pairs
+    assert all(rule_of(reason) is not None for reason in matrix.refused())
