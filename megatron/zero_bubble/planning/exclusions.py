@@ -178,7 +178,7 @@ EXCLUSIONS = (
 _FSDP = "FSDP does not reduce gradients through DistributedDataParallel"
 _MAXIMUM = "forwards that run again would count twice in the maximum of the attention logits"
 _OFFLOAD = "offloading assumes Megatron's order of backward passes"
-_WIDER = "its stages send more than one hidden state per token, and not all of them equally many"
+_WIDER = "no known version of Megatron says what its stages send"
 _SHARED_MEMORY = "weights are gathered into the memory of the gradients, which the validation may need"
 _COPIES = "TransformerEngine keeps whole copies of the weights in this precision"
 _PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches of their replica"
@@ -219,7 +219,6 @@ OPTIONS = (
     OptionRule(SCHEDULE, "cpu_offloading_num_layers", 0, _OFFLOAD),
     OptionRule(SCHEDULE, "moe_ncclep_zero_copy", False, "all layers of experts share the buffers that W would read"),
     OptionRule(SCHEDULE, "use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
-    *(OptionRule(SCHEDULE, f"enable_{name}", False, _WIDER) for name in ("hyper_connections", "mhc_connections")),
     OptionRule(SCHEDULE, "enable_attention_residuals", False, _WIDER),
     OptionRule(SCHEDULE, "use_legacy_models", False, "legacy models bypass the linears that defer W"),
     OptionRule(SCHEDULE, "use_custom_fsdp", False, _FSDP),

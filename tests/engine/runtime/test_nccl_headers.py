@@ -67,7 +67,13 @@ class HeaderedIteration(Iteration):
 
         def run(rank: int) -> None:
             transport = self.transports[rank]
-            channels = HeaderedChannels(transport, hosts, lambda shape: torch.full(tuple(shape), EMPTY))  # type: ignore[arg-type]
+            one = torch.get_default_dtype()
+            channels = HeaderedChannels(
+                transport,  # type: ignore[arg-type]
+                hosts,  # type: ignore[arg-type]
+                lambda _stage: (one,),
+                lambda _message, specs: torch.full(specs[0].shape, EMPTY),
+            )
             stages = dict.fromkeys(range(self.plan.schedule.num_stages), _StageOfLengths(self, rank))
             by_op = handlers(stages, channels, lambda _message: None, validate=lambda: is_valid)
             assert Executor(self.plan, rank, by_op).run() is is_valid

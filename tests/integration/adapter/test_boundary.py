@@ -1,7 +1,8 @@
-"""The shapes of messages, which must be the same between all stages."""
+"""What crosses the boundaries between stages is described per producing stage."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.schedules import build
 from tests.helpers.ranks import RankPool
+
+SCHEDULES = ("zb-h1", "interleaved-1f1b", "zb-v")
 
 
 class Group:
@@ -17,42 +21,89 @@ class Group:
         self.rank, self.size = lambda: rank, lambda: size
 
 
-def shapes_of(_rank: int, num_streams: int) -> list[Any]:
-    """What two of three ranks send, or their refusals, if the stages between the ends exchange several streams."""
-    from megatron.core.pipeline_parallel import schedules
+def widened(*, seq_length: int, micro_batch_size: int, config: Any, pp_group: Any, is_recv: bool, **_: Any) -> Any:
+    """As Megatron's function for hyper-connections: all but the two ends have several streams."""
+    is_end = pp_group.rank() == (0 if is_recv else pp_group.size() - 1)
+    return [(seq_length, micro_batch_size, config.hidden_size * (1 if is_end else config.num_residual_streams))]
+
+
+def growing(*, seq_length: int, micro_batch_size: int, config: Any, pp_group: Any, is_recv: bool, **_: Any) -> Any:
+    stage = pp_group.rank() + (not is_recv)
+    return [(seq_length, micro_batch_size, config.hidden_size * (1 + stage))]
+
+
+def constant(**_: Any) -> Any:
+    return [(8, 2, 4)]
+
+
+def disagreeing(*, pp_group: Any, is_recv: bool, **given: Any) -> Any:
+    return growing(pp_group=pp_group, is_recv=is_recv and pp_group.rank() < 2, **given)
+
+
+def outputs(rank: int, function: Callable[..., Any], schedules: Sequence[str], more: dict[str, Any]) -> list[Any]:
+    """The shapes of what every stage hands on, on this rank of two; or the refusal."""
+    from megatron.core.pipeline_parallel import schedules as upstream
 
     from megatron.zero_bubble.integration.adapter.boundary import Boundary
 
-    def newer(
-        *, seq_length: int, micro_batch_size: int, decoder_seq_length: Any, config: Any, pp_group: Any, is_recv: bool
-    ) -> Any:
-        is_end = pp_group.rank() == (0 if is_recv else pp_group.size() - 1)
-        return [(seq_length, micro_batch_size, config.hidden_size * (1 if is_end else num_streams))]
-
     config = SimpleNamespace(
-        hidden_size=4, sequence_parallel=False, pipeline_dtype=torch.float32, pipeline_model_parallel_layout=None
+        hidden_size=4,
+        num_residual_streams=3,
+        sequence_parallel=False,
+        pipeline_dtype=torch.float32,
+        pipeline_model_parallel_layout=None,
     )
+    vars(config).update(more)
     chunk = torch.nn.Identity()
     chunk.model_type = None  # type: ignore[assignment]
+    groups = SimpleNamespace(pp=Group(rank, 2), tp=Group(0, 1), cp=Group(0, 1))
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedules, "get_tensor_shapes", newer)
-        for rank in (0, 1):
-            groups = SimpleNamespace(pp=Group(rank, 3), tp=Group(0, 1), cp=Group(0, 1))
+        patch.setattr(upstream, "get_tensor_shapes", function)
+        for name in schedules:
+            schedule = build(name, num_ranks=2, num_microbatches=4)
             try:
-                boundary = Boundary.of(config, groups, 8, 2, None, None, chunk, torch.device("cpu"))
+                boundary = Boundary.of(config, groups, 8, 2, None, None, chunk, torch.device("cpu"), schedule)
             except UserError as error:
                 found.append(str(error))
             else:
-                found.append((boundary.activation, boundary.gradient))
+                found.append([spec.shape for output in boundary.outputs for spec in output])
     return found
 
 
-def test_stages_that_send_different_shapes_are_refused_on_every_rank(ranks: RankPool) -> None:
-    assert ranks.run(1, shapes_of, 1) == [[((8, 2, 4), (8, 2, 4))] * 2]
-    [(said, by_other)] = ranks.run(1, shapes_of, 3)
+def test_all_stages_between_the_ends_send_the_streams_of_hyper_connections(ranks: RankPool) -> None:
+    wide = (8, 2, 12)
+    assert ranks.run(2, outputs, widened, SCHEDULES, {}) == [[[wide], [wide] * 3, [wide] * 3]] * 2
+
+
+def test_the_width_belongs_to_the_stage_and_not_to_its_rank(ranks: RankPool) -> None:
+    grown = [(8, 2, 4 * times) for times in (2, 3, 4)]
+    assert ranks.run(2, outputs, growing, SCHEDULES, {}) == [[grown[:1], grown, grown]] * 2
+
+
+def test_stages_that_do_not_agree_are_refused_on_every_rank(ranks: RankPool) -> None:
+    [(said,), (by_other,)] = ranks.run(2, outputs, disagreeing, SCHEDULES[-1:], {})
     assert said == by_other
     assert said.startswith(
-        "zero-bubble schedules send one tensor of the same shape between all stages; Megatron's own would send "
-        "[(8, 2, 4)] or [(8, 2, 12)] (tokens, sequences, hidden size) in this model; leave out"
+        "what a stage sends must be what the next one receives; this model's stage 1 of 4 sends [(8, 2, 12)] and stage "
+        "2 expects [(8, 2, 16)] (tokens, sequences, hidden size); leave out"
     )
+
+
+def layout(*stages: str) -> Any:
+    """A layout on two ranks, as Megatron parses it; e, t, m, l: embedding, layer, prediction, loss."""
+    names = {"e": "embedding", "t": "decoder", "m": "mtp", "l": "loss"}
+    of_stages = [[SimpleNamespace(name=names[letter]) for letter in stage] for stage in stages]
+    return SimpleNamespace(
+        virtual_pipeline_model_parallel_size=len(stages) // 2,
+        pipeline_model_parallel_size=2,
+        layout=[of_stages[rank::2] for rank in range(2)],
+    )
+
+
+def test_predictions_are_concatenated_until_a_stage_has_their_losses(ranks: RankPool) -> None:
+    of_one = {"mtp_standalone": True, "pipeline_model_parallel_layout": layout("et", "tmm", "", "lll")}
+    of_two = {"mtp_standalone": True, "pipeline_model_parallel_layout": layout("et", "tmm", "ll", "l")}
+    for more, lengths in ((of_one, (8, 24, 24)), (of_two, (8, 24, 8))):
+        found = ranks.run(1, outputs, constant, SCHEDULES[2:], more)
+        assert found == [[[(length, 2, 4) for length in lengths]]]

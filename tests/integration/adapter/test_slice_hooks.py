@@ -65,10 +65,11 @@ def test_last_backward_and_microbatches_in_flight() -> None:
 
 def test_message_is_as_long_as_its_slice() -> None:
     from megatron.zero_bubble.core.ir import Message, Value
+    from megatron.zero_bubble.engine.runtime.packing import TensorSpec
     from megatron.zero_bubble.integration.adapter.boundary import Boundary
 
-    shape = (24, 2, 16)  # 48 tokens on two tensor-parallel ranks
-    boundary = Boundary(shape, shape, (), torch.float32, torch.device("cpu"), (20, 34, 48))
+    output = (TensorSpec((24, 2, 16), torch.float32),)  # 48 tokens on two tensor-parallel ranks
+    boundary = Boundary((24, 2, 16), (output,), torch.device("cpu"), (20, 34, 48))
     lengths = [len(boundary.new_buffer(Message(Value(Pass(0, F, 0, at)), 0, 1))) for at in range(3)]
     assert lengths == [10, 7, 7]
 

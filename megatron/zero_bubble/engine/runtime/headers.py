@@ -1,4 +1,4 @@
-"""Channels for messages whose shapes only their sender knows: a header with the shape precedes every activation.
+"""Channels for messages whose shapes only their sender knows: a header with the shapes precedes every activation.
 
 Headers go from host to host, so that no rank waits for a device. Gradients need none: they have the shape of the stage
 output that this rank has sent.
@@ -22,10 +22,13 @@ from megatron.zero_bubble.core.ir import Message
 from megatron.zero_bubble.core.ir.ops import Channel
 from megatron.zero_bubble.engine.runtime.handler import Awaited
 from megatron.zero_bubble.engine.runtime.hosts import Hosts, Numbers
+from megatron.zero_bubble.engine.runtime.packing import StageOutput, TensorSpec, of_message, pack, producing, unpack
 from megatron.zero_bubble.engine.runtime.transport import Transport, not_received, not_sent
 
 TAG = 1
 _MOST_DIMENSIONS = 4
+_NUMBERS = 1 + _MOST_DIMENSIONS
+"""Numbers of a header per tensor: that of its dimensions and 1, or 0 if nothing follows, and their sizes."""
 
 _Output = tuple[int, int, int]
 """A stage, a microbatch and a slice."""
@@ -37,38 +40,46 @@ class HeaderedChannels:
     Args:
         transport: moves the tensors.
         hosts: move the headers.
-        new: makes an uninitialized tensor of a shape.
+        dtypes: returns those of the tensors in the output of a stage, which are as many in all microbatches.
+        new: makes an uninitialized buffer for the tensors of a message.
     """
 
-    def __init__(self, transport: Transport, hosts: Hosts, new: Callable[[Sequence[int]], torch.Tensor]) -> None:
-        self._transport, self._hosts, self._new = transport, hosts, new
-        self._sent: dict[_Output, torch.Size] = {}
+    def __init__(
+        self,
+        transport: Transport,
+        hosts: Hosts,
+        dtypes: Callable[[int], Sequence[torch.dtype]],
+        new: Callable[[Message, StageOutput], torch.Tensor],
+    ) -> None:
+        self._transport, self._hosts, self._dtypes, self._new = transport, hosts, dtypes, new
+        self._sent: dict[_Output, StageOutput] = {}
         # Nothing here refers to what refers to this, or process groups would live until the next search for garbage.
         self._arriving: dict[_Output, Numbers] = {}
         self._headers: dict[Message, Numbers] = {}
         self._tensors: set[Message] = set()
         self._pending: dict[Channel, deque[_Expected]] = {}
 
-    def send(self, message: Message, tensor: torch.Tensor | None) -> None:
+    def send(self, message: Message, value: torch.Tensor | tuple[torch.Tensor, ...] | None) -> None:
         """Start sending; never waits for the receiver to be ready.
 
         Args:
-            tensor: None if the ranks stop. The receiver then gets a header that says so. For a gradient, whose receive
-                may be posted, it gets any tensor of the right shape.
+            value: None if the ranks stop. The receiver then gets a header that says so. For a gradient, whose receive
+                may be posted, it gets any buffer of the right size.
 
         Raises:
             PeerError: the receiver is known to be gone.
         """
+        buffer = pack(value) if isinstance(value, tuple) else value
         if message.is_activation:
-            shape = () if tensor is None else tensor.shape
-            header = (len(shape), *shape, *(_MOST_DIMENSIONS - len(shape)) * (0,))
+            tensors = () if value is None else value if isinstance(value, tuple) else (value,)
+            sent = tuple(TensorSpec(tuple(each.shape), each.dtype) for each in tensors)
+            header = _header(sent) if sent else [0] * self._length(message)
             self._headers[message] = self._hosts.send(message.channel, header, TAG, partial(not_sent, message))
-            if tensor is not None:
-                self._sent[_output(message)] = tensor.shape
-        elif tensor is None:
-            tensor = self._new(_shape(self._arriving[_output(message)]))
-        if tensor is not None:
-            self._transport.send(message, tensor)
+            self._sent[_output(message)] = sent
+        elif buffer is None and (specs := self.specs_in(self._arriving[_output(message)], message)):
+            buffer = self._new(message, of_message(specs, message))
+        if buffer is not None:
+            self._transport.send(message, buffer)
             self._tensors.add(message)
 
     def post(self, message: Message, _buffer: object = None) -> Awaited:
@@ -79,7 +90,7 @@ class HeaderedChannels:
         """
         expected = _Expected(self, message)
         if message.is_activation:
-            expected.header = self._hosts.receive(message.channel, 1 + _MOST_DIMENSIONS, TAG, expected.lost)
+            expected.header = self._hosts.receive(message.channel, self._length(message), TAG, expected.lost)
             self._arriving[_output(message)] = expected.header
         pending = self._pending.setdefault(message.channel, deque())
         pending.append(expected)
@@ -93,8 +104,8 @@ class HeaderedChannels:
         while not last.is_posted:
             expected = pending.popleft()
             expected.is_posted = True
-            if shape := expected.shape():
-                expected.receive = self._transport.post(expected.message, self._new(shape))
+            if specs := expected.specs():
+                expected.receive = self._transport.post(expected.message, self._new(expected.message, specs))
 
     def settle(self, message: Message) -> None:
         """See ``Transport``. If the ranks stop, also post all pending receives: other ranks may wait for them here."""
@@ -107,9 +118,25 @@ class HeaderedChannels:
             self._tensors.discard(message)
             self._transport.settle(message)
 
-    def shape_of_gradient(self, message: Message) -> Sequence[int]:
-        """The shape of the stage output that this rank has sent."""
-        return self._sent[_output(message)]
+    def specs_of_gradient(self, message: Message) -> StageOutput:
+        """The tensors of a gradient: those of the stage output that this rank has sent."""
+        return of_message(self._sent[_output(message)], message)
+
+    def specs_in(self, header: Numbers, message: Message) -> StageOutput:
+        """The tensors that follow a header, for which the host may have to wait; empty if nothing follows."""
+        numbers = header.wait()
+        if not numbers[0]:
+            return ()
+        each = (numbers[start : start + _NUMBERS] for start in range(0, len(numbers), _NUMBERS))
+        shapes = (tuple(sizes[: above - 1]) for above, *sizes in each)
+        return tuple(map(TensorSpec, shapes, self._dtypes(producing(message))))
+
+    def is_packed(self, message: Message) -> bool:
+        """Whether the stage has several tensors."""
+        return len(self._dtypes(producing(message))) > 1
+
+    def _length(self, message: Message) -> int:
+        return _NUMBERS * len(self._dtypes(producing(message)))
 
 
 class _Expected(Awaited):
@@ -124,6 +151,7 @@ class _Expected(Awaited):
         self._channels, self.message = channels, message
         self.header: Numbers | None = None
         self.receive: Awaited | None = None
+        self._specs: StageOutput = ()
         self.is_posted = False
         self._purpose = "continue"
 
@@ -131,25 +159,26 @@ class _Expected(Awaited):
         """The error if the header does not arrive."""
         return not_received(self.message, self._purpose, reason)
 
-    def shape(self) -> Sequence[int]:
-        """The shape, for which the host may have to wait; empty if nothing follows."""
-        if self.header is None:
-            return self._channels.shape_of_gradient(self.message)
-        return _shape(self.header)
+    def specs(self) -> StageOutput:
+        """The tensors, for whose shapes the host may have to wait; empty if nothing follows."""
+        of, message = self._channels, self.message
+        self._specs = of.specs_of_gradient(message) if self.header is None else of.specs_in(self.header, message)
+        return self._specs
 
     def wait(self, needed_by: object) -> Any:
         """See ``Receive``; None if the ranks have stopped and nothing follows."""
         self._purpose = f"run {needed_by}"
         self._channels.post_up_to(self)
-        return None if self.receive is None else self.receive.wait(needed_by)
+        if self.receive is None:
+            return None
+        buffer = self.receive.wait(needed_by)
+        return unpack(buffer, self._specs) if self._channels.is_packed(self.message) else buffer
 
 
-def _shape(header: Numbers) -> Sequence[int]:
-    number, *sizes = header.wait()
-    return sizes[:number]
+def _header(sent: StageOutput) -> list[int]:
+    return [number for shape, _ in sent for number in (1 + len(shape), *shape, *(_MOST_DIMENSIONS - len(shape)) * (0,))]
 
 
 def _output(message: Message) -> _Output:
     """The stage output that a message is, or whose gradient it is."""
-    stage, _, microbatch, slice_ = message.producer
-    return stage - (not message.is_activation), microbatch, slice_
+    return producing(message), message.producer.microbatch, message.producer.slice

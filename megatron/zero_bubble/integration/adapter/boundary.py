@@ -8,37 +8,40 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.core.costs.lengths import SequenceShape
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir import WHOLE, Message, Slices
+from megatron.zero_bubble.core.ir import Message, Schedule
 from megatron.zero_bubble.engine.runtime.handlers import Channels
 from megatron.zero_bubble.engine.runtime.headers import HeaderedChannels
 from megatron.zero_bubble.engine.runtime.hosts import Hosts
+from megatron.zero_bubble.engine.runtime.packing import (
+    PackedChannels,
+    StageOutput,
+    TensorSpec,
+    new_buffer,
+    of_message,
+    producing,
+)
 from megatron.zero_bubble.engine.runtime.transport import Transport
 from megatron.zero_bubble.integration.adapter.lengths import Lengths
-from megatron.zero_bubble.integration.adapter.placement import group_as
-from megatron.zero_bubble.integration.adapter.versions import supported_kwargs
+from megatron.zero_bubble.integration.adapter.stage_outputs import UpstreamShapes, outputs_of
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """Shapes (sequence shard, microbatch, hidden), dtype and device of the tensors that this rank exchanges.
+    """The tensors that stages hand to each other, described per producing stage, whatever rank it is on.
 
     Attributes:
-        activation, gradient: shapes of the tensors that this rank receives, for one sequence per stage output.
-        num_sequences: number of sequences concatenated in the output of each stage. It is more than one after
-            multi-token prediction layers that are not on the last stage, because the outputs of all depths travel to
-            the loss together. Stages beyond the end of the tuple have one sequence.
+        hidden: shape of the hidden states of a microbatch before the first layer (sequence shard, microbatch, hidden).
+        outputs: of every stage but the last, as far as this rank exchanges them, for whole sequences.
+        device: that of the tensors.
         ends: the end of every slice of a sequence, in tokens; a message is as long as its slice.
     """
 
-    activation: tuple[int, ...]
-    gradient: tuple[int, ...]
-    num_sequences: tuple[int, ...]
-    dtype: torch.dtype
+    hidden: tuple[int, ...]
+    outputs: tuple[StageOutput, ...]
     device: torch.device
     ends: tuple[int, ...]
 
@@ -53,34 +56,32 @@ class Boundary:
         adjust: Callable[..., Any] | None,
         chunk: torch.nn.Module,
         device: torch.device,
-        slices: Slices = WHOLE,
+        schedule: Schedule,
     ) -> Boundary:
-        """The boundary with the shapes that Megatron's own schedule would exchange.
+        """The boundary with the tensors that the model declares, or else Megatron's own schedule would exchange.
 
         Args:
             adjust: the job's ``adjust_tensor_shapes_fn``.
+            schedule: says which stages there are, and in which slices they run.
 
         Raises:
-            UserError: sequences that cannot be cut into ``slices``, or stages that send different shapes.
+            UserError: sequences that cannot be cut into slices, or stages that do not agree on what they exchange.
         """
         if getattr(config, "variable_seq_lengths", False):  # then upstream has no shape, from 0.18 on
             config = copy(config)
             config.variable_seq_lengths = False
         sizes = seq_length, micro_batch_size, decoder_seq_length
-        received = sent = _shape_of_messages(config, groups, sizes, get_model_type(chunk))
-        if adjust is not None:
-            received, sent = adjust(received, sent)
+        upstream = UpstreamShapes(config, groups, sizes, get_model_type(chunk), schedule.num_stages)
+        outputs = outputs_of(upstream, schedule.placement.stages_of(groups.pp.rank()), adjust, chunk)
         length = seq_length if decoder_seq_length is None else decoder_seq_length
         # Sequence parallelism divides every slice among the tensor-parallel ranks.
-        ends = slices.in_tokens(length, groups.tp.size() if config.sequence_parallel else 1) if len(slices) > 1 else ()
-        sequences = _sequences_after_stages(config)
-        return cls(received[0], sent[0], sequences, config.pipeline_dtype, device, ends or (length,))
-
-    def new(self, shape: Sequence[int]) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
+        slices, parts = schedule.slices, groups.tp.size() if config.sequence_parallel else 1
+        ends = slices.in_tokens(length, parts) if len(slices) > 1 else ()
+        return cls(upstream.hidden, outputs, device, ends or (length,))
 
     def new_buffer(self, message: Message) -> torch.Tensor | None:
-        return self.new(self.shape(message))
+        """An uninitialized buffer for a message; see ``packing``."""
+        return new_buffer(self.specs(message), self.is_packed(message), self.device)
 
     def channels(self, transport: Transport, _hosts: Hosts | None) -> Channels:
         """What moves the messages while a plan runs.
@@ -88,17 +89,27 @@ class Boundary:
         Args:
             _hosts: those of the pipeline, if the lengths of microbatches differ.
         """
-        return transport
+        return PackedChannels(transport, self.packed) if self.has_packed else transport
 
-    def shape(self, message: Message) -> tuple[int, ...]:
-        """The shape of a message; a gradient has that of the stage output that it belongs to."""
-        shape = self.activation if message.is_activation else self.gradient
-        stage = message.producer.stage - (not message.is_activation)
-        times = self.num_sequences[stage] if stage < len(self.num_sequences) else 1
-        slice_ = message.producer.slice
+    def is_packed(self, message: Message) -> bool:
+        return len(self.outputs[producing(message)]) > 1
+
+    @property
+    def has_packed(self) -> bool:
+        """Whether any stage hands on several tensors."""
+        return any(len(output) > 1 for output in self.outputs)
+
+    def packed(self, message: Message) -> StageOutput | None:
+        """The tensors of a message that carries several; None for others."""
+        return self.specs(message) if self.is_packed(message) else None
+
+    def specs(self, message: Message) -> StageOutput:
+        """The tensors of a message; a gradient has those of the stage output that it belongs to."""
+        specs, slice_ = of_message(self.outputs[producing(message)], message), message.producer.slice
+        if len(self.ends) == 1:
+            return specs
         tokens = self.ends[slice_] - (self.ends[slice_ - 1] if slice_ else 0)
-        length = times * shape[0] * tokens // self.ends[-1]
-        return length, *shape[1:]
+        return tuple(TensorSpec((shape[0] * tokens // self.ends[-1], *shape[1:]), dtype) for shape, dtype in specs)
 
 
 @dataclass(frozen=True)
@@ -129,12 +140,12 @@ class ShapedBoundary(Boundary):
         by_shape = {shape: Boundary.of(config, groups, shape.tokens, shape.sequences, None, *more) for shape in shapes}
         return cls(**vars(by_shape[shapes[-1]]), microbatches=tuple(by_shape[shape] for shape in shapes))
 
-    def shape(self, message: Message) -> tuple[int, ...]:
+    def specs(self, message: Message) -> StageOutput:
         """See ``Boundary``."""
-        return self.microbatches[message.producer.microbatch].shape(message)
+        return self.microbatches[message.producer.microbatch].specs(message)
 
-    def channels(self, transport: Transport, _hosts: Hosts | None) -> Channels:
-        return _ShapedChannels(transport, self.shape)
+    def channels(self, transport: Transport, hosts: Hosts | None) -> Channels:
+        return CheckedChannels(super().channels(transport, hosts), self.specs)
 
 
 @dataclass(frozen=True)
@@ -146,7 +157,13 @@ class HeaderedBoundary(Boundary):
 
     def channels(self, transport: Transport, hosts: Hosts | None) -> Channels:
         assert hosts is not None, "microbatches of different lengths have hosts"
-        return HeaderedChannels(transport, hosts, self.new)
+        return HeaderedChannels(transport, hosts, self._dtypes, self._new)
+
+    def _dtypes(self, stage: int) -> tuple[torch.dtype, ...]:
+        return tuple(each.dtype for each in self.outputs[stage])
+
+    def _new(self, message: Message, specs: StageOutput) -> torch.Tensor:
+        return new_buffer(specs, self.is_packed(message), self.device)
 
 
 @dataclass(frozen=True)
@@ -165,105 +182,46 @@ class BoundaryMaker:
     chunk: torch.nn.Module
     device: torch.device
 
-    def make(self, lengths: Lengths, slices: Slices) -> Boundary:
-        """The boundary for the slices of a schedule.
+    def make(self, lengths: Lengths, schedule: Schedule) -> Boundary:
+        """The boundary for the stages and slices of a schedule.
 
         Raises:
             UserError: see ``Boundary.of`` and ``ShapedBoundary.of_shapes``.
         """
-        more: tuple[Any, ...] = self.adjust, self.chunk, self.device, slices
+        more: tuple[Any, ...] = self.adjust, self.chunk, self.device, schedule
         if lengths.shapes is not None:
             return ShapedBoundary.of_shapes(lengths.shapes, self.config, self.groups, *more)
         kind = HeaderedBoundary if lengths.need_headers else Boundary
         return kind.of(self.config, self.groups, *self.equal, *more)
 
 
-class _ShapedChannels:
-    """``transport``, for activations that must have the shapes given for them, because receives are posted for these.
+class CheckedChannels:
+    """``channels``, for stage outputs that must be as described, because receives are posted for these.
 
     Args:
-        shape: returns that of a message.
+        specs: returns the tensors of a message.
     """
 
-    def __init__(self, transport: Transport, shape: Callable[[Message], tuple[int, ...]]) -> None:
-        self._transport, self._shape = transport, shape
-        self.post, self.settle = transport.post, transport.settle
+    def __init__(self, channels: Channels, specs: Callable[[Message], StageOutput]) -> None:
+        self._channels, self._specs = channels, specs
+        self.post, self.settle = channels.post, channels.settle
 
-    def send(self, message: Message, tensor: torch.Tensor) -> None:
-        """See ``Transport``.
+    def send(self, message: Message, value: Any) -> None:
+        """See ``Channels``.
 
         Raises:
-            UserError: a tensor of another shape.
+            UserError: other tensors.
         """
-        expected = self._shape(message)
-        if tensor.shape != expected:
+        expected = [tuple(shape) for shape, _ in self._specs(message)]
+        sent = [tuple(each.shape) for each in (value if isinstance(value, tuple) else (value,))]
+        if sent != expected:
             raise UserError(
                 "the output of a stage must have the shape given for its microbatch, because receives are posted for "
-                f"it; got {tuple(tensor.shape)} from {message.producer} in place of {expected} (tokens, sequences, "
+                f"it; got {_shown(sent)} from {message.producer} in place of {_shown(expected)} (tokens, sequences, "
                 "hidden size); give the padded lengths that the model gets"
             )
-        self._transport.send(message, tensor)
+        self._channels.send(message, value)
 
 
-def _shape_of_messages(
-    config: Any, groups: Any, sizes: tuple[int, int, int | None], model_type: Any
-) -> Sequence[tuple[int, ...]]:
-    """What Megatron's own schedule sends between any two stages: shapes of tensors, the same on all ranks.
-
-    Newer versions are asked as each rank, because their answer may depend on it.
-    """
-    seq_length, micro_batch_size, decoder_seq_length = sizes
-    shapes = {
-        tuple(
-            schedules.get_tensor_shapes(
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
-                config=config,
-                **supported_kwargs(
-                    schedules.get_tensor_shapes,
-                    tp_group=groups.tp,
-                    cp_group=groups.cp,
-                    pp_group=group_as(groups.pp, rank),
-                    is_recv=is_received,
-                    rank=groups.pp.rank(),
-                    model_type=model_type,
-                    encoder_decoder_xattn=False,
-                ),
-            )
-        )
-        for rank in range(groups.pp.size())
-        for is_received in (True, False)
-    }
-    if len(shapes) > 1:
-        raise UserError(
-            "zero-bubble schedules send one tensor of the same shape between all stages; Megatron's own would send "
-            f"{' or '.join(str(list(each)) for each in sorted(shapes))} (tokens, sequences, hidden size) in this "
-            "model; leave out the option that makes the stages send more, such as hyper-connections, or train without "
-            "a zero-bubble schedule"
-        )
-    return list(shapes.pop())
-
-
-def _sequences_after_stages(config: Any) -> tuple[int, ...]:
-    """Sequences in the output of each stage, from ``--pipeline-model-parallel-layout``; empty without a layout.
-
-    Without a layout, multi-token prediction is on the last stage.
-
-    Raises:
-        UserError: a layout that this version of megatron-core accepts but cannot train.
-    """
-    layout = getattr(config, "pipeline_model_parallel_layout", None)
-    if layout is None:
-        return ()
-    sequences, counts = 1, []
-    for chunk in range(layout.virtual_pipeline_model_parallel_size):
-        for rank in range(layout.pipeline_model_parallel_size):
-            sequences += [layer.name for layer in layout.layout[rank][chunk]].count("mtp")
-            counts.append(sequences)
-    if not hasattr(config, "mtp_standalone") and any(count > 1 for count in counts[:-1]):
-        raise UserError(
-            "multi-token prediction before the last stage needs megatron-core 0.16 or newer; got "
-            f"--pipeline-model-parallel-layout {layout}; put every m of the layout into its last stage"
-        )
-    return tuple(counts)
+def _shown(shapes: Sequence[tuple[int, ...]]) -> str:
+    return " and ".join(map(str, shapes))

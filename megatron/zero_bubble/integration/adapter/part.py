@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.core.ir import Op, Plan, Schedule, Slices
+from megatron.zero_bubble.core.ir import Op, Plan, Schedule
 from megatron.zero_bubble.engine.platforms import Platform
 from megatron.zero_bubble.engine.runtime.handler import Handler
 from megatron.zero_bubble.engine.runtime.handlers import Channels, Stage
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
     Attributes:
         iterators: the data iterator of every chunk.
-        boundary: makes the boundary for the slices of a schedule, from what all ranks know of the lengths.
+        boundary: makes the boundary for the stages of a schedule, from what all ranks know of the lengths.
         lengths: what this rank knows of the lengths of the microbatches.
     """
 
@@ -58,7 +58,7 @@ class Call(NamedTuple):
     groups: Any
     chunks: list[torch.nn.Module]
     iterators: list[Any]
-    boundary: Callable[[Lengths, Slices], Boundary]
+    boundary: Callable[[Lengths, Schedule], Boundary]
     force_all_reduce: bool | None
     lengths: Lengths
 

@@ -250,7 +250,7 @@ class Pipeline:
         self, call: Call, prepared: PreparedPlan, agreed: Agreed, observer: IterationObserver | None
     ) -> list[Any]:
         step, config, chunks = call.step, call.step.config, call.chunks
-        boundary = call.boundary(agreed.lengths, prepared.schedule.slices)
+        boundary = call.boundary(agreed.lengths, prepared.schedule)
         losses = self._joined.new_losses()
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device), losses)
         self.store.clear()

@@ -60,9 +60,11 @@ def groups_as(rank: int, groups: Any = None) -> Any:
     return groups
 
 
-def group_as(group: Any, rank: int) -> Any:
-    """``group`` with ``rank()`` replaced by ``rank``; only for callers that do not communicate through it."""
-    return _GroupAs(group, rank)
+def group_as(group: Any, rank: int, size: int | None = None) -> Any:
+    """``group`` with another ``rank()`` and, if given, another ``size()``; only for callers that do not communicate
+    through it.
+    """
+    return _GroupAs(group, rank, size)
 
 
 def original_group(group: Any) -> Any:
@@ -71,13 +73,17 @@ def original_group(group: Any) -> Any:
 
 
 class _GroupAs:
-    """Proxy of a process group with another ``rank()``; all other attributes are the group's."""
+    """Proxy of a process group with another ``rank()`` and ``size()``; all other attributes are the group's."""
 
-    def __init__(self, group: Any, rank: int) -> None:
-        self.original, self._rank = group, rank
+    def __init__(self, group: Any, rank: int, size: int | None = None) -> None:
+        self.original, self._rank, self._size = group, rank, size
 
     def rank(self) -> int:
         return self._rank
+
+    def size(self) -> int:
+        number: int = self.original.size() if self._size is None else self._size
+        return number
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)

@@ -90,7 +90,7 @@ class VocabularyParallel(Part):
 
 def _shapes(iteration: IterationFacts, shards: VocabularyShards) -> Shapes:
     boundary, tensor = iteration.boundary, iteration.call.groups.tp
-    hidden, num_tokens = boundary.activation, boundary.ends[-1]
+    hidden, num_tokens = boundary.hidden, boundary.ends[-1]
     part = tensor.rank() if hidden[0] < num_tokens else 0
     return Shapes(hidden, num_tokens, part, shards.embedding.weight.dtype, boundary.device)
 
