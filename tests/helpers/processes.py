@@ -1,10 +1,11 @@
-"""Processes that are ranks of one job, started by a test itself."""
+"""Processes that a test starts: ranks of one job, and those that should not be left."""
 
 from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 
 def wait_for(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
@@ -14,3 +15,16 @@ def wait_for(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
         if time.monotonic() > deadline:
             return
         time.sleep(0.1)
+
+
+def running(mark: Path) -> str:
+    """The processes that have a path among their words."""
+    return subprocess.run(["pgrep", "-f", str(mark)], capture_output=True, text=True, check=False).stdout
+
+
+def until(holds: Callable[[], bool]) -> bool:
+    """Wait for something, a minute at most; return whether it holds."""
+    end = time.monotonic() + 60
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.02)
+    return holds()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 from megatron.zero_bubble.cli.catalogue.answers import rows_of
 from megatron.zero_bubble.cli.catalogue.judge import GAINS, UNANSWERED, judged
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe
+from tests.helpers.processes import running, until
 
 JOB = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --swiglu --bf16 --lr 1 "
@@ -60,3 +64,19 @@ def test_a_worker_imports_nothing_from_the_current_folder(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     (row,) = rows_of([recipe(16)], "h100")
     assert row.outcome == GAINS
+
+
+CATALOGUE = f"""
+from megatron.zero_bubble.cli.catalogue.answers import rows_of
+from megatron.zero_bubble.cli.catalogue.recipe import Recipe
+
+list(rows_of([Recipe("huge", {(*JOB.split(), str(HUGE))})], "h100", seconds=600))
+"""
+
+
+def test_a_worker_ends_with_the_catalogue(tmp_path: Path) -> None:
+    marked = os.environ | {"PYTHONPATH": str(tmp_path)}  # a word of the worker's command
+    with subprocess.Popen([sys.executable, "-c", CATALOGUE], env=marked, stderr=subprocess.DEVNULL) as parent:
+        assert until(lambda: running(tmp_path) != "")
+        parent.kill()
+    assert until(lambda: running(tmp_path) == "")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.catalogue import shell
+from megatron.zero_bubble.cli.catalogue.contained import CROWDED
 from megatron.zero_bubble.cli.catalogue.find import recipes_in
 from megatron.zero_bubble.cli.catalogue.judge import BROKEN, GAINS, OTHER, REFUSED, SINGLE, STAYS, UNREAD, judged
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe, world_of
+from tests.helpers.processes import running
 
 Capture = pytest.CaptureFixture[str]
 MODEL = """
@@ -157,8 +158,7 @@ def test_a_script_can_neither_stop_us_nor_outlive_us(
     (tmp_path / "stops.sh").write_text(f"# --pipeline-model-parallel-size\n{script}\n")
     (recipe,) = recipes_in(str(tmp_path))
     assert str(recipe.problem).startswith("no command with the flags of a job")
-    shells = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert shells.stdout == ""
+    assert running(tmp_path) == ""
 
 
 def test_jobs_that_a_script_starts_before_it_hangs_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +175,8 @@ def test_a_script_that_starts_more_and_more_processes_is_ended(tmp_path: Path, m
     busy = "builtin set -m\nwhile :; do while :; do :; done & done"  # each in a group of its own
     (tmp_path / "forks.sh").write_text(f"# --pipeline-model-parallel-size\n{busy}\n")
     (recipe,) = recipes_in(str(tmp_path))
-    assert recipe.problem == f"no command with the flags of a job: {shell._CROWDED}"
-    shells = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert shells.stdout == ""
+    assert recipe.problem == f"no command with the flags of a job: {CROWDED}"
+    assert running(tmp_path) == ""
 
 
 def test_records_that_jobs_have_written_into_each_other_end_what_is_read() -> None:

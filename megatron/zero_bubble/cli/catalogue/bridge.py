@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
+from megatron.zero_bubble.cli.catalogue.contained import content, run_contained
 from megatron.zero_bubble.cli.catalogue.models import MODELS
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe
 from megatron.zero_bubble.core.costs.devices import DEVICES
@@ -17,7 +18,7 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.job.arguments.parser import flags_of
 
 _PROGRAM = Path(__file__).with_name("bridge_program.py")
-_SECONDS = 300
+_SECONDS, _MOST_PROCESSES = 300, 100
 _PARTS = ("dataset", "scheduler", "optimizer", "ddp", "comm_overlap", "model", "mixed_precision", "train")
 """The parts of a configuration; the last one that has a field decides."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -37,25 +38,19 @@ def recipes_of_bridge(root: Path) -> Iterator[Recipe]:
         UserError: they do not end, or end the interpreter.
     """
     remedy = "leave that file out of the folder"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-B", str(_PROGRAM), str(root)],
-            input=json.dumps(MODELS),
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-            env={},
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise UserError(
-            f"the recipes of {root} must end within {_SECONDS} s; one of them does not; {remedy}"
-        ) from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    command = [sys.executable, "-I", "-S", "-B", str(_PROGRAM), str(root)]
+    with TemporaryFile() as models, TemporaryFile() as out, TemporaryFile() as errors:
+        models.write(json.dumps(MODELS).encode())
+        models.seek(0)
+        why, status = run_contained(command, _SECONDS, _MOST_PROCESSES, stdin=models, stdout=out, stderr=errors, env={})
+        lines, complaints = (content(each).strip().splitlines() for each in (out, errors))
+    if why:
+        limits = f"within {_SECONDS} s, with at most {_MOST_PROCESSES} processes"
+        raise UserError(f"the recipes of {root} must end {limits}; one of them does not; {remedy}")
+    if status:
+        last = (complaints or [f"exit status {status}"])[-1]
         raise UserError(f"the recipes of {root} must not end the interpreter; got {last}; {remedy}")
-    for found in map(json.loads, done.stdout.splitlines()):
+    for found in map(json.loads, lines):
         name = f"{found['file']}:{found['name']}" if found["name"] else found["file"]
         if "problem" in found:
             yield Recipe(name, problem=f"it cannot be run without its packages: {found['problem']}")

@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import shlex
 import shutil
 import signal
-import subprocess
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from subprocess import DEVNULL
 from tempfile import TemporaryFile
-from typing import IO
 
+from megatron.zero_bubble.cli.catalogue.contained import CROWDED, ENDLESS, content, run_contained
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe, of_command
 from megatron.zero_bubble.core.errors import UserError
 
 SUFFIXES = (".sh", ".bash", ".sbatch", ".slurm", ".sub")
-_SECONDS, _INTERVAL = 10, 0.01
-"""Time after which a script that waits for something is given up, and how often its processes are counted."""
+_SECONDS = 10
+"""Time after which a script that waits for something is given up."""
 _MOST_PROCESSES = 100
 _HEAD = r"""
 enable -n kill history suspend
@@ -59,8 +56,7 @@ bash() {
 sh() { bash "$@"; }
 """
 """What stands in front of a script: builtins that could do harm, or what they are replaced by."""
-_ENDLESS, _LARGE = "it does not end", "it needs too much memory or space"
-_CROWDED = f"it starts more than {_MOST_PROCESSES} processes"
+_LARGE = "it needs too much memory or space"
 _STAYS = "exit() { :; }\n"
 """What stands in front of a script that ends early, because a file or a setting is missing here."""
 _WRITES = re.compile(r"(?<=[\s)])(?:[12]|&)?>>?\s*(?![&(\s])[\"'\w./${][^\s;|)]*")
@@ -81,7 +77,7 @@ def recipes_of_script(file: Path, root: Path) -> Iterator[Recipe]:
         commands, why = recorded(f"{before}{text}", file, root, folder)
         read = (of_command(name, command, header) for command in commands)
         found = dict.fromkeys(recipe for recipe in read if recipe is not None)
-        if found or why in (_ENDLESS, _CROWDED):
+        if found or why in (ENDLESS, CROWDED):
             break
     if not found:
         yield Recipe(name, problem=f"no command with the flags of a job{f': {why}' if why else ''}")
@@ -106,71 +102,22 @@ def recorded(text: str, file: Path, root: Path, folder: Path) -> tuple[list[list
     kept = {name: value for name, value in os.environ.items() if not _HIDDEN.search(name)}
     given = {"PATH": "/nonexistent", "ZB_SOURCE": str(file), "ZB_ROOT": str(root)}
     with TemporaryFile() as out, TemporaryFile() as errors:
-        why = _run([bash, "-r", "-c", f"{_HEAD}\n{program}", str(file)], folder, kept | given, out, errors)
-        words, complaints = (_content(each) for each in (out, errors))
+        why, status = run_contained(
+            [bash, "-r", "-c", f"{_HEAD}\n{program}", str(file)],
+            _SECONDS,
+            _MOST_PROCESSES,
+            stdin=DEVNULL,
+            stdout=out,
+            stderr=errors,
+            cwd=folder,
+            env=kept | given,
+        )
+        if not why and status < 0:
+            why = ENDLESS if -status in (signal.SIGXCPU, signal.SIGKILL) else _LARGE
+        words, complaints = (content(each) for each in (out, errors))
     said = [line for line in complaints.splitlines() if line.startswith(f"{file}: line ")]
     last = said[-1].split(": ", 2)[2].replace(f"{root}/", "") if said else ""
     return list(_commands(words)), why or last
-
-
-def _run(command: list[str], folder: Path, variables: dict[str, str], out: IO[bytes], errors: IO[bytes]) -> str:
-    """Run a program until it and all that it has started have ended; return which limit has stopped it, if one has."""
-    reading, writing = os.pipe()  # of which all of these processes, and no others, have the second end open
-    running = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=errors,
-        cwd=folder,
-        env=variables,
-        pass_fds=(writing,),
-        start_new_session=True,  # so that it can stop neither this process nor outlive it
-    )
-    os.close(writing)
-    until, why = time.monotonic() + _SECONDS, ""
-    try:
-        while not why and not _is_closed(reading, _INTERVAL):
-            why = _ENDLESS if time.monotonic() > until else ""
-            why = _CROWDED if len(_processes_of(running.pid)) > _MOST_PROCESSES else why
-    finally:
-        os.close(reading)
-        _end(running.pid)
-    ended_by = -running.wait()
-    return why or (_ENDLESS if ended_by in (signal.SIGXCPU, signal.SIGKILL) else _LARGE if ended_by > 0 else "")
-
-
-def _is_closed(pipe: int, seconds: float) -> bool:
-    """Whether all others have closed the pipe, after waiting that long at most; what they write to it is dropped."""
-    return bool(select.select([pipe], [], [], seconds)[0]) and not os.read(pipe, 4096)
-
-
-def _end(session: int) -> None:
-    """End all processes of a session, also those that others start meanwhile: stopped ones start none."""
-    for sent in (signal.SIGSTOP, signal.SIGKILL):
-        before: set[int] = set()
-        while (left := set(_processes_of(session))) - before:
-            for process in left:
-                with suppress(ProcessLookupError):
-                    os.kill(process, sent)
-            before = left
-    until = time.monotonic() + _SECONDS
-    while _processes_of(session) and time.monotonic() < until:
-        time.sleep(_INTERVAL)
-
-
-def _processes_of(session: int) -> list[int]:
-    """The processes of a session that have not ended, where the system tells them."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            state, _, _, own = file.read_text(errors="replace").rpartition(")")[2].split()[:4]
-            found += [int(file.parent.name)] if int(own) == session and state != "Z" else []
-    return found
-
-
-def _content(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
 
 
 def _commands(text: str) -> Iterator[list[str]]:
