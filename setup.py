@@ -1,7 +1,7 @@
 """The compiled parts of ``megatron.zero_bubble`` and its page on a registry; the rest is in ``pyproject.toml``.
 
 ``ZB_BUILD`` selects the compiled ops, see ``_ops``. ``ZB_PROJECT_URL`` is the address of the project's repository, to
-which links lead from the page on a registry.
+which links lead from the page on a registry, and ``ZB_SITE_URL`` that of its site, which has the playground.
 """
 
 import os
@@ -25,6 +25,7 @@ CUDA_PACKAGES = {
     "nv/target": "nvidia-cuda-cccl",
 }
 PAGES = {"Homepage": "", "Documentation": "/blob/HEAD/docs/index.md", "Changelog": "/blob/HEAD/CHANGELOG.md"}
+SITE_PAGES = {"Documentation": "/index.html", "Playground": "/playground/index.html"}
 _LINK = re.compile(r"(!?\[([^]]*)\])\((?!https?:|#)([^)\s]+)\)")  # relative ones: [text](target), ![text](target)
 
 
@@ -174,16 +175,19 @@ def _say(text: str) -> list[Extension]:
     return []
 
 
-def _readme(url: str) -> str:
+def _readme(url: str, site: str) -> str:
     """README.md for a registry's page, where relative links lead nowhere: they lead to this version of the project.
 
     Args:
         url: address of the project's repository; without one, links become their text and pictures are left out.
+        site: address of its site, or "".
     """
     text = (ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else ""
     (version,) = re.findall(
         r'^__version__ = "(.+)"$', (ROOT / "megatron/zero_bubble/__init__.py").read_text(), re.MULTILINE
     )
+    if site:
+        text = text.replace("](docs/playground.md)", f"]({site}{SITE_PAGES['Playground']})")
     if url:
         return _LINK.sub(
             lambda link: f"{link[1]}({url}/{'raw' if link[1][0] == '!' else 'blob'}/v{version}/{link[3]})", text
@@ -192,12 +196,14 @@ def _readme(url: str) -> str:
 
 
 OPS, COMMANDS = _ops()
-URL = os.environ.get("ZB_PROJECT_URL", "").rstrip("/")
+URL, SITE = (os.environ.get(name, "").rstrip("/") for name in ("ZB_PROJECT_URL", "ZB_SITE_URL"))
+OF_PROJECT = {name: URL + path for name, path in PAGES.items()}
+OF_SITE = {name: SITE + path for name, path in SITE_PAGES.items()}
 setup(
     license="Apache-2.0",
-    long_description=_readme(URL),
+    long_description=_readme(URL, SITE),
     long_description_content_type="text/markdown",
-    project_urls={name: URL + path for name, path in PAGES.items()} if URL else {},
+    project_urls=(OF_PROJECT if URL else {}) | (OF_SITE if SITE else {}),
     ext_modules=[*_planner(), *OPS],
     cmdclass=COMMANDS,
     options={"build_ext": {"force": True}},  # a build for another torch, or without CUDA, would look up to date

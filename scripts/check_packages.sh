@@ -4,6 +4,7 @@
 #   bash scripts/check_packages.sh [PYTHON ...]    default: those of python3.10 to python3.13 that are installed
 #
 # ZB_PROJECT_URL   address of the project's repository, for the links of the registry's page (default: none)
+# ZB_SITE_URL      address of its site, for the link to the playground there (default: none)
 #
 # What was built lies in dist/. A wheel holds the planner's compiled loops and no torch ops: those are compiled against
 # the torch of the training environment, see docs/installation.md.

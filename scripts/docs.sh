@@ -19,7 +19,11 @@ for requirement in requires("megatron-zero-bubble") or []:
         print(name.strip())
 PYTHON
     )
-    python -m pip install --disable-pip-version-check --quiet --constraint scripts/constraints.txt "${needed[@]}"
+    timeout 600 python -m pip install --disable-pip-version-check --quiet --constraint scripts/constraints.txt \
+        "${needed[@]}" || {
+        echo "docs.sh: pip cannot install ${needed[*]}, see above; once they are in the environment, no network is needed" >&2
+        exit 1
+    }
 fi
 
 # The playground plans in the browser on Pyodide; where it is published, its absence is an error (.github/workflows).

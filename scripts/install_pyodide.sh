@@ -18,6 +18,13 @@ fi
 mkdir -p build
 work="$(mktemp -d build/pyodide.XXXXXX)"
 trap 'rm -rf "$work"' EXIT
-npm pack --silent --pack-destination "$work" "pyodide@$version" >/dev/null
+# npm itself waits for minutes, and tries again, where there is no network.
+if ! timeout 300 npm pack --silent --fetch-timeout=60000 --fetch-retries=1 --pack-destination "$work" \
+    "pyodide@$version" >"$work/npm.log" 2>&1; then
+    echo "install_pyodide.sh: npm cannot get pyodide@$version within 5 minutes:" \
+        "$(grep -m 1 . "$work/npm.log" || echo no answer); connect this machine to npm's registry," \
+        "or unpack pyodide-$version.tgz of another machine's 'npm pack pyodide@$version' as $folder" >&2
+    exit 1
+fi
 tar -xzf "$work/pyodide-$version.tgz" -C "$work"
 mv "$work/package" "$folder"

@@ -27,9 +27,9 @@ def _setup(*arguments: str, **environment: str) -> None:
     subprocess.run([sys.executable, "setup.py", "--quiet", *arguments], cwd=ROOT, env=own, check=True, timeout=120)
 
 
-def metadata_of(folder: Path, project: str) -> Message:
-    """What a registry shows of a package whose project has this address."""
-    _setup("egg_info", "--egg-base", str(folder), ZB_PROJECT_URL=project)
+def metadata_of(folder: Path, project: str, site: str = "") -> Message:
+    """What a registry shows of a package whose project and site have these addresses."""
+    _setup("egg_info", "--egg-base", str(folder), ZB_PROJECT_URL=project, ZB_SITE_URL=site)
     (file,) = folder.glob("*.egg-info/PKG-INFO")
     return message_from_string(file.read_text())
 
@@ -74,6 +74,13 @@ def test_a_registrys_page_has_no_dead_links(metadata: Message) -> None:
         else:
             assert target.startswith("https://arxiv.org/"), target
     assert all(f", {PROJECT}" in line for line in metadata.get_all("Project-URL", []))
+
+
+def test_a_registrys_page_opens_the_playground_of_the_site(tmp_path: Path) -> None:
+    metadata = metadata_of(tmp_path, PROJECT, "https://zb.example.org/site/")
+    at = "https://zb.example.org/site/playground/index.html"
+    assert f"[playground, in your browser]({at})" in str(metadata.get_payload())
+    assert f"Playground, {at}" in metadata.get_all("Project-URL", [])
 
 
 def test_without_an_address_a_registrys_page_has_no_relative_links(tmp_path: Path) -> None:
