@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.facts import Facts
 from megatron.zero_bubble.engine.runtime.backends import queues_of_job
-from megatron.zero_bubble.planning.job import experts, recomputation
 from megatron.zero_bubble.planning.job.arguments.checks import check
 from megatron.zero_bubble.planning.job.arguments.model_checks import check_packages
 from megatron.zero_bubble.planning.job.arguments.parser import parse
-from megatron.zero_bubble.planning.job.facts import facts_of, gpu_kind, remarks
+from megatron.zero_bubble.planning.job.facts import facts_of, gpu_kind, remarks_at_start
 from megatron.zero_bubble.planning.job.installed import check_installed
 from megatron.zero_bubble.planning.job.post_validation import forecast
 from megatron.zero_bubble.planning.job.proved import check_counts
@@ -239,9 +238,8 @@ def _print_start(
     num_microbatches = args.batch_sizes.final // args.batch_sizes.granule
     if args.run.setup.validates:
         print(f"zero-bubble: {forecast(args.source, num_microbatches)}", flush=True)
-    own = recomputation.remark(args, args.source, num_microbatches), experts.remark(args, args.source)
-    of_files = remarks(args.zero_bubble, lambda: _facts(args, platform.device_name())) if args.run.has_schedule else ()
-    for sentence in filter(None, (*own, *of_files)):
+    config, facts = args.zero_bubble if args.run.has_schedule else None, lambda: _facts(args, platform.device_name())
+    for sentence in remarks_at_start(args, args.source, num_microbatches, config, facts):
         print(f"zero-bubble: {sentence}", flush=True)
     if args.pipeline_model_parallel_layout:
         print(f"zero-bubble: layers by stage: {args.pipeline_model_parallel_layout}", flush=True)

@@ -19,7 +19,7 @@ from megatron.zero_bubble.cli.job_as_is import JobAsIs, add_job_flags, capacity_
 from megatron.zero_bubble.cli.job_figures import assumes_vocab_size
 from megatron.zero_bubble.cli.job_runs import SEVERAL, job_runs, with_more_queues
 from megatron.zero_bubble.cli.job_variants import VARIANTS, SizeVariant, chosen_variants
-from megatron.zero_bubble.cli.job_words import job_words
+from megatron.zero_bubble.cli.job_words import add_job_words, job_words
 from megatron.zero_bubble.cli.links import bandwidth_to_replicas
 from megatron.zero_bubble.cli.megatron_job import ParsedJob
 from megatron.zero_bubble.cli.plan_text import SLOW
@@ -94,13 +94,6 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
         environment={QUEUES: "1"},  # as scripts for Megatron-LM set it, whatever holds where this runs
         tries=True,
         drops_overlaps=True,
-    )
-
-
-def add_job_words(verb: argparse.ArgumentParser) -> None:
-    """Add the flags of the job, which follow last."""
-    verb.add_argument(
-        "job", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the flags of the job, after a separate --"
     )
 
 

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from megatron.zero_bubble.cli.advice_text import not_read
 from megatron.zero_bubble.cli.deciding import decided
 from megatron.zero_bubble.cli.gpu_memory import beyond
-from megatron.zero_bubble.cli.hardware import add_gpu_flags
-from megatron.zero_bubble.cli.job_figures import CostsInput, gpu_bytes
-from megatron.zero_bubble.cli.job_words import job_words
-from megatron.zero_bubble.cli.links import add_link_flags
+from megatron.zero_bubble.cli.hardware import add_hardware
+from megatron.zero_bubble.cli.job_figures import gpu_bytes
+from megatron.zero_bubble.cli.job_words import add_job_words, job_words
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.planned_job import RankMemory, planned_job
 from megatron.zero_bubble.cli.progress import working
@@ -29,9 +28,8 @@ from megatron.zero_bubble.core.formats.layout import job_predictions
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.render.text import headline, imbalance
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.job import experts, recomputation
 from megatron.zero_bubble.planning.job.arguments.model_checks import missing_packages as packages_of_ours
-from megatron.zero_bubble.planning.job.facts import remarks as of_other_jobs
+from megatron.zero_bubble.planning.job.facts import remarks_at_start
 from megatron.zero_bubble.planning.job.installed import missing_packages as packages_of_megatrons
 from megatron.zero_bubble.planning.job.pattern import contents
 from megatron.zero_bubble.planning.plans import rank_memory, slower_than_1f1b
@@ -53,21 +51,7 @@ def add_dry_run(verb: argparse.ArgumentParser) -> None:
         "Check a training job without starting it, and print its rank layout, plan and memory. If the run would "
         "reject the job, print the same error and exit with code 2."
     )
-    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
-    verb.add_argument(
-        "--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node, one process each (default: 8)"
-    )
-    add_gpu_flags(verb)
-    verb.add_argument(
-        "--gpu-memory", metavar="SIZE", help="end with exit code 2 if a rank needs more memory than this, e.g. 80GiB"
-    )
-    verb.add_argument(
-        "--costs",
-        type=CostsInput,
-        metavar="FILE",
-        help="measured pass times and memory (costs file), instead of estimates",
-    )
-    add_link_flags(verb)
+    add_hardware(verb, "end with exit code 2 if a rank needs more memory than this, e.g. 80GiB")
     verb.add_argument(
         "--megatron-lm", action="store_true", help="the flags are for Megatron-LM's training script, not for ours"
     )
@@ -77,12 +61,7 @@ def add_dry_run(verb: argparse.ArgumentParser) -> None:
         help=f"command to print for each node, with {_NODE} replaced by the node's number, e.g. 'torchrun "
         f"--node-rank {_NODE} ...'; scripts/launch_torchrun.sh --dry-run gives it",
     )
-    verb.add_argument(
-        "job",
-        nargs=argparse.REMAINDER,
-        metavar="-- FLAGS",
-        help="flags of the training script, after all options and a separate --",
-    )
+    add_job_words(verb)
     verb.set_defaults(command=dry_run)
 
 
@@ -102,12 +81,11 @@ def dry_run(options: argparse.Namespace) -> str:
     if host is not None and args.zero_bubble.host_memory is not None:
         _check_host_memory(args.zero_bubble.host_memory, host, costs)
     copied = None if host is None else _COPIES
-    recomputed = recomputation.remark(args, args.source, costs.num_microbatches)
-    hidden = experts.remark(args, args.source)
     uneven = None if (found := imbalance(timeline)) is None else f"{found}: {_BALANCE}"
     facts = {name: value for name, value in costs.facts.items() if name != "gpu"}  # which is assumed
-    of_files = of_other_jobs(args.zero_bubble, lambda: facts) if args.run.has_schedule else ()
-    remarks = filter(None, (*_compared(options, args, timeline, costs), uneven, copied, recomputed, hidden, *of_files))
+    config = args.zero_bubble if args.run.has_schedule else None
+    of_job = remarks_at_start(args, args.source, costs.num_microbatches, config, lambda: facts)
+    remarks = filter(None, (*_compared(options, args, timeline, costs), uneven, copied, *of_job))
     missing = (packages_of_megatrons if options.megatron_lm else packages_of_ours)(args)
     needed = (f"The job also needs {package}, which is not installed here." for package in missing)
     too_large = beyond(options, job.need) if costs.in_bytes and costs.knows_weights else None

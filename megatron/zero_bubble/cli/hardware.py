@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.job_figures import CostsInput, job_figures
-from megatron.zero_bubble.cli.links import given_links, with_transfers
+from megatron.zero_bubble.cli.links import add_link_flags, given_links, with_transfers
 from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.rank_groups import RankGroups
 from megatron.zero_bubble.core.costs.devices import DEVICES, NODE, Device
@@ -18,15 +18,20 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.vocabulary import costs_of_run
 
 
-def add_gpu_flags(verb: argparse.ArgumentParser) -> None:
-    """Add the flags for the GPU that passes are estimated for."""
+def add_gpu(verb: argparse.ArgumentParser, text: str) -> None:
+    """Add the flag that names a GPU."""
     verb.add_argument(
-        "--gpu",
-        type=str.lower,
-        choices=tuple(DEVICES),
-        default=ASSUMED,
-        help=f"GPU to estimate for (default: {ASSUMED})",
+        "--gpu", type=str.lower, choices=tuple(DEVICES), default=ASSUMED, help=f"{text} (default: {ASSUMED})"
     )
+
+
+def add_hardware(verb: argparse.ArgumentParser, gpu_memory: str) -> None:
+    """Add the flags that say where a job runs, and what it costs there; ``gpu_memory`` is the help of that limit."""
+    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
+    verb.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node, one process each (default: 8)"
+    )
+    add_gpu(verb, "GPU to estimate for")
     verb.add_argument(
         "--tflops",
         type=float,
@@ -40,6 +45,14 @@ def add_gpu_flags(verb: argparse.ArgumentParser) -> None:
         metavar="E",
         help="share of the peak that matrix products reach, from 0 to 1 (default: that of --gpu)",
     )
+    verb.add_argument("--gpu-memory", metavar="SIZE", help=gpu_memory)
+    verb.add_argument(
+        "--costs",
+        type=CostsInput,
+        metavar="FILE",
+        help="pass times and memory that a run of the job has measured, instead of estimates",
+    )
+    add_link_flags(verb)
 
 
 def device_of(options: argparse.Namespace) -> Device:

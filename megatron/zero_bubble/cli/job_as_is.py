@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.cli.advice_text import Batch
 from megatron.zero_bubble.cli.gpu_memory import RESERVED, memory_of
-from megatron.zero_bubble.cli.hardware import add_gpu_flags, device_of, job_costs
-from megatron.zero_bubble.cli.job_figures import CostsInput
+from megatron.zero_bubble.cli.hardware import add_hardware, device_of, job_costs
 from megatron.zero_bubble.cli.job_schedule import planned_schedule
-from megatron.zero_bubble.cli.links import add_link_flags
 from megatron.zero_bubble.cli.megatron_job import MegatronJob, ParsedJob, parsed_megatron_job, suspects
 from megatron.zero_bubble.cli.rank_groups import RankGroups, checked_world_size
 from megatron.zero_bubble.core.analysis.timeline import Metric
@@ -29,21 +27,9 @@ _STEPS, _CLOSE = 12, 1e-4
 
 
 def add_job_flags(verb: argparse.ArgumentParser) -> None:
-    """Add the flags that say where a job runs, and what it costs there."""
-    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
-    verb.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node (default: 8)")
-    add_gpu_flags(verb)
-    verb.add_argument(
-        "--gpu-memory",
-        metavar="SIZE",
-        help="memory of a GPU, of which a tenth is left for CUDA, NCCL and fragmentation (default: that of --gpu)",
-    )
-    verb.add_argument(
-        "--costs",
-        type=CostsInput,
-        metavar="FILE",
-        help="pass times and memory that a run of the job has measured, instead of estimates",
-    )
+    """Add the flags that say where a job runs, and what it costs there or takes as it is."""
+    left = "memory of a GPU, of which a tenth is left for CUDA, NCCL and fragmentation (default: that of --gpu)"
+    add_hardware(verb, left)
     verb.add_argument(
         "--measured-ms",
         type=float,
@@ -51,7 +37,6 @@ def add_job_flags(verb: argparse.ArgumentParser) -> None:
         help="time of an iteration in the log of a run of the job: estimated passes are scaled so that the job as it "
         "is takes that long",
     )
-    add_link_flags(verb)
 
 
 class JobAsIs(NamedTuple):

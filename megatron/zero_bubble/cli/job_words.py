@@ -7,6 +7,13 @@ import argparse
 from megatron.zero_bubble.core.errors import UserError
 
 
+def add_job_words(verb: argparse.ArgumentParser) -> None:
+    """Add the flags of the job, which follow last."""
+    verb.add_argument(
+        "job", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the flags of the job, after a separate --"
+    )
+
+
 def job_words(options: argparse.Namespace) -> list[str]:
     """Return the flags of the job; of a command that starts it, those of its script.
 

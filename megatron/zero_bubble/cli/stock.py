@@ -15,6 +15,7 @@ from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.integration.megatron_lm.fork_flags import modernize
+from megatron.zero_bubble.planning.experts import build_hiding
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.flags import given_in
 from megatron.zero_bubble.planning.observations import Observations
@@ -27,8 +28,8 @@ def stock_schedule(args: argparse.Namespace, num_ranks: int, num_microbatches: i
     chunks = args.virtual_pipeline_model_parallel_size
     if not chunks:
         return build("1f1b", **sizes)
-    pairs = bool(getattr(args, "overlap_moe_expert_parallel_comm", False))  # its combined schedule
-    return build("interleaved-1f1b", **sizes, num_chunks=chunks, pairs=pairs)
+    is_combined = getattr(args, "overlap_moe_expert_parallel_comm", False)
+    return (build_hiding if is_combined else build)("interleaved-1f1b", **sizes, num_chunks=chunks)
 
 
 def against_stock(

@@ -233,9 +233,9 @@ def _made(question: Question, variant: Variant, choices: Sequence[Placement]) ->
     """Yield the schedules, of a search on the best of these placements."""
     costs, cuts = question.costs, question.setup.cuts
     yield from question.starts
-    order, pairs = question.setup.order, question.setup.pairs
-    if isinstance(order, Named) and pairs:
-        yield from hidden(_hiding(question, order), order.name, costs.has_all_to_alls)
+    order = question.setup.order
+    if isinstance(order, Named) and question.setup.overlaps:
+        yield from hidden(costs, order, partial(_named, question), question.adapts)
     elif isinstance(order, Named):
         yield _named(question, order)
     elif not question.is_search:
@@ -264,16 +264,6 @@ def _named(question: Question, order: Named) -> Schedule:
         return with_units(make, costs, question.goal)
     schedule = make(unit_microbatches=unit if question.has_units else None)
     return fitted(schedule, costs, question.objective, question.ends) if fits else schedule
-
-
-def _hiding(question: Question, order: Named) -> Iterator[Schedule]:
-    """The schedules whose all-to-alls are hidden: with pairs, or else as published and as refitted to the costs."""
-    if recipe(order.name).has_pairs:
-        yield question.costs.build(order.name, num_chunks=order.of_run, pairs=True)
-        return
-    yield _named(question, replace(order, equal_passes=True))
-    if question.adapts:
-        yield _named(question, order)
 
 
 def _cut(question: Question) -> Question:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -19,6 +19,7 @@ from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.planning.score import attempt
+from megatron.zero_bubble.planning.setup import Named
 
 WITH_PAIRS, WITH_OVERLAP = "with pairs", "with overlap"
 """The ends of names of schedules that hide the all-to-all of experts: in pairs, or beneath weight gradients only."""
@@ -26,25 +27,27 @@ _CHUNKS = (2, 4)
 """The stages per rank of the combined interleaved schedules that a sentence names."""
 
 
-def hidden(schedules: Iterator[Schedule], named: str, has_all_to_alls: bool) -> Iterator[Schedule]:
-    """Yield the ways to run schedules so that the all-to-all of experts is hidden.
+def hidden(costs: Figures, order: Named, named: Callable[[Named], Schedule], adapts: bool) -> Iterator[Schedule]:
+    """Yield the ways to run a schedule so that the all-to-all of experts is hidden: in pairs, or else beneath weight
+    gradients, as published and as refitted to the costs.
 
     Args:
-        schedules: with pairs, if the schedule called ``named`` has any.
-        has_all_to_alls: whether the costs know the all-to-alls.
+        named: makes the schedule of a name without pairs.
+        adapts: whether it can be refitted.
 
     Raises:
         UserError: for a schedule without pairs if the all-to-alls are unknown, because nothing is then gained.
     """
-    has_pairs = recipe(named).has_pairs
-    recipe(named).pairs(not has_all_to_alls)
-    for schedule in schedules:
-        if has_pairs:
-            own = replace(schedule, name=f"{schedule.name} {WITH_PAIRS}")
-            yield from dict.fromkeys((own, fuse_alone(own), split_alone(own)))
-        else:
-            own = replace(schedule, name=f"{schedule.name} {WITH_OVERLAP}", overlap_experts=True)
-            yield from dict.fromkeys((fuse_alone(own), own))
+    known = recipe(order.name)
+    known.pairs(not costs.has_all_to_alls)
+    if known.has_pairs:
+        own = costs.build(order.name, num_chunks=order.of_run, pairs=True)
+        own = replace(own, name=f"{own.name} {WITH_PAIRS}")
+        yield from dict.fromkeys((own, fuse_alone(own), split_alone(own)))
+        return
+    for schedule in map(named, (replace(order, equal_passes=True), *((order,) if adapts else ()))):
+        own = replace(schedule, name=f"{schedule.name} {WITH_OVERLAP}", overlap_experts=True)
+        yield from dict.fromkeys((fuse_alone(own), own))
 
 
 def build_hiding(name: str, **sizes: Any) -> Schedule:

@@ -11,9 +11,8 @@ from megatron.zero_bubble.cli.catalogue.answers import rows_of
 from megatron.zero_bubble.cli.catalogue.find import MARK, recipes_in
 from megatron.zero_bubble.cli.catalogue.judge import Row
 from megatron.zero_bubble.cli.catalogue.table import ASSUMPTIONS, FORMATS, text_of
-from megatron.zero_bubble.cli.machine import ASSUMED
+from megatron.zero_bubble.cli.hardware import add_gpu
 from megatron.zero_bubble.cli.progress import progress
-from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.errors import UserError
 
 
@@ -26,13 +25,7 @@ def add_catalogue(verb: argparse.ArgumentParser) -> None:
         "are run: give only checkouts that you trust."
     )
     verb.add_argument("folders", nargs="+", metavar="FOLDER", help="a folder with launch scripts, or a checkout")
-    verb.add_argument(
-        "--gpu",
-        type=str.lower,
-        choices=tuple(DEVICES),
-        default=ASSUMED,
-        help=f"GPU of the recipes that do not name one (default: {ASSUMED})",
-    )
+    add_gpu(verb, "GPU of the recipes that do not name one")
     verb.add_argument(
         "--output",
         action="append",

@@ -13,10 +13,11 @@ from functools import cache
 from typing import Any
 
 from megatron.zero_bubble.cli.advice_text import given_of
-from megatron.zero_bubble.cli.advise import add_job_words, flags_of_job
+from megatron.zero_bubble.cli.advise import flags_of_job
 from megatron.zero_bubble.cli.figures import figures
 from megatron.zero_bubble.cli.job_as_is import add_job_flags, capacity_of, paced, read_job
 from megatron.zero_bubble.cli.job_schedule import planned_schedule
+from megatron.zero_bubble.cli.job_words import add_job_words
 from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.cli.winner import FILE, flags_of_name, has_name, run_text
 from megatron.zero_bubble.core.costs.terms import TIMES

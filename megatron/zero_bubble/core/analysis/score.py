@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.zero_bubble.core.analysis.timeline import Metric
+from megatron.zero_bubble.core.errors import UserError
 
 ROUNDING = 1e-9
 """Relative difference up to which two lengths, or two amounts of memory, are equal."""
@@ -30,6 +32,20 @@ def length_ms(of: WithLengths, objective: Metric) -> float:
 def within(amount: float, limit: float | None) -> bool:
     """Whether an amount of memory is within a limit in the same unit; None for no limit."""
     return limit is None or amount <= limit * (1 + ROUNDING)
+
+
+def limits_of(limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
+    """The memory limit of every rank; infinity if there is none.
+
+    Raises:
+        UserError: limits for another number of ranks.
+    """
+    if limit is None:
+        return (math.inf,) * num_ranks
+    limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * num_ranks
+    if len(limits) != num_ranks:
+        raise UserError(f"a memory limit must be one figure, or one for each of the {num_ranks} ranks; got {limits}")
+    return limits
 
 
 def excess(peak: float, limit: float | None) -> float:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.core.analysis.bounds import lower_bound
 from megatron.zero_bubble.core.analysis.memory import most_kept
-from megatron.zero_bubble.core.analysis.score import is_less
+from megatron.zero_bubble.core.analysis.score import is_less, limits_of
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
@@ -89,7 +89,7 @@ def zb_auto(
     for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if count < 1:
             raise UserError(f"{name} must be 1 or more; got {count}")
-    limit = _limits(memory_limit, num_ranks)
+    limit = limits_of(memory_limit, num_ranks)
     find = figures or partial(_fitted, costs=costs, memory=memory, linear=linear)
     of = _figures_of(placements(placement, num_ranks, num_chunks), find)
     problems = [Problem.of(Workload(on, num_microbatches), *own, limit, objective) for on, own in of.items()]
@@ -295,13 +295,6 @@ def _least(
 
 def _is_small(problem: Problem) -> bool:
     return 3 * problem.num_stages * problem.num_microbatches <= _MANY_PASSES
-
-
-def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:
-    limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * num_ranks
-    if len(limits) != num_ranks:
-        raise UserError(f"a memory limit must be one figure, or one for each of the {num_ranks} ranks; got {limits}")
-    return limits
 
 
 def _too_tight(problems: Sequence[Problem], limit: Sequence[float], memory_limit: object) -> str:

@@ -35,9 +35,8 @@ from megatron.zero_bubble.integration.patching.apply import report as report_sch
 from megatron.zero_bubble.integration.patching.apply import revert as revert_schedule
 from megatron.zero_bubble.integration.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.integration.patching.seams import Seams, installed_seams
-from megatron.zero_bubble.planning.job import experts, recomputation
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.planning.job.facts import facts_of, gpu_kind, remarks
+from megatron.zero_bubble.planning.job.facts import facts_of, gpu_kind, remarks_at_start
 from megatron.zero_bubble.planning.job.flags import add_flags
 from megatron.zero_bubble.planning.job.installed import check_packages
 from megatron.zero_bubble.planning.job.pattern import pattern_of
@@ -209,9 +208,10 @@ def _put_in_force(
         say(f"layers by stage: {layout}")
     elif pattern is not None and len(pattern.stages) > 1:
         say(f"layers by stage: {pattern.text}")
-    own = recomputation.remark(args, source, in_training(args)[-1]), experts.remark(args, source)
-    of_files = remarks(config, lambda: facts_of(args, gpu_kind(select("auto").device_name())))
-    for sentence in filter(None, (*own, *of_files)):
+    sentences = remarks_at_start(
+        args, source, in_training(args)[-1], config, lambda: facts_of(args, gpu_kind(select("auto").device_name()))
+    )
+    for sentence in sentences:
         say(sentence)
     if readers:
         say(f"sharded units save less memory, because weights stay whole between iterations: {', '.join(readers)}")

@@ -11,8 +11,10 @@ from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.formats.costs import read_costs_file
 from megatron.zero_bubble.core.formats.facts import Facts, differences, listed
 from megatron.zero_bubble.core.formats.layout import job_layers, stages_text
+from megatron.zero_bubble.planning.job import experts, recomputation
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.model import has_experts, model_of
+from megatron.zero_bubble.planning.source import ScheduleSource
 
 
 def gpu_kind(name: str) -> str:
@@ -51,14 +53,14 @@ def facts_of(args: Any, gpu: str | None = None, vocab_size: int | None = None) -
         "context_parallel_size": args.context_parallel_size,
         "gpu": gpu,
     }
-    if (experts := model.experts) is not None:
+    if (routed := model.experts) is not None:
         facts |= {
-            "num_experts": experts.count,
-            "experts_per_token": experts.top_k,
-            "expert_hidden_size": experts.ffn,
-            "shared_expert_hidden_size": experts.shared,
-            "expert_parallel_size": experts.parallel,
-            "expert_tensor_parallel_size": experts.tensor_parallel,
+            "num_experts": routed.count,
+            "experts_per_token": routed.top_k,
+            "expert_hidden_size": routed.ffn,
+            "shared_expert_hidden_size": routed.shared,
+            "expert_parallel_size": routed.parallel,
+            "expert_tensor_parallel_size": routed.tensor_parallel,
         }
     return {name: value for name, value in facts.items() if value is not None}
 
@@ -77,6 +79,24 @@ def job_facts(args: Any) -> Facts:
         "optimizer": f"{args.optimizer}{divided}{reduced}",
         "tied_embeddings": not args.untie_embeddings_and_output_weights,
     }
+
+
+def remarks_at_start(
+    args: Any,
+    source: ScheduleSource | None,
+    num_microbatches: int,
+    config: ZeroBubbleConfig | None,
+    facts: Callable[[], Facts],
+) -> Iterator[str]:
+    """Yield what the user of a job should know before it runs: what its options cost under its schedules, and which of
+    its files are of another job.
+
+    Args:
+        source, config: its schedules, and what it asks of this package; None for Megatron's own.
+        facts: as in ``remarks``.
+    """
+    yield from filter(None, (recomputation.remark(args, source, num_microbatches), experts.remark(args, source)))
+    yield from () if config is None else remarks(config, facts)
 
 
 def remarks(config: ZeroBubbleConfig, facts: Callable[[], Facts]) -> Iterator[str]:

@@ -11,7 +11,6 @@ offloading, memory limits the length in another way (``offload``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -24,7 +23,7 @@ from megatron.zero_bubble.core.analysis.bounds.trial import Effort, by_contradic
 from megatron.zero_bubble.core.analysis.bounds.vocabulary import by_vocabulary
 from megatron.zero_bubble.core.analysis.bounds.ways import by_ways
 from megatron.zero_bubble.core.analysis.bounds.windows import by_area, by_head_chain, by_waits
-from megatron.zero_bubble.core.analysis.score import ROUNDING
+from megatron.zero_bubble.core.analysis.score import ROUNDING, limits_of
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.errors import UserError
@@ -95,7 +94,7 @@ def lower_bound(
         UserError: when the limit admits no schedule (the message gives the least limit that does), or when figures are
             for another number of stages.
     """
-    placement, limit = work.placement, _limits(memory_limit, work.placement.num_ranks)
+    placement, limit = work.placement, limits_of(memory_limit, work.placement.num_ranks)
     _check(costs, memory, placement, work.num_microbatches, limit)
     if len(work.slices) > 1:
         return Bound(*by_slices(costs, memory, work, limit, objective, fused))
@@ -150,7 +149,7 @@ def lower_bound_with_offload(
     if len(work.slices) > 1:
         return free
     placement = work.placement
-    limit = _limits(memory_limit, placement.num_ranks)
+    limit = limits_of(memory_limit, placement.num_ranks)
     setting = Setting.of(costs, memory, placement, work.num_microbatches, limit, fused=False)
     late = setting.forward_at if objective == "makespan" else (0.0,) * placement.num_stages
     bounds = (
@@ -211,16 +210,6 @@ def _origins(closed: list[Bound], objective: Metric, affordable: int) -> list[in
     for bound in closed:
         highest[bound.rank] = max(highest.get(bound.rank, 0.0), bound.value_ms)
     return sorted(highest, key=lambda rank: -highest[rank])[:affordable]
-
-
-def _limits(limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
-    """Return one limit per rank; infinity if there is no limit."""
-    if limit is None:
-        return (math.inf,) * num_ranks
-    limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * num_ranks
-    if len(limits) != num_ranks:
-        raise UserError(f"a memory limit must be one figure, or one for each of the {num_ranks} ranks; got {limits}")
-    return limits
 
 
 def _check(costs: PassCosts, memory: PassMemory, placement: Placement, m: int, limits: Sequence[float]) -> None:
