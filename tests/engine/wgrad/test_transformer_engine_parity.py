@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.wgrad.test_fused import train_half_split
 from tests.helpers import engine
+from tests.helpers.engine_layers import Wrapper, with_engine
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
@@ -51,63 +51,6 @@ ROWS = {
 }
 
 
-class _Wrapper:
-    """Imitates megatron-core's wrappers around TransformerEngine's linears."""
-
-    fused = False
-    fp8_layers = False
-
-    def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Any, bias: bool, **rest: Any
-    ) -> None:
-        super().__init__(
-            input_size,
-            output_size,
-            fuse_wgrad_accumulation=_Wrapper.fused,
-            bias=bias,
-            return_bias=rest["skip_bias_add"],
-            params_dtype=config.params_dtype,
-        )  # type: ignore[call-arg]
-        self.config, self.fp8, self.is_first_microbatch = config, _Wrapper.fp8_layers, True
-        for name, parameter in self.named_parameters():  # type: ignore[attr-defined]
-            init_method(parameter) if name == "weight" else None
-            parameter.allreduce = not (rest["is_expert"] and config.expert_model_parallel_size > 1)
-        if bias:
-            torch.nn.init.zeros_(self.bias)  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        y = super().forward(x, self.is_first_microbatch)  # type: ignore[misc]
-        self.is_first_microbatch = False
-        return y if isinstance(y, tuple) else (y, None)
-
-    def backward_dw(self) -> None:
-        if self.config.delay_wgrad_compute:
-            super().backward_dw()  # type: ignore[misc]
-
-
-class Linear(_Wrapper, engine.Linear):
-    pass
-
-
-class LayerNormLinear(_Wrapper, engine.LayerNormLinear):
-    pass
-
-
-def with_engine(spec: Any) -> Any:
-    """Replace the linears of a layer's spec; only the wrapped linear of the attention includes its norm."""
-    from megatron.core.transformer.identity_op import IdentityOp
-
-    for layer in getattr(spec, "layer_specs", [spec]):
-        parts = layer.submodules
-        parts.input_layernorm = IdentityOp
-        attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
-        attention.linear_qkv, attention.linear_proj = LayerNormLinear, Linear
-        experts = getattr(mlp, "experts", None)
-        of_mlp = mlp if experts is None else experts.submodules
-        of_mlp.linear_fc1, of_mlp.linear_fc2 = Linear, Linear
-    return spec
-
-
 @contextmanager
 def engine_layers(fused: bool, fp8: bool) -> Iterator[None]:
     """Build models with the fake engine's linears within this context."""
@@ -115,8 +58,8 @@ def engine_layers(fused: bool, fp8: bool) -> Iterator[None]:
 
     make = model._layer_spec
     with engine.installed(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Wrapper, "fused", fused)
-        patch.setattr(_Wrapper, "fp8_layers", fp8)
+        patch.setattr(Wrapper, "fused", fused)
+        patch.setattr(Wrapper, "fp8_layers", fp8)
         patch.setattr(model, "_layer_spec", lambda *args: with_engine(make(*args)))
         yield
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.wgrad.test_transformer_engine_parity import _Wrapper, with_engine
 from tests.helpers import engine
+from tests.helpers.engine_layers import Wrapper, with_engine
 from tests.helpers.graphed_engine import graphs_on_cpu
 from tests.helpers.parity import Layout, Outcome, _splits, _train_once, _under_each, assert_same_bits, assert_same_model
 from tests.helpers.ranks import RankFailure, RankPool
@@ -57,8 +57,8 @@ def graphed(scopes: Sequence[str], fused: bool, release: str) -> Iterator[list[A
         return passes(trainer, batches, share, forward_only)
 
     with engine.installed(release), graphs_on_cpu(lambda: count[0]), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Wrapper, "fused", fused)
-        patch.setattr(_Wrapper, "fp8_layers", False)
+        patch.setattr(Wrapper, "fused", fused)
+        patch.setattr(Wrapper, "fp8_layers", False)
         patch.setattr(model, "_layer_spec", lambda *args: with_engine(spec(*args)))
         patch.setattr(model, "build_config", with_graphs)
         patch.setattr(loop.Trainer, "_passes", capture_first)
