@@ -251,7 +251,10 @@ def graphs_on_cpu(num_microbatches: Callable[[], int]) -> Iterator[None]:
         patch.setattr(cuda_graphs, "HAVE_TE_GRAPHS", True)
         patch.setattr(cuda_graphs, "make_graphed_callables", make_graphed_callables, raising=False)
         patch.setattr(cuda_graphs, "is_te_min_version", lambda least, **_: version() >= _numbers(least))
-        patch.setattr(cuda_graphs, "get_num_microbatches", num_microbatches)
+        patch.setattr(cuda_graphs, "get_num_microbatches", num_microbatches, raising=False)
+        patch.setattr(torch.cuda, "set_stream", lambda stream: None)  # called by the helper of 0.14
+        engine = sys.modules["transformer_engine.pytorch"]  # where Megatron-LM 0.13 looks it up
+        patch.setattr(engine, "make_graphed_callables", make_graphed_callables, raising=False)
         yield
 
 

@@ -66,6 +66,7 @@ def build(row: Row, graphs: bool, wrap: bool = True) -> list[Any]:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
 
     import megatron.zero_bubble
 
@@ -76,7 +77,7 @@ def build(row: Row, graphs: bool, wrap: bool = True) -> list[Any]:
         num_attention_heads=4,
         pipeline_model_parallel_size=row.ranks,
         virtual_pipeline_model_parallel_size=virtual_size(row),
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=torch.bfloat16 if row.options.get("bf16") else torch.float32,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         cuda_graph_warmup_steps=WARM,
@@ -87,6 +88,8 @@ def build(row: Row, graphs: bool, wrap: bool = True) -> list[Any]:
     chunks = megatron.zero_bubble.build_stages(
         lambda **stage: GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE, **stage)
     )
+    if config.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
     if not wrap:
         return chunks
     ddp_config = DistributedDataParallelConfig(**row.parallel)
@@ -189,7 +192,7 @@ def recorded(pipeline: Any) -> list[int]:
 
 def digest(model: Sequence[Any]) -> str:
     weights = (parameter for chunk in model for parameter in chunk.parameters())
-    return hashlib.sha256(b"".join(weight.detach().numpy().tobytes() for weight in weights)).hexdigest()
+    return hashlib.sha256(b"".join(weight.detach().float().numpy().tobytes() for weight in weights)).hexdigest()
 
 
 def train(
@@ -198,11 +201,13 @@ def train(
     graphs: bool,
     pool: Callable[..., StandInPool] = StandInPool,
     edit: Callable[[Any], object] = lambda _: None,
+    is_stock: bool = False,
 ) -> tuple[Any, ...]:
     """What a job reads, a digest of its weights, and the slots that have graphs; call it on a rank pool.
 
     Args:
         edit: changes what is replaced while the job runs.
+        is_stock: whether Megatron's own schedule runs.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -213,7 +218,7 @@ def train(
         config = megatron.zero_bubble.ZeroBubbleConfig(
             row.schedule, fuse_wgrad=row.fused, post_validation=row.spikes is not None
         )
-        pipeline = megatron.zero_bubble.apply(config)
+        pipeline = None if is_stock else megatron.zero_bubble.apply(config)
         ends.callback(megatron.zero_bubble.revert)
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
@@ -225,8 +230,8 @@ def train(
         torch.manual_seed(7)
         model = build(row, graphs)
         losses = steps(row, model, 5 + parallel_state.get_data_parallel_rank(), pipeline)
-        assert pipeline.num_pending == 0
-        return (losses, digest(model)), recorded(pipeline)
+        assert pipeline is None or pipeline.num_pending == 0
+        return (losses, digest(model)), [] if pipeline is None else recorded(pipeline)
 
 
 def compared(rank: int, schedule: str) -> list[str]:

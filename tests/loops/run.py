@@ -1,8 +1,8 @@
 """Compare loops with the megatron-core on the path: ``python -m tests.loops.run RANK RANKS STORE ROWS``.
 
-The rows are JSON: by name, a loop (or a kind of varied lengths, or CUDA graphs of stages) and its options. Loops are
-for two ranks, varied lengths for any number. Rank 0 prints what differs, one line each, and the version and the rows
-that it has compared.
+The rows are JSON: by name, a loop (or a kind of varied lengths, or CUDA graphs of stages or of layers) and its options.
+Loops are for two ranks, varied lengths for any number. Rank 0 prints what differs, one line each, and the version and
+the rows that it has compared.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def main(rank: int, num_ranks: int, store: str, rows: Mapping[str, tuple[str, di
     use_cpu_ranks()
     from megatron.core import __version__
 
-    from tests.helpers import stage_graphs
+    from tests.helpers import layer_graphs, stage_graphs
     from tests.loops import compare, varied
 
     for number, (name, (loop, options)) in enumerate(rows.items()):
         lines = []
-        if loop == stage_graphs.KIND:
+        if loop in (stage_graphs.KIND, layer_graphs.KIND):
+            graphs = stage_graphs if loop == stage_graphs.KIND else layer_graphs
             with joined(rank, num_ranks, f"{store}-{number}"):
-                lines = stage_graphs.compared(rank, **options)
+                lines = graphs.compared(rank, **options)
         elif loop in varied.KINDS:
             for schedule in varied.SCHEDULES:
                 with joined(rank, num_ranks, f"{store}-{number}-{schedule}"):

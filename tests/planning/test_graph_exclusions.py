@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +20,7 @@ EXCLUDED = {
     "sharded units": RunOptions(Setup(Named("zero-pp"), shards=Shards())),
     "hide the all-to-all": RunOptions(Setup(Named("interleaved-1f1b"), pairs=True)),
     "offloading": RunOptions(Setup(Named("zb-h1"), offload=Offload("all"))),
-    "zb-auto": RunOptions(Setup(Searched())),
     "different lengths": RunOptions(H1, lengths=("shapes", True)),
-    "post-validation": RunOptions(Setup(Named("zb-h1"), step=Validated())),
 }
 
 
@@ -40,14 +39,36 @@ def test_choices_that_exclude_graphs(words: str, asked: dict[str, object]) -> No
         check_options(SimpleNamespace(**options, **asked), EXCLUDED[words])
 
 
+@pytest.mark.parametrize("asked", ASKED, ids=["0.15", "0.14"])
+def test_steps_are_validated_and_batches_grow(asked: dict[str, object]) -> None:
+    given = asked | {"rampup_batch_size": ["8", "8", "64"], "step_batch_size_schedule": "1:4"}
+    check_options(SimpleNamespace(**given), RunOptions(Setup(Named("zb-h1"), step=Validated())))
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--cuda-graph-impl transformer_engine", ""),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 1", ""),
+        ("--cuda-graph-impl local --cuda-graph-warmup-steps 0", ""),
+        ("--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0", "set --cuda-graph-warmup-steps 1"),
+        ("--external-cuda-graph", "captured before the first iteration"),
+    ],
+)
+def test_plans_need_an_iteration_without_graphs(flags: str, why: str) -> None:
+    """Its memory is what the plan is searched with."""
+    args, unread = parse_megatron(flags.split())
+    assert not unread
+    with pytest.raises(UserError, match=f"zb-auto.*{why}") if why else nullcontext():
+        check_options(args, RunOptions(Setup(Searched())))
+
+
 @pytest.mark.parametrize(
     "refused",
     [
         {"enable_cuda_graph": True, "num_experts": 8},
         {"cuda_graph_impl": "local", "num_experts": 8},
         {"cuda_graph_impl": "full_iteration"},
-        {"cuda_graph_impl": "transformer_engine", "rampup_batch_size": ["8", "8", "64"]},
-        {"external_cuda_graph": True, "rampup_batch_size": ["8", "8", "64"]},
         {"cuda_graph_impl": "transformer_engine", "fine_grained_activation_offloading": True},
         {"cuda_graph_impl": "transformer_engine", "variable_seq_lengths": True},
         {"cuda_graph_impl": "transformer_engine", "overlap_moe_expert_parallel_comm": True},
@@ -75,10 +96,7 @@ def test_what_a_replay_cannot_repeat_is_refused_with_graphs_of_stages(options: d
 @pytest.mark.parametrize(
     ("implementation", "flags"),
     [
-        ("transformer_engine", "--rampup-batch-size 2 1 100"),
-        ("transformer_engine", "--step-batch-size-schedule 1:4"),
         ("transformer_engine", "--fine-grained-activation-offloading"),
-        ("transformer_engine", "--moe-latent-size 512"),
         ("local", "--qk-clip"),
         ("local", "--log-max-attention-logit"),
         ("local", "--num-experts 8"),

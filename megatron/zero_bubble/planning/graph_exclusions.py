@@ -12,7 +12,6 @@ from megatron.zero_bubble.planning.exclusions import (
     OFFLOAD,
     PAIRS,
     PLANS,
-    POST_VALIDATION,
     SCHEDULE,
     SHARDS,
     SLICES,
@@ -24,7 +23,6 @@ GRAPH_OPTIONS = {"enable_cuda_graph": False, "external_cuda_graph": False, "cuda
 _ORDER = "Megatron captures CUDA graphs in the order of its own 1F1B"
 _MESSAGES = "a graph of a whole iteration has the messages between ranks, and their order in a replay is not defined"
 _DROP = "set --cuda-graph-impl none, or, with --perform-rl-step, drop --rl-training-cuda-graphs"
-_MORE = "a later batch size may need more graphs than were captured"
 _CANNOT_MOVE = "what a graph keeps for its backward cannot leave the GPU"
 _EXCLUDING = (
     (SLICES, "the keys and values of earlier slices are outside of CUDA graphs"),
@@ -33,10 +31,7 @@ _EXCLUDING = (
     (OFFLOAD, _CANNOT_MOVE),
     (LENGTHS, "CUDA graphs are captured for one length"),
 )
-_EXCLUDING_ENGINE = (
-    (PLANS, "its measurements do not see what CUDA graphs keep, and its plans may need more of them than captured"),
-    (POST_VALIDATION, "a capture overwrites the gradients of a step that is not validated yet"),
-)
+_UNMEASURED = "what CUDA graphs keep is not measured, and these are captured before the first iteration"
 _SIZES = "experts get other numbers of tokens in every microbatch, and a CUDA graph of a stage repeats one size"
 _SCALES = "TransformerEngine computes scales in Python, which a CUDA graph of a stage does not run again"
 _PYTHON = "Python keeps the maximum of the attention logits, and a replay runs no Python"
@@ -52,8 +47,7 @@ _EXCLUDING_LOCAL = {
     "hybrid_override_pattern": _NO_BLOCK,
     "is_hybrid_model": _NO_BLOCK,
 }
-_OF_ENGINE, _OF_LOCAL = ("external_cuda_graph", "cuda_graph_impl"), ("enable_cuda_graph", "cuda_graph_impl")
-_ENGINE, _LOCAL = (True, "transformer_engine"), (True, "local")
+_OF_LOCAL, _LOCAL = ("enable_cuda_graph", "cuda_graph_impl"), (True, "local")
 
 
 def _without(
@@ -85,6 +79,11 @@ def _draws_once(given: Any, options: Any) -> bool:
     return given not in _LOCAL or not (drops and recomputes)
 
 
+def _warms_up(given: Any, options: Any) -> bool:
+    """Whether the first iteration of a job runs without graphs of TransformerEngine."""
+    return given > 0 or getattr(options, "cuda_graph_impl", None) != "transformer_engine"
+
+
 GRAPHS = (
     OptionRule(
         SCHEDULE,
@@ -101,21 +100,22 @@ GRAPHS = (
         _DROP,
     ),
     *(row for option, why in _EXCLUDING_LOCAL.items() for row in _without(option, why, _OF_LOCAL, _LOCAL)),
-    *_without("rampup_batch_size", _MORE, _OF_ENGINE, _ENGINE),
-    *_without("step_batch_size_schedule", _MORE, _OF_ENGINE, _ENGINE),
     *_without("fine_grained_activation_offloading", _CANNOT_MOVE),
     *_without("qk_clip", _PYTHON, _OF_LOCAL, _LOCAL),
     *_without("log_max_attention_logit", _PYTHON, _OF_LOCAL, _LOCAL),
-    *_without("moe_latent_size", _QUEUED, _OF_ENGINE, _ENGINE),
+    *_without("moe_latent_size", _QUEUED, ("external_cuda_graph", "cuda_graph_impl"), (True, "transformer_engine")),
     *(
         OptionRule(SCHEDULE, name, Fits("off with dropout and recomputation", _draws_once), _MASKS, _DROP)
         for name in _OF_LOCAL
     ),
     *(OptionRule(choice, name, off, why, _DROP) for choice, why in _EXCLUDING for name, off in GRAPH_OPTIONS.items()),
-    *(
-        OptionRule(choice, name, Fits("off, or local", lambda given, _: given not in _ENGINE), why, _DROP)
-        for choice, why in _EXCLUDING_ENGINE
-        for name in _OF_ENGINE
+    OptionRule(PLANS, "external_cuda_graph", False, _UNMEASURED, _DROP),
+    OptionRule(
+        PLANS,
+        "cuda_graph_warmup_steps",
+        Fits("1 or more with --cuda-graph-impl transformer_engine", _warms_up),
+        _UNMEASURED,
+        "set --cuda-graph-warmup-steps 1",
     ),
 )
 """For each choice, the only values that it supports."""

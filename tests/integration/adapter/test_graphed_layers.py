@@ -5,25 +5,44 @@ The helper that captures is megatron-core's own. After the first iteration, laye
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.zero_bubble.core.plan import plan_of, slots
+from megatron.zero_bubble.core.schedules import build
 from tests.helpers import engine
 from tests.helpers.engine_layers import Wrapper, with_engine
 from tests.helpers.graphed_engine import graphs_on_cpu
-from tests.helpers.parity import Layout, Outcome, _splits, _train_once, _under_each, assert_same_bits, assert_same_model
+from tests.helpers.layer_graphs import KIND
+from tests.helpers.megatron_lm import Checkout, checkouts
+from tests.helpers.parity import (
+    STEPS,
+    Layout,
+    Outcome,
+    _splits,
+    _train_once,
+    _under_each,
+    assert_same_bits,
+    assert_same_model,
+)
 from tests.helpers.ranks import RankFailure, RankPool
 from tests.helpers.rows import some
+from tests.integration.adapter.test_auto import waiting_for_plans
+from tests.loops.checkouts import check_on
 
+TWO = Layout(2, num_layers=4)
 NO_BIAS = "--disable-bias-linear --untie-embeddings-and-output-weights --bf16"
 
 
 @contextmanager
-def graphed(scopes: Sequence[str], fused: bool, release: str) -> Iterator[list[Any]]:
+def graphed(row: Row) -> Iterator[list[Any]]:
     """Layers of the fake engine in this context; yields the helpers that have captured."""
+    from megatron.core import parallel_state
     from megatron.core.transformer import enums
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
@@ -38,7 +57,7 @@ def graphed(scopes: Sequence[str], fused: bool, release: str) -> Iterator[list[A
             config.cuda_graph_impl = "transformer_engine"
             kind = getattr(enums, "CudaGraphModule", None) or enums.CudaGraphScope
             name = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"
-            setattr(config, name, [kind[scope] for scope in scopes])
+            setattr(config, name, [kind[scope] for scope in row.scopes])
         return config
 
     def capture_first(trainer: Any, batches: Any, share: Any, forward_only: bool = False) -> Any:
@@ -51,13 +70,20 @@ def graphed(scopes: Sequence[str], fused: bool, release: str) -> Iterator[list[A
                     [trainer.trained.optimizer],
                 )  # fmt: skip
                 helper.create_cudagraphs()
+                if trainer.args.overlap_param_gather:
+                    helper.cuda_graph_set_manual_hooks()
                 helpers.append(helper)
                 trainer.captured = True
             seen.add(id(chunks))
-        return passes(trainer, batches, share, forward_only)
+        reports = passes(trainer, batches, share, forward_only)
+        spikes = trainer.state.iteration + 1 == row.spike and parallel_state.get_pipeline_model_parallel_rank() == 1
+        if spikes and not forward_only:
+            for buffer in (buffer for chunk in chunks for buffer in chunk.buffers):
+                buffer.grad_data.mul_(1e6)
+        return reports
 
-    with engine.installed(release), graphs_on_cpu(lambda: count[0]), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Wrapper, "fused", fused)
+    with engine.installed(row.release), graphs_on_cpu(lambda: count[0]), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Wrapper, "fused", True)
         patch.setattr(Wrapper, "fp8_layers", False)
         patch.setattr(model, "_layer_spec", lambda *args: with_engine(spec(*args)))
         patch.setattr(model, "build_config", with_graphs)
@@ -65,65 +91,176 @@ def graphed(scopes: Sequence[str], fused: bool, release: str) -> Iterator[list[A
         yield helpers
 
 
-def train(
-    rank: int, flags: str, schedules: Sequence[str | None], scopes: Sequence[str], fused: bool, release: str
-) -> tuple[list[Outcome], list[int], int]:
-    """Train; return the outcomes, the graphs of a layer for each schedule that has some, and the replays of W."""
+def train(rank: int, name: str, edit: Callable[[Any], object] = lambda _: None) -> tuple[list[Outcome], list[int], int]:
+    """Train without and with graphs; return the outcomes, the slots of each stage, and the replays of W.
+
+    Args:
+        name: of a row.
+        edit: changes more of what is replaced meanwhile.
+    """
     from megatron.zero_bubble.engine.wgrad.graphed import ReplayedGradients
 
-    start, outcomes, numbers, run, ran = None, [], [], ReplayedGradients.run, []
-    with pytest.MonkeyPatch.context() as patch, graphed(scopes, fused, release) as helpers:
+    row, start, outcomes, numbers, run, ran = ROWS[name], None, [], [], ReplayedGradients.run, []
+    with pytest.MonkeyPatch.context() as patch, graphed(row) as helpers, waiting_for_plans():
         patch.setattr(ReplayedGradients, "run", lambda self: (ran.append(self), run(self))[1])
-        for args, pipeline in _under_each(flags, schedules):
+        row.edit(patch)
+        edit(patch)
+        for args, pipeline in _under_each(row.flags, [None, row.schedule]):
             outcome, start = _train_once(args, _splits(args), start, pipeline)
             outcomes.append(outcome)
         for helper in helpers:
-            numbers.append(len(helper.flattened_callables[0].cuda_graphs[0]._graphs))
+            numbers += [layers[0].cuda_graphs[0]._stage.num_slots for layers in helper.callables_per_chunk if layers]
     return outcomes, numbers, len(ran)
 
 
+def gathering_in_the_step(patch: Any) -> None:
+    """Gather the weights of the first chunk as soon as their part of the optimizer has stepped."""
+    from pretrain import model
+
+    build_optimizer = model.build_optimizer
+
+    def build_in_parts(args: Any, chunks: Any) -> Any:
+        args.overlap_param_gather_with_optimizer_step = len(chunks) > 1
+        return build_optimizer(args, chunks)
+
+    patch.setattr(model, "build_optimizer", build_in_parts)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job.
+
+    Attributes:
+        scopes: the parts of layers that are captured; none for whole layers.
+        release: of TransformerEngine.
+        has_w: whether W is a graph of its own.
+        spike: the iteration whose gradients are too large on the second rank.
+        edit: changes what is replaced meanwhile.
+    """
+
+    schedule: str
+    release: str = "2.13.0"
+    scopes: Sequence[str] = ()
+    options: str = NO_BIAS
+    layout: Layout = TWO
+    has_w: bool = True
+    num_microbatches: int = 4
+    steps: int = STEPS
+    spike: int = 0
+    edit: Callable[[Any], object] = lambda _: None
+
+    @property
+    def flags(self) -> str:
+        return self.layout.flags(self.num_microbatches, f"{self.options} --train-iters {self.steps}")
+
+
+AHEAD = "--zero-bubble-post-validation"
+CLIPPED = f"{NO_BIAS} --clip-grad 100"
 EXPERTS = f"--num-experts 4 --moe-aux-loss-coeff 0.01 {NO_BIAS} --overlap-grad-reduce --no-align-grad-reduce"
 PARTS = ["attn", "moe_router"]
-# Schedules, scopes, release of TransformerEngine, layout, flags, graphs of a layer by rank.
+REPLICAS = Layout(2, data=2)
+FOUR = Layout(2, data=2, num_layers=4)
+GATHERED = f"{NO_BIAS} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+INSIDE = {"release": "2.8.0", "has_w": False}
 ROWS = {
-    "W inside": (["zb-h1"], [], "2.8.0", Layout(2, num_layers=4), NO_BIAS, [2, 2]),
-    "W apart": (["zb-h1"], [], "2.13.0", Layout(2, num_layers=4), NO_BIAS, [2, 2]),
-    "biases, W inside": (["zb-h2"], [], "2.13.0", Layout(2, num_layers=4), "--bf16", [3, 3]),
-    "V, W apart": (["zb-v"], [], "2.13.0", Layout(2, num_layers=4), NO_BIAS, None),
-    "V, W inside": (["zb-v"], [], "2.8.0", Layout(2, num_layers=4), NO_BIAS, None),
-    "several stages, W apart": (["zb-interleaved"], [], "2.13.0", Layout(2, num_layers=4), NO_BIAS, None),
-    "several stages, attention": (["zb-interleaved"], ["attn"], "2.13.0", Layout(2, num_layers=4), NO_BIAS, None),
-    "experts, W apart": (["zb-h1"], PARTS, "2.13.0", Layout(2, data=2), EXPERTS, [2, 2, 2, 2]),
-    "experts, W inside": (["zb-h1"], PARTS, "2.8.0", Layout(2, data=2), EXPERTS, [2, 2, 2, 2]),
+    "W inside": Row("zb-h1", **INSIDE),
+    "W apart": Row("zb-h1"),
+    "biases, W inside": Row("zb-h2", options="--bf16", has_w=False),
+    "V, W apart": Row("zb-v"),
+    "V, W inside": Row("zb-v", **INSIDE),
+    "several stages, W apart": Row("zb-interleaved"),
+    "several stages, W inside": Row("zb-interleaved", **INSIDE),
+    "several stages, attention": Row("zb-interleaved", scopes=["attn"]),
+    "experts, W apart": Row("zb-h1", scopes=PARTS, options=EXPERTS, layout=REPLICAS),
+    "experts, W inside": Row("zb-h1", scopes=PARTS, options=EXPERTS, layout=REPLICAS, **INSIDE),
+    "experts on a V, W apart": Row("zb-v", scopes=PARTS, options=EXPERTS, layout=FOUR),
+    "experts on a V, W inside": Row("zb-v", scopes=PARTS, options=EXPERTS, layout=FOUR, **INSIDE),
+    "experts, several stages, W apart": Row("zb-interleaved", scopes=PARTS, options=EXPERTS, layout=FOUR),
+    "experts, several stages, W inside": Row("zb-interleaved", scopes=PARTS, options=EXPERTS, layout=FOUR, **INSIDE),
+    "gathered in the step": Row("zb-interleaved", options=GATHERED, layout=FOUR, edit=gathering_in_the_step, steps=3),
+    "validated": Row(f"zb-h2 {AHEAD}", options=CLIPPED, steps=3, spike=2),
+    "validated, W inside": Row(f"zb-h1 {AHEAD}", options=CLIPPED, steps=3, spike=2, **INSIDE),
+    "planned": Row("zb-auto --zero-bubble-memory-limit 2p", num_microbatches=5, steps=9),
+    "growing batches": Row("zb-h2", options=f"{NO_BIAS} --rampup-batch-size 4 2 14", steps=4),
 }
+DEFAULT = ("W inside", "V, W apart", "experts, W apart", "several stages, attention", "validated", "planned")
+DEFAULT += ("growing batches", "gathered in the step")
 
 
-@pytest.mark.parametrize("name", some(ROWS, "W inside", "V, W apart", "experts, W apart", "several stages, attention"))
+def num_slots(row: Row) -> list[list[int]]:
+    """What the stages of each rank need."""
+    plan = plan_of(build(row.schedule.split()[0], num_ranks=2, num_microbatches=row.num_microbatches))
+    of_ranks = [[max(of) + 1 for _, of in sorted(slots(plan, rank).items())] for rank in range(2)]
+    return [of for of in of_ranks for _ in range(row.layout.data)]
+
+
+@pytest.mark.parametrize("name", some(ROWS, *DEFAULT))
 def test_same_bits(ranks: RankPool, name: str) -> None:
-    schedules, scopes, release, layout, options, numbers = ROWS[name]
-    schedules = [None, *schedules]
-    flags = layout.flags(4, options)
-    results = ranks.run(layout.num_ranks, train, flags, schedules, scopes, True, release, timeout=300)
-    outcomes = [own for own, _, _ in results]
-    assert all((num_ran > 0) == ("W apart" in name or "attention" in name) for _, _, num_ran in results)
-    if numbers is None:
-        assert_same_model(outcomes, schedules, layout)
+    results = same_bits(ranks, name)
+    row = ROWS[name]
+    found = [numbers for _, numbers, _ in results]
+    if "zb-auto" in row.schedule:
+        assert max(map(max, found)) > 2, "the plan has more microbatches in flight than the schedule before it"
     else:
-        assert_same_bits(outcomes, schedules)
-        assert [number for _, (number,), _ in results] == numbers
+        assert found == num_slots(row)
+    assert all((num_ran > 0) == row.has_w for _, _, num_ran in results)
+    if row.spike:
+        assert [own[1].counts["repeated"] for own, _, _ in results] == [1, 0]
 
 
-def train_in_one_slot(rank: int, *arguments: Any) -> list[Outcome]:
+def same_bits(ranks: RankPool, name: str, *edit: Callable[[Any], object]) -> list[tuple[list[Outcome], list[int], int]]:
+    """Compare a row with stock; returns what ``train`` does on every rank."""
+    row = ROWS[name]
+    results: list[Any] = ranks.run(row.layout.num_ranks, train, name, *edit, timeout=300)
+    outcomes, schedules = [own for own, _, _ in results], [None, row.schedule]
+    if "zb-v" in row.schedule or "zb-interleaved" in row.schedule:
+        assert_same_model(outcomes, schedules, row.layout, row.steps)
+    else:
+        assert_same_bits(outcomes, schedules, row.steps)
+    return results
+
+
+SPOILED = "nan|index -1 is out of bounds"
+"""What is read of memory that a replay has spoilt, as numbers or as the experts of tokens."""
+
+
+def in_one_slot(patch: Any) -> None:
     from megatron.zero_bubble.integration.adapter.graph_slots import GraphSlots
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GraphSlots, "current", 0)
-        return train(rank, *arguments)[0]
+    patch.setattr(GraphSlots, "current", 0)
 
 
 @pytest.mark.full
-def test_one_slot_is_too_few(ranks: RankPool) -> None:
+@pytest.mark.parametrize("name", [name for name in ROWS if "W " in name])
+def test_one_slot_is_too_few(ranks: RankPool, name: str) -> None:
     """A replay overwrites what the microbatch before needs."""
-    flags, schedules = Layout(2, num_layers=4).flags(4, NO_BIAS), [None, "zb-h1"]
-    with pytest.raises(RankFailure, match="nan"):
-        ranks.run(2, train_in_one_slot, flags, schedules, [], True, "2.8.0", timeout=300)
+    with pytest.raises((RankFailure, AssertionError), match=SPOILED):
+        same_bits(ranks, name, in_one_slot)
+
+
+def in_the_order_of_stock(patch: Any) -> None:
+    """Capture with one call, whose graphs share memory in the order of 1F1B."""
+    from megatron.zero_bubble.integration.patching import transformer_engine
+
+    patch.setattr(transformer_engine, "graphing", lambda original, *_: original)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["V, W inside", "experts on a V, W inside"])
+def test_the_order_of_stock_is_wrong(ranks: RankPool, name: str) -> None:
+    with pytest.raises((RankFailure, AssertionError), match=SPOILED):
+        same_bits(ranks, name, in_the_order_of_stock)
+
+
+OF_VERSIONS = {
+    "W inside": (KIND, {"schedule": "zb-h1", "release": "2.8.0", "with_stock": True}),
+    "W apart": (KIND, {"schedule": "zb-v", "release": "2.13.0", "with_stock": False}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkout", checkouts(), ids=str)
+def test_same_bits_on_other_versions(checkout: Checkout, tmp_path: Path) -> None:
+    """In 0.13, data parallelism has no hooks that wait for W, so that all of it is inside."""
+    names = list(OF_VERSIONS)[: 1 if checkout.minor == "0.13" else None]
+    check_on(checkout, {name: OF_VERSIONS[name] for name in names}, tmp_path)

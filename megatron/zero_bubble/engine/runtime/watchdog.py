@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -69,6 +70,7 @@ class Watchdog:
         self._give_up = give_up or _end
         self._waits: deque[_Wait] = deque()
         self._waiting_since_s: float | None = None
+        self._checks = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -97,6 +99,10 @@ class Watchdog:
         waited_s = now_s - self._waiting_since_s
         return self._waits[0].failure(f"the GPU has waited {waited_s:.0f} s") if waited_s >= self._limit_s else None
 
+    def paused(self) -> AbstractContextManager[object]:
+        """Context in which no mark is queried, which would end the capture of a CUDA graph in another thread."""
+        return self._checks
+
     def close(self) -> None:
         self._closed.set()
         if self._thread.is_alive():
@@ -106,7 +112,8 @@ class Watchdog:
     def _run(self) -> None:
         while not self._closed.wait(min(_PERIOD_S, self._limit_s / 10)):
             try:
-                error = self.check(time.monotonic())
+                with self._checks:
+                    error = self.check(time.monotonic())
             except RuntimeError:
                 return  # the GPU has failed, which the main thread reports
             if error is not None:

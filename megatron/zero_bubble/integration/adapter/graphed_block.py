@@ -73,7 +73,9 @@ class Layers:
                 f"DistributedDataParallel; got a {type(self._chunk).__name__} without it; wrap the chunk, or set "
                 "cuda_graph_impl='none'"
             )
-        hooked = [type(module).__name__ for module in self.modules if any(map(_is_of_others, _hooks_of(module)))]
+        hooked = [
+            type(module).__name__ for module in self.modules if not all(map(is_of_data_parallelism, _hooks_of(module)))
+        ]
         hooked += [f"a parameter of shape {tuple(p.shape)}" for p in self.parameters if self._accumulate.is_hooked(p)]
         if hooked:
             raise UserError(
@@ -92,8 +94,9 @@ def _hooks_of(module: Any) -> Iterator[Any]:
         yield from hooks.values()
 
 
-def _is_of_others(hook: Any) -> bool:
-    return not getattr(hook, "__qualname__", "").startswith(_OF_DATA_PARALLELISM)
+def is_of_data_parallelism(hook: Any) -> bool:
+    """Whether a hook of a module gathers its weights before they are used."""
+    return str(getattr(hook, "__qualname__", "")).startswith(_OF_DATA_PARALLELISM)
 
 
 class Arguments:

@@ -335,7 +335,7 @@ def _pipeline(
         auto = AutoSchedule(AutoOptions(setup, config.runs), memory, say)
         make, options = auto.make, replace(options, is_settled=auto.is_settled)
         planners.append(auto)
-    parts.append(GraphSlots(make))
+    parts.append(GraphSlots())
     if setup.shards is not None:
         transport = OnDemand(timeout) if config.setup.exchanges else Collectives()
         parts.append(ShardedUnits(config.sharding, transport, timeout))
