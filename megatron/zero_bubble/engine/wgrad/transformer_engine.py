@@ -211,19 +211,20 @@ class TransformerEngineSplit:
         @functools.wraps(original)
         def init(ddp: Any, config: Any, ddp_config: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
             delayed = [m for m in map(self._delayed_of, module.modules()) if m is not None]
+            can_delay = hasattr(ddp_config, "delay_wgrad_compute")
+            for one in delayed:
+                one.adopt()
+            delayed = self._released(config, module, delayed, can_delay)
             if not delayed:
                 original(ddp, config, ddp_config, module, *args, **named)
                 return
-            if not hasattr(ddp_config, "delay_wgrad_compute"):
+            if not can_delay:
                 raise UserError(
                     "zero-bubble schedules with TransformerEngine layers need megatron-core 0.14 or newer, whose "
                     "DistributedDataParallel has delay_wgrad_compute; upgrade it, or train with --transformer-impl "
                     "local"
                 )
-            for one in delayed:
-                one.adopt()
-            delayed = self._released(config, module, delayed)
-            before, ddp_config.delay_wgrad_compute = ddp_config.delay_wgrad_compute, bool(delayed)
+            before, ddp_config.delay_wgrad_compute = ddp_config.delay_wgrad_compute, True
             try:
                 original(ddp, config, ddp_config, module, *args, **named)
             finally:
@@ -233,10 +234,16 @@ class TransformerEngineSplit:
 
         return init
 
-    def _released(self, config: Any, chunk: torch.nn.Module, delayed: Sequence[DelayedModule]) -> list[DelayedModule]:
-        """Release the modules inside of CUDA graphs that compute their gradients in B; returns the others."""
+    def _released(
+        self, config: Any, chunk: torch.nn.Module, delayed: Sequence[DelayedModule], can_delay: bool
+    ) -> list[DelayedModule]:
+        """Release the modules inside of CUDA graphs that compute their gradients in B; returns the others.
+
+        Args:
+            can_delay: whether data parallelism has hooks that wait for W.
+        """
         # Fused operations that multiply in the place of modules compute their gradients in B.
-        has_w = self._graphed.has_w and not getattr(config, "use_transformer_engine_op_fuser", False)
+        has_w = can_delay and self._graphed.has_w and not getattr(config, "use_transformer_engine_op_fuser", False)
         for module in self._graphed.inside(chunk):
             one = self._delayed_of(module)
             if one is not None and not (has_w and one.can_be_graphed):
