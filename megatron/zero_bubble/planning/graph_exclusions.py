@@ -36,7 +36,6 @@ _SIZES = "experts get other numbers of tokens in every microbatch, and a CUDA gr
 _SCALES = "TransformerEngine computes scales in Python, which a CUDA graph of a stage does not run again"
 _PYTHON = "Python keeps the maximum of the attention logits, and a replay runs no Python"
 _MASKS = "a graph that computes a forward again would draw another mask"
-_QUEUED = "the projections of latent experts are inside of graphs that do not know their weight gradients"
 _NO_BLOCK = "the layers of a hybrid model are no TransformerBlock"
 _EXCLUDING_LOCAL = {
     "num_experts": _SIZES,
@@ -103,7 +102,6 @@ GRAPHS = (
     *_without("fine_grained_activation_offloading", _CANNOT_MOVE),
     *_without("qk_clip", _PYTHON, _OF_LOCAL, _LOCAL),
     *_without("log_max_attention_logit", _PYTHON, _OF_LOCAL, _LOCAL),
-    *_without("moe_latent_size", _QUEUED, ("external_cuda_graph", "cuda_graph_impl"), (True, "transformer_engine")),
     *(
         OptionRule(SCHEDULE, name, Fits("off with dropout and recomputation", _draws_once), _MASKS, _DROP)
         for name in _OF_LOCAL

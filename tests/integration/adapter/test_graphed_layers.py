@@ -16,7 +16,7 @@ import pytest
 from megatron.zero_bubble.core.plan import plan_of, slots
 from megatron.zero_bubble.core.schedules import build
 from tests.helpers import engine
-from tests.helpers.engine_layers import Wrapper, with_engine
+from tests.helpers.engine_layers import Linear, Wrapper, with_engine
 from tests.helpers.graphed_engine import graphs_on_cpu
 from tests.helpers.layer_graphs import KIND
 from tests.helpers.megatron_lm import Checkout, checkouts
@@ -126,6 +126,24 @@ def gathering_in_the_step(patch: Any) -> None:
     patch.setattr(model, "build_optimizer", build_in_parts)
 
 
+def with_latent_experts(patch: Any) -> None:
+    """Give experts fewer features, with a projection before and one after them."""
+    from megatron.core.transformer.moe import moe_layer
+
+    from pretrain import model
+
+    build_config = model.build_config
+
+    def build(*args: Any) -> Any:
+        config = build_config(*args)
+        config.moe_latent_size = 8
+        return config
+
+    patch.setattr(model, "build_config", build)
+    patch.setattr(moe_layer, "HAVE_TE", True)
+    patch.setattr(moe_layer, "TELinear", Linear, raising=False)
+
+
 @dataclass(frozen=True)
 class Row:
     """A job.
@@ -158,6 +176,7 @@ AHEAD = "--zero-bubble-post-validation"
 CLIPPED = f"{NO_BIAS} --clip-grad 100"
 EXPERTS = f"--num-experts 4 --moe-aux-loss-coeff 0.01 {NO_BIAS} --overlap-grad-reduce --no-align-grad-reduce"
 PARTS = ["attn", "moe_router"]
+BEFORE_DISPATCH = [*PARTS, "moe_preprocess"]
 REPLICAS = Layout(2, data=2)
 FOUR = Layout(2, data=2, num_layers=4)
 GATHERED = f"{NO_BIAS} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -177,6 +196,10 @@ ROWS = {
     "experts on a V, W inside": Row("zb-v", scopes=PARTS, options=EXPERTS, layout=FOUR, **INSIDE),
     "experts, several stages, W apart": Row("zb-interleaved", scopes=PARTS, options=EXPERTS, layout=FOUR),
     "experts, several stages, W inside": Row("zb-interleaved", scopes=PARTS, options=EXPERTS, layout=FOUR, **INSIDE),
+    "latent experts, W apart": Row("zb-h1", scopes=BEFORE_DISPATCH, options=EXPERTS, edit=with_latent_experts, steps=3),
+    "latent experts, W inside": Row(
+        "zb-h1", scopes=BEFORE_DISPATCH, options=EXPERTS, edit=with_latent_experts, **INSIDE
+    ),
     "gathered in the step": Row("zb-interleaved", options=GATHERED, layout=FOUR, edit=gathering_in_the_step, steps=3),
     "validated": Row(f"zb-h2 {AHEAD}", options=CLIPPED, steps=3, spike=2),
     "validated, W inside": Row(f"zb-h1 {AHEAD}", options=CLIPPED, steps=3, spike=2, **INSIDE),
@@ -184,7 +207,7 @@ ROWS = {
     "growing batches": Row("zb-h2", options=f"{NO_BIAS} --rampup-batch-size 4 2 14", steps=4),
 }
 DEFAULT = ("W inside", "V, W apart", "experts, W apart", "several stages, attention", "validated", "planned")
-DEFAULT += ("growing batches", "gathered in the step")
+DEFAULT += ("growing batches", "gathered in the step", "latent experts, W apart")
 
 
 def num_slots(row: Row) -> list[list[int]]:

@@ -36,7 +36,7 @@ from megatron.zero_bubble.engine.wgrad.delayed import DelayedModule
 from megatron.zero_bubble.engine.wgrad.transformer_engine import TransformerEngineSplit
 from megatron.zero_bubble.integration.adapter.graph_slots import GraphSlots
 from megatron.zero_bubble.integration.adapter.graphed_block import is_of_data_parallelism
-from megatron.zero_bubble.planning.job.graphs import MODULES, graphs_of
+from megatron.zero_bubble.planning.job.graphs import MODULES, PREPROCESSING, graphs_of
 
 _PER_LAYER = ("enabled", "fp8_enabled")
 """Options of ``make_graphed_callables`` that may have a value per layer."""
@@ -60,7 +60,8 @@ def _parts(layer: Any) -> Iterator[torch.nn.Module]:
             yield layer
         return
     names = graphs.inside - {"mlp"} if hasattr(layer.mlp, "experts") else graphs.inside
-    for place in (place for name in names for place in MODULES.get(name, ())):
+    places = [place for name in names for place in MODULES.get(name, ())]
+    for place in dict.fromkeys((*places, *(PREPROCESSING if graphs.preprocesses else ()))):
         found = functools.reduce(lambda owner, part: getattr(owner, part, None), place.split("."), layer)
         if isinstance(found, torch.nn.Module):
             yield found

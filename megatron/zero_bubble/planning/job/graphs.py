@@ -30,9 +30,11 @@ MODULES: dict[Part, tuple[str, ...]] = {
     "mlp": ("mlp",),
     "router": ("mlp.router",),
     "shared experts": ("mlp.shared_experts",),
-    "experts": ("mlp.experts",),
+    "experts": ("mlp.experts", "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"),
 }
 """Where a layer has its parts that multiply by weights, as attributes."""
+PREPROCESSING = ("mlp.fc1_latent_proj",)
+"""Where a layer has what multiplies by weights between its router and the dispatch of tokens."""
 OPTIONS = {"enable_cuda_graph": LOCAL, "external_cuda_graph": ENGINE, "cuda_graph_impl": None}
 """The options that ask for graphs: the older ones for one implementation, the newer one names it."""
 _SCOPES = ("cuda_graph_modules", "cuda_graph_scope")
@@ -45,10 +47,12 @@ class Graphs:
     Attributes:
         implementation: of Megatron; one of the names above.
         inside: the parts of layers inside of graphs.
+        preprocesses: whether what comes between the router and the dispatch of tokens is inside.
     """
 
     implementation: str
     inside: frozenset[Part]
+    preprocesses: bool = False
 
     @property
     def whole_layers(self) -> bool:
@@ -73,7 +77,7 @@ def graphs_of(options: Any) -> Graphs | None:
     inside = frozenset().union(*named) if named else ALL
     if getattr(options, "moe_shared_expert_overlap", False) and "experts" not in inside:
         inside -= {"shared experts"}
-    return Graphs(implementation, inside)
+    return Graphs(implementation, inside, "moe_preprocess" in scopes)
 
 
 def captures_only_rollouts(options: Any) -> bool:
