@@ -43,6 +43,8 @@ from megatron.zero_bubble.planning.setup import Setup
 
 _MOST_SEARCHED = 60_000
 """Passes of searched plans after which searches are left out."""
+_MOST_REMEDIES = 4
+"""Options that a change does without, at most."""
 _EFFORT = 0.1
 """Effort of a search, so that there is time for more of them."""
 _HOST_GB_PER_S = 20.0
@@ -94,6 +96,7 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
         environment={QUEUES: "1"},  # as scripts for Megatron-LM set it, whatever holds where this runs
         tries=True,
         drops_overlaps=True,
+        remedies=False,
     )
 
 
@@ -184,7 +187,8 @@ def advised(
     variants = tuple(chosen_variants(options.may_change, own.read.args, options.costs))
 
     def changes() -> Iterator[Change | DroppedVariant]:
-        yield from pipeline.named_changes() if options.quick else pipeline.changes()
+        planned = pipeline.named_changes() if options.quick else pipeline.changes()
+        yield from map(partial(_with_its_remedies, own.parsed), planned) if options.remedies else planned
         for variant in variants:
             yield from attempt(variant.name, partial(_changes_of, variant, options, argv, limit))
 
@@ -286,7 +290,8 @@ def _with_remedy(
 
     def changes() -> Iterator[Change]:
         other = read_job(options, changed(argv, remedy.adds, remedy.drops))
-        for change in _pipeline_of(other, options, asked.limit).named_changes():
+        pipeline = replace(_pipeline_of(other, options, asked.limit), effort=options.effort)
+        for change in pipeline.named_changes() if options.quick else pipeline.changes():
             if change.name in names:
                 yield _with_flags(change, remedy.adds, remedy.drops)
 
@@ -303,6 +308,16 @@ def _with_flags(change: Change, adds: Sequence[str], drops: Sequence[str]) -> Ch
     """A change of a job with other flags too."""
     dropped = tuple(dict.fromkeys((*drops, *change.drops)))
     return replace(change, adds=(*adds, *change.adds), drops=dropped)
+
+
+def _with_its_remedies(parsed: ParsedJob, change: Change) -> Change:
+    """A change with the flags without which the job would refuse it, as far as they are known."""
+    for _ in range(_MOST_REMEDIES):
+        refused = parsed.refused(change.setup, change.adds, change.drops)
+        if refused is None or refused.remedy is None:
+            break
+        change = _with_flags(change, refused.remedy.adds, refused.remedy.drops)
+    return change
 
 
 def _is_full(job: JobAsIs, worth: float) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.links import add_links, linked
@@ -13,7 +12,9 @@ from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.cli.shards import notes_on_replicas
 from megatron.zero_bubble.core.costs import PassMemory
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
+from megatron.zero_bubble.core.costs.estimate import layer_costs
+from megatron.zero_bubble.core.costs.predictions import ASSUMED as PREDICTIONS
+from megatron.zero_bubble.core.costs.predictions import with_predictions
 from megatron.zero_bubble.core.costs.static import ParameterBytes
 from megatron.zero_bubble.core.costs.terms import BY_KEY, MEMORY, TIMES
 from megatron.zero_bubble.core.costs.units import checked_figure, refuse_huge, refuse_no_time
@@ -170,7 +171,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     _refuse(options, (key for key in _FIGURES if key != "message_ms"), "--config estimates times and memory")
     device = linked(options, DEVICES[options.gpu or ASSUMED])
     by_cost = getattr(options, "layout", None) == BY_COST
-    model, microbatches, assumed, division, facts = read_model(
+    model, microbatches, assumed, division, facts, predictions = read_model(
         options.config, num_ranks, not options.no_flash_attention, by_cost, num_microbatches
     )
     count = microbatches if num_microbatches is None else num_microbatches
@@ -186,19 +187,22 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         *model.assumed(device),
         *of_replicas,
     ]
-    weights = ModelWeights(model, division, _BYTES)
+    if predictions:
+        notes.append(PREDICTIONS)
+    weights = ModelWeights(model, division, _BYTES, predictions=predictions)
+    of_layers = with_predictions(layer_costs(model, device), model, device, predictions)
     return Figures(
         len(model.layers),
         count,
-        lambda placement: estimate(replace(model, layers=division.on(placement)), device, placement),
+        lambda placement: of_layers.on(division.parts(placement)),
         memory_given=True,
         message_bytes=model.message_bytes,
         most_layers=max(model.layers),
         weights=weights,
         notes=(*notes, *assumed),
         sequence=model.sequence,
-        layers=layer_costs(model, device),
-        tensor=TensorModel(weights, device, count) if model.is_divisible else None,
+        layers=of_layers,
+        tensor=TensorModel(weights, device, count) if model.is_divisible and not predictions else None,
         division=division,
         facts={**facts, "gpu": device.name},
     )

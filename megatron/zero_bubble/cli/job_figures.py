@@ -9,25 +9,31 @@ from functools import cached_property
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.devices import Device
-from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
+from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.operations import operations
 from megatron.zero_bubble.core.costs.precision import BF16
-from megatron.zero_bubble.core.costs.predictions import prediction_parts, with_predictions
+from megatron.zero_bubble.core.costs.predictions import ASSUMED as PREDICTIONS
+from megatron.zero_bubble.core.costs.predictions import with_predictions
 from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile, read_costs_file
 from megatron.zero_bubble.core.formats.facts import differences, listed
-from megatron.zero_bubble.core.formats.layout import job_predictions
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 from megatron.zero_bubble.planning.job.facts import facts_of
-from megatron.zero_bubble.planning.job.model import GPT2_VOCAB_SIZE, division_of, rank_model, unestimated_kinds
+from megatron.zero_bubble.planning.job.model import (
+    GPT2_VOCAB_SIZE,
+    division_of,
+    predicted_layers,
+    rank_model,
+    unestimated_kinds,
+)
 from megatron.zero_bubble.planning.job.parameters import optimizer_replicas, parameter_bytes
 from megatron.zero_bubble.planning.job.vocab_size import tokenizers_vocab_size
 from megatron.zero_bubble.planning.shards import how_held
-from megatron.zero_bubble.planning.weights import ModelWeights, on_stages
+from megatron.zero_bubble.planning.weights import ModelWeights
 
 _NO_PREDICTIONS = (
     "The costs have no part for multi-token prediction: its time counts as part of the output layer of the last stage; "
@@ -69,7 +75,7 @@ def job_figures(
 
     sizes = args.pipeline_model_parallel_size, args.batch_sizes.final // args.batch_sizes.granule
     others = unestimated_kinds(args)
-    estimated, predictions = not others, job_predictions(args)
+    estimated, predictions = not others, predicted_layers(args)
     model = rank_model(args, layers)
     vocab_size = known_vocab_size(args)  # as the run, too, knows it before it has a tokenizer
     division, facts = replace(division_of(args, vocab_size), given=layers), facts_of(args, device.name, vocab_size)
@@ -80,8 +86,9 @@ def job_figures(
     if costs is not None:
         read = costs.file
         facts = {**facts, **({"gpu": read.facts["gpu"]} if "gpu" in read.facts else {})}  # measured, not assumed
+        division = replace(division, predictions=())  # which the costs do not tell from the output layer
         figures = _measured(sizes, read, args.placement, division)
-        if any(predictions) and figures.layers is not None:
+        if predictions and figures.layers is not None:
             figures = _noting(figures, _NO_PREDICTIONS)
         if different := differences(read.facts, facts):
             figures = _noting(figures, f"The costs in {costs.path} are of another job: {listed(different)}.")
@@ -96,12 +103,12 @@ def job_figures(
                 "--vocab-size, because gains depend on it.",
             )
     else:
-        figures = _equal(sizes, ", ".join(others).capitalize(), any(predictions))
+        figures = _equal(sizes, ", ".join(others).capitalize(), bool(predictions))
     message_bytes = model.message_bytes * (1 if args.bf16 or args.fp16 else 2)
     figures = replace(figures, message_bytes=message_bytes, facts=facts)
     if not estimated:
         return figures
-    figures = replace(figures, operations=operations(model, sum(predictions)))
+    figures = replace(figures, operations=operations(model, predictions))
     return _with_weights(figures, args, model, predictions, division)
 
 
@@ -134,7 +141,7 @@ def _meant(text: str) -> str:
 
 
 def _with_weights(
-    figures: Figures, args: argparse.Namespace, model: Model, predictions: tuple[int, ...], division: Division
+    figures: Figures, args: argparse.Namespace, model: Model, predictions: tuple[str, ...], division: Division
 ) -> Figures:
     """Return figures with the bytes of weights, gradients and optimizer."""
     weights = ModelWeights(model, division, parameter_bytes(args), optimizer_replicas(args), predictions)
@@ -175,7 +182,7 @@ def _measured(sizes: tuple[int, int], read: CostsFile, placement: Placement, div
 
 
 def _estimated(
-    sizes: tuple[int, int], model: Model, device: Device, predictions: tuple[int, ...], division: Division
+    sizes: tuple[int, int], model: Model, device: Device, predictions: tuple[str, ...], division: Division
 ) -> Figures:
     notes = (
         "Times and memory are estimated from the model's shapes, not measured; use --costs for figures of a run.",
@@ -184,29 +191,19 @@ def _estimated(
         *_precision_notes(model, device),
         *model.assumed(device),
         *_graph_notes(model),
+        *((PREDICTIONS,) if predictions else ()),
     )
-
-    def plain(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        return estimate(replace(model, layers=division.on(placement)), device, placement)
-
-    if not any(predictions):
-        return Figures(
-            *sizes,
-            plain,
-            True,
-            notes=notes,
-            most_layers=max(division.on(Placement.linear(sizes[0]))),
-            sequence=model.sequence,
-            layers=layer_costs(model, device),
-            division=division,
-        )
-    parts = prediction_parts(model, device)
-    more = "A layer of multi-token prediction (mtp) counts as a layer, a projection and an output layer."
-
-    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        return with_predictions(*plain(placement), on_stages(predictions, placement), parts)
-
-    return Figures(*sizes, on, True, notes=(*notes, more))
+    layers = with_predictions(layer_costs(model, device), model, device, predictions)
+    return Figures(
+        *sizes,
+        lambda placement: layers.on(division.parts(placement)),
+        True,
+        notes=notes,
+        most_layers=max(division.on(Placement.linear(sizes[0]))),
+        sequence=model.sequence,
+        layers=layers,
+        division=division,
+    )
 
 
 def _precision_notes(model: Model, device: Device) -> tuple[str, ...]:

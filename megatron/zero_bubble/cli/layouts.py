@@ -9,7 +9,7 @@ from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 def layout_summary(plan: LayoutPlan) -> str:
     """Format the layout as Megatron's flag, its layers by stage, and how much shorter it is than others."""
     best = plan.best
-    lines = [f"--pipeline-model-parallel-layout '{best.text}'", f"layers by stage: {stages_text(best.layout)}"]
+    lines = [f"--pipeline-model-parallel-layout '{best.text}'", f"layers by stage: {stages_text(best.layers)}"]
     for name, gain in plan.gains().items():
         other = plan.others[name]
         more = "" if not other.excess else ", which exceeds the memory limit"

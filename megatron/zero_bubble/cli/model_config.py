@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import NamedTuple
 
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.errors import UserError, as_flag
@@ -11,14 +12,40 @@ from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.sizes import MOST_LAYERS, check_size
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.job.facts import facts_of
-from megatron.zero_bubble.planning.job.model import GPT2_VOCAB_SIZE, division_of, model_of, stated_vocab_size
+from megatron.zero_bubble.planning.job.model import (
+    GPT2_VOCAB_SIZE,
+    division_of,
+    model_of,
+    predicted_layers,
+    stated_vocab_size,
+    unestimated_kinds,
+)
+from megatron.zero_bubble.planning.job.pattern import pattern_of
+
+
+class ReadModel(NamedTuple):
+    """A model of a file.
+
+    Attributes:
+        model: its shapes, with one stage per rank.
+        num_microbatches: those of an iteration.
+        assumed: the assumptions made, as sentences.
+        division: how its layers are divided among the stages of other placements.
+        predictions: the letters of each layer of multi-token prediction.
+    """
+
+    model: Model
+    num_microbatches: int
+    assumed: tuple[str, ...]
+    division: Division
+    facts: Facts
+    predictions: tuple[str, ...]
 
 
 def read_model(
     file: str, num_ranks: int | None, flash: bool, any_layers: bool = False, num_microbatches: int | None = None
-) -> tuple[Model, int, tuple[str, ...], Division, Facts]:
-    """Read a model: its shapes with one stage per rank, the number of microbatches per iteration, the assumptions made,
-    as sentences, how its layers are divided among the stages of other placements, and its facts.
+) -> ReadModel:
+    """Read a model.
 
     ``num_ranks`` and ``num_microbatches`` override the sizes of ``file``. With ``any_layers``, the layers per rank that
     ``file`` gives are ignored, and the layers need not divide evenly.
@@ -26,11 +53,17 @@ def read_model(
     Raises:
         UserError: when the file cannot be read, lacks a shape, or describes a model that the estimate does not cover.
     """
-    # The training parser reads the file, so that configurations have one reader; it does not import torch.
+    # The parser of a job's flags reads the file, so that configurations have one reader; it does not import torch.
     from megatron.zero_bubble.planning.job.arguments.checks import check_expert_numbers
     from megatron.zero_bubble.planning.job.arguments.parser import parse
 
-    args = parse(["--config", file])
+    args = parse(["--config", file], of_megatron=True)
+    if (pattern := pattern_of(args)) is not None:
+        args.num_layers = len(pattern.layers)
+    if others := unestimated_kinds(args):
+        raise UserError(
+            f"an estimate needs kinds of layers whose costs are known; got {', '.join(others)} in {file}; give --costs"
+        )
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
         if getattr(args, name) is None:
             raise UserError(f"an estimate needs {as_flag(name)}; {file} does not set it; add it to the file")
@@ -51,14 +84,16 @@ def read_model(
     check_size(p, count if num_microbatches is None else num_microbatches)
     if not any_layers:
         _check_divided(args, p, file)
-    division = Division(args.num_layers) if any_layers else division_of(args, stated_vocab_size(args))
+    division = division_of(args, stated_vocab_size(args))
+    if any_layers:
+        division = Division(args.num_layers, predictions=division.predictions)
     model = model_of(args, division.on(Placement.linear(p)), flash)
     assumed = [] if args.vocab_size else [f"A vocabulary of {GPT2_VOCAB_SIZE:,} is assumed."]
     if args.global_batch_size:
         assumed.append(
             f"One data-parallel rank is assumed to run the global batch of {batch}; --num-microbatches overrides this."
         )
-    return model, count, tuple(assumed), division, facts_of(args)
+    return ReadModel(model, count, tuple(assumed), division, facts_of(args), predicted_layers(args))
 
 
 def _check_divided(args: argparse.Namespace, num_ranks: int, file: str) -> None:

@@ -180,7 +180,8 @@ class Adviser:
 
     def _searched(self, least: float, change: Change) -> bool:
         """Make a search unless a row is known that it cannot beat, which is asked again once that row is refused."""
-        if not (is_of_use := least < self._to_beat(change) * (1 - ROUNDING)):
+        needed = ROUNDING if change.question.setup.cuts is None else self.worth
+        if not (is_of_use := least < self._to_beat(change) * (1 - needed)):
             return False
         if self.searched >= self.most_searched:
             self.left_out.append(change.name)
@@ -373,15 +374,17 @@ class Adviser:
 
 def _in_order(waiting: Sequence[tuple[float, Change]]) -> list[tuple[float, Change]]:
     """Searches in the order in which they are made: the most promising stages first, and on them the search for an
-    order alone before those that add to it.
+    order alone before those that add to it. Those of slices are the last: they take longest, and their gain must be
+    worth it.
     """
     first: dict[Placement, float] = {}
     for least, change in waiting:
         first[change.placement] = min(least, first.get(change.placement, math.inf))
 
-    def key(each: tuple[float, Change]) -> tuple[float, bool, float]:
+    def key(each: tuple[float, Change]) -> tuple[bool, float, bool, float]:
         least, change = each
-        return first[change.placement], not change.question.adds_nothing, least
+        is_sliced = change.question.setup.cuts is not None
+        return is_sliced, first[change.placement], not change.question.adds_nothing, least
 
     return sorted(waiting, key=key)
 

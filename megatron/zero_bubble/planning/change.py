@@ -77,7 +77,9 @@ class Change:
         question = self.question
         searches = 1 if question.offloading is None else len(question.offloading.limits)
         plans = searches * (_INSERTED if question.setup.inserts else 1)
-        return plans * 3 * self.placement.num_stages * question.costs.num_microbatches
+        cuts = question.setup.cuts
+        slices = 1 if cuts is None else sum(map(len, cuts.among))
+        return plans * 3 * self.placement.num_stages * question.costs.num_microbatches * slices
 
     @property
     def effort(self) -> tuple[int, int]:

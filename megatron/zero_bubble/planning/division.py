@@ -21,6 +21,8 @@ class Division:
         first, last: ``--decoder-first-pipeline-num-layers`` and ``--decoder-last-pipeline-num-layers``.
         embedding, loss: ``--account-for-embedding-in-pipeline-split`` and ``--account-for-loss-in-pipeline-split``.
         given: the layers per stage of a known layout, for every placement with as many stages.
+        predictions: layers of multi-token prediction per stage of the job, which count together as one part of a model
+            (``LayerCosts.predictions``); with another number of stages, they are on the last one.
         otherwise: divides layers that do not divide evenly (default: ``even``, where the embedding and the output layer
             count as one layer each).
     """
@@ -32,6 +34,7 @@ class Division:
     loss: bool = False
     given: tuple[int, ...] = ()
     otherwise: Callable[[Placement], tuple[int, ...]] | None = field(default=None, compare=False)
+    predictions: tuple[int, ...] = ()
 
     def on(self, placement: Placement) -> tuple[int, ...]:
         """The layers of every stage, in model order.
@@ -47,11 +50,23 @@ class Division:
             return even(placement, self.num_layers)
         return self.otherwise(placement)
 
+    def parts(self, placement: Placement) -> tuple[int, ...]:
+        """The parts of a model on every stage, which are its layers, and at last its multi-token prediction.
+
+        Raises:
+            UserError: as ``on``.
+        """
+        counts, found = self.predictions, list(self.on(placement))
+        if any(counts):
+            known = len(counts) == placement.num_stages
+            found[max(stage for stage, count in enumerate(counts) if count) if known else -1] += 1
+        return tuple(found)
+
     def needed_layout(self, placement: Placement) -> str | None:
         """The ``--pipeline-model-parallel-layout`` that gives these layers; None if the flags or a known layout do."""
         if len(self.given) == placement.num_stages or self._by_flags(placement) is not None:
             return None
-        return layout_text(self.on(placement))
+        return layout_text(self.parts(placement), sum(self.predictions))
 
     def _by_flags(self, placement: Placement) -> tuple[int, ...] | None:
         """The layers per stage by Megatron's flags, if these can divide them."""

@@ -140,13 +140,13 @@ class Figures:
         self.weights_on(placement)
 
     def layout(self, placement: Placement) -> tuple[int, ...]:
-        """The layers per stage that a job gets.
+        """The layers per stage that a job gets, and its multi-token prediction as one more on its stage.
 
         Raises:
             UserError: for too few layers.
         """
         assert self.layers is not None, "only costs per layer have layouts"
-        return even(placement, self.layers.num_layers) if self.division is None else self.division.on(placement)
+        return even(placement, self.layers.num_layers) if self.division is None else self.division.parts(placement)
 
     def needed_layout(self, placement: Placement) -> str | None:
         """The ``--pipeline-model-parallel-layout`` that gives a job these layers per stage; None if it needs none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.zero_bubble.core.formats.layout import layout_text
+from megatron.zero_bubble.core.formats.layout import layout_text, without_predictions
 from megatron.zero_bubble.core.search.layout import Layout
 from megatron.zero_bubble.planning.part import Part
 from megatron.zero_bubble.planning.score import DroppedVariant, Score
@@ -21,10 +21,12 @@ class RatedLayout:
     Attributes:
         value: the peak memory if it is above the limit (else 0), in the unit of the costs, and the objective in ms; the
             smallest is the best.
+        predictions: as in ``LayerCosts``.
     """
 
     layout: Layout
     value: Score
+    predictions: int
 
     @property
     def excess(self) -> float:
@@ -37,9 +39,14 @@ class RatedLayout:
         return self.value[1]
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers per stage, without multi-token prediction."""
+        return without_predictions(self.layout)[0] if self.predictions else self.layout
+
+    @property
     def text(self) -> str:
         """Megatron's ``--pipeline-model-parallel-layout``."""
-        return layout_text(self.layout)
+        return layout_text(self.layout, self.predictions)
 
 
 @dataclass(frozen=True)

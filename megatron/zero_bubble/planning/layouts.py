@@ -90,7 +90,7 @@ def _laid_out(question: Question, rated: Question, placements: Sequence[Placemen
         for name, layout in known.items():
             if (baseline := desk.baseline(layout, options.get((desk, layout)), chosen)) is not None:
                 others[name] = min(others.get(name, baseline), baseline, key=lambda one: one.value)
-    plan = LayoutPlan(RatedLayout(chosen.layout, chosen.value), others, tuple(dropped))
+    plan = LayoutPlan(RatedLayout(chosen.layout, chosen.value, chosen.predictions), others, tuple(dropped))
     return chosen.offer.choosing(plan, chosen.offer.timeline)
 
 
@@ -215,8 +215,8 @@ class _Desk:
         """Return a baseline from its plan, if there is one; None if it has none, or the limit admits none."""
         bound = self.bound(layout)
         if option is not chosen and bound >= chosen.ms * (1 - ROUNDING):
-            return Baseline(layout, (0.0, bound), is_bound=True)
-        return None if option is None else Baseline(layout, option.value)
+            return Baseline(layout, (0.0, bound), self.layers.predictions, is_bound=True)
+        return None if option is None else Baseline(layout, option.value, self.layers.predictions)
 
     def busiest(self, layout: Layout) -> float:
         """The work of the busiest rank per microbatch, in ms."""
@@ -236,7 +236,8 @@ class _Desk:
     def drafted(self, layout: Layout) -> list[_LaidOut]:
         """Make a plan for a layout, with little effort if it is searched for; none if the limit admits none."""
         question = _draft(self.question) if self.drafts else self.question
-        found = [*attempt(f"the layout {layout_text(layout)}", lambda: [self.made(layout, question)])]
+        name = f"the layout {layout_text(layout, self.layers.predictions)}"
+        found = [*attempt(name, lambda: [self.made(layout, question)])]
         self.dropped.extend(each for each in found if isinstance(each, DroppedVariant))
         return [each for each in found if not isinstance(each, DroppedVariant)]
 
@@ -262,7 +263,7 @@ class _Desk:
 
     def of_offer(self, layout: Layout, offer: Offer) -> _LaidOut:
         """Rate an offer."""
-        return _LaidOut(layout, score(self.rated, offer), offer)
+        return _LaidOut(layout, score(self.rated, offer), self.layers.predictions, offer)
 
 
 def _finished(drafts: Mapping[tuple[_Desk, Layout], _LaidOut]) -> dict[tuple[_Desk, Layout], _LaidOut]:

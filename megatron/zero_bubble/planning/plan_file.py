@@ -52,7 +52,7 @@ def written(plan: Answer) -> str:
 def _layout_content(plan: LayoutPlan) -> dict[str, Any]:
     return {
         LAYOUT: plan.best.text,
-        LAYERS: plan.best.layout,
+        LAYERS: plan.best.layers,
         # At least, where no schedule was made for the other layout.
         "shorter_than": {name.replace(" ", "_"): gain for name, gain in plan.gains().items()},
     }

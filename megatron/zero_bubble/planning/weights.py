@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.predictions import prediction_expert_weights, prediction_weights
 from megatron.zero_bubble.core.costs.static import ParameterBytes, StageBytes
+from megatron.zero_bubble.core.formats.layout import without_predictions
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.division import Division
 
@@ -36,14 +36,14 @@ class ModelWeights:
         model: the model, whose layers are divided by ``division``.
         parts: bytes per parameter.
         replicas: those that divide the optimizer state of a parameter, and of a parameter of experts.
-        predictions: layers of multi-token prediction per stage of the job; empty for a model without.
+        predictions: the letters of each layer of multi-token prediction, as in ``prediction_parts``.
     """
 
     model: Model
     division: Division
     parts: ParameterBytes
     replicas: tuple[int, int] = (1, 1)
-    predictions: tuple[int, ...] = ()
+    predictions: tuple[str, ...] = ()
 
     @property
     def per_parameter(self) -> tuple[float, float]:
@@ -55,6 +55,8 @@ class ModelWeights:
     def held_text(self) -> str:
         """The same in words."""
         each, of_experts = self.per_parameter
+        if not self.model.is_trained:
+            return f"{self.parts.of_layers:.3g} bytes per parameter, trained ones {each:.3g}"
         differs = self.model.experts is not None and of_experts != each
         return f"{each:.3g} bytes per parameter" + (f", those of experts {of_experts:.3g}" if differs else "")
 
@@ -62,17 +64,24 @@ class ModelWeights:
         """See ``Weights``; experts have replicas of their own."""
         of_all, of_experts = self.per_parameter
         of_others = self._held(self.parts.weight, self.replicas[0])
-        more = prediction_expert_weights(self.model, on_stages(self.predictions, placement))
-        experts = map(sum, zip(self._laid_out(placement, layout).expert_weights(placement), more, strict=True))
-        stages = [
+        if not self.model.is_trained:
+            stages = self.of_stages(placement, layout)
+            return tuple(
+                stages.whole(placement.stages_of(rank), self.replicas[0]) for rank in range(placement.num_ranks)
+            )
+        laid_out, at = self._laid_out(placement, layout)
+        experts = list(laid_out.expert_weights(placement))
+        experts[at] += prediction_expert_weights(self.model, self.predictions)
+        held = [
             of_all * (own - expert) + of_experts * expert + of_others * other
             for own, other, expert in zip(*self._parameters(placement, layout), experts, strict=True)
         ]
-        return tuple(sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
+        return tuple(sum(held[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
 
     def of_stages(self, placement: Placement, layout: Layout | None = None) -> StageBytes:
         """See ``Weights``."""
-        return StageBytes.of(*self._parameters(placement, layout), self.parts)
+        trained = None if self.model.is_trained else self._laid_out(placement, layout)[0].trained_weights(placement)
+        return StageBytes.of(*self._parameters(placement, layout), self.parts, trained)
 
     def of_layers(self) -> ModelWeights:
         """See ``Weights``."""
@@ -87,12 +96,16 @@ class ModelWeights:
         return layers, [own - part for own, part in zip(whole, layers, strict=True)]
 
     def _of_stages(self, placement: Placement, layout: Layout | None) -> list[float]:
-        more = prediction_weights(self.model, on_stages(self.predictions, placement))
-        own = self._laid_out(placement, layout).stage_weights(placement)
-        return list(map(sum, zip(own, more, strict=True)))
+        laid_out, at = self._laid_out(placement, layout)
+        found = list(laid_out.stage_weights(placement))
+        found[at] += prediction_weights(self.model, self.predictions, at)
+        return found
 
-    def _laid_out(self, placement: Placement, layout: Layout | None) -> Model:
-        return replace(self.model, layers=layout or self.division.on(placement))
+    def _laid_out(self, placement: Placement, layout: Layout | None) -> tuple[Model, int]:
+        """The model with the layers of a layout, and the stage of multi-token prediction."""
+        parts = layout or self.division.parts(placement)
+        layers, at = without_predictions(parts) if any(self.division.predictions) else (parts, len(parts) - 1)
+        return replace(self.model, layers=layers), at
 
 
 @dataclass(frozen=True)
@@ -143,11 +156,3 @@ class PlannedWeights:
     def of_layers(self) -> Weights:
         """See ``Weights``."""
         return self.stages.of_layers()
-
-
-def on_stages(predictions: Sequence[int], placement: Placement) -> tuple[int, ...]:
-    """Return the layers of multi-token prediction per stage of a placement, which may merge or cut the job's stages."""
-    found = [0] * placement.num_stages
-    for stage, count in enumerate(predictions, 1):
-        found[-(-stage * placement.num_stages // len(predictions)) - 1] += count
-    return tuple(found)

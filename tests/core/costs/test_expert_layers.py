@@ -101,13 +101,13 @@ def test_letters_of_a_hybrid_model_have_experts() -> None:
 
 def test_layers_of_prediction_have_the_experts_of_the_last_layer() -> None:
     some = model(parallel=16, layers=(False, False, True, True))
-    costs, _ = with_predictions(*estimate(some, H100, LINE), (0, 1), prediction_parts(some, H100))
+    costs, _ = with_predictions(layer_costs(some, H100), some, H100, ("",)).on((2, 3))
     assert costs.experts[1].layers == 3 and costs.experts[0].layers == 0
     assert costs.experts[1].whole == pytest.approx(costs.forward_ms[1] + costs.backward_ms[1] + costs.wgrad_ms[1])
-    assert prediction_expert_weights(some, (0, 1))[1] == pytest.approx(some.expert_weights(LINE)[1] / 2)
-    assert prediction_weights(some, (0, 1))[1] > prediction_expert_weights(some, (0, 1))[1]
+    assert prediction_expert_weights(some, ("",)) == pytest.approx(some.expert_weights(LINE)[1] / 2)
+    assert prediction_weights(some, ("",), 1) > prediction_expert_weights(some, ("",))
     first = replace(some, experts=replace(some.experts, layers=(True, True, True, False)))  # type: ignore[type-var]
-    assert prediction_parts(first, H100).experts is None and prediction_expert_weights(first, (0, 1)) == (0, 0)
+    assert not any(prediction_parts(first, H100).experts) and not prediction_expert_weights(first, ("",))
 
 
 def test_tokens_are_permuted_around_all_to_alls() -> None:
@@ -143,3 +143,15 @@ def test_many_small_experts_take_the_time_of_their_launches() -> None:
     assert wgrad(256, fused=True) < wgrad(16), "one launch for all"
     large = [layer_costs(model(count=count, ffn=8192), H100).experts[0].experts_wgrad for count in (2, 16)]
     assert large[0] == pytest.approx(large[1]), "products that take longer than their launches hide these"
+
+
+def test_latent_experts_take_and_give_fewer_features() -> None:
+    whole, latent = (model(top_k=8, ffn=2048, parallel=16, latent=latent) for latent in (None, 256))
+    hidden = whole.hidden
+    of_whole, of_latent = (layer_costs(each, H100).experts[0] for each in (whole, latent))
+    assert of_latent.dispatch == pytest.approx(of_whole.dispatch * 256 / hidden)
+    assert of_latent.experts_wgrad < of_whole.experts_wgrad
+    own, other = (each.experts_of("experts") for each in (latent, whole))
+    assert own is not None and other is not None
+    assert own.rank_weights(hidden, True) == pytest.approx(other.rank_weights(hidden, True) * 256 / hidden)
+    assert own.other_weights(hidden, True, 1) == other.other_weights(hidden, True, 1) + 2 * 256 * hidden

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.zero_bubble import Placement
 from megatron.zero_bubble.core.costs.devices import DEVICES
-from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
+from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.predictions import prediction_parts, prediction_weights, with_predictions
 
@@ -26,26 +25,46 @@ def test_a_layer_of_prediction_is_a_layer_and_a_projection() -> None:
     assert head == plain.loss
 
 
-def test_prediction_is_added_to_its_stage_and_to_the_last() -> None:
-    placement = Placement.linear(2)
-    parts = prediction_parts(MODEL, A100)
-    layer, head, _ = parts
-    costs, memory = estimate(MODEL, A100, placement)
-    for counts in ((0, 1), (2, 0)):
-        more, kept = with_predictions(costs, memory, counts, parts)
-        for name in ("forward_ms", "backward_ms", "wgrad_ms"):
-            first, last = (
-                getattr(costs, name)[0] + counts[0] * getattr(layer, name),
-                getattr(costs, name)[1] + counts[1] * getattr(layer, name) + sum(counts) * getattr(head, name),
-            )
-            assert getattr(more, name) == pytest.approx((first, last))
-        assert kept.activation[0] == pytest.approx(memory.activation[0] + counts[0] * layer.activation)
+def test_predictions_are_one_more_part_whose_output_layers_are_on_the_last_stage() -> None:
+    plain, (layer, head, _) = layer_costs(MODEL, A100), prediction_parts(MODEL, A100)
+    for number in (1, 2):
+        parts = with_predictions(plain, MODEL, A100, ("",) * number)
+        assert parts.num_layers == 5 and parts.predictions == number
+        for layout, at in (((2, 3), 1), ((5, 0), 0), ((4, 1), 1)):
+            costs, memory = parts.on(layout)
+            without, kept = plain.on([count - (stage == at) for stage, count in enumerate(layout)])
+            for name in ("forward_ms", "backward_ms", "wgrad_ms"):
+                more = [number * getattr(layer, name) * (stage == at) for stage in (0, 1)]
+                more[1] += number * getattr(head, name)
+                expected = [own + added for own, added in zip(getattr(without, name), more, strict=True)]
+                assert getattr(costs, name) == pytest.approx(expected)
+            assert memory.activation[0] == pytest.approx(kept.activation[0] + number * layer.activation * (at == 0))
     # As large a share of attention as without the projection, for equal layers.
-    even, _ = with_predictions(costs, memory, (1, 0), parts._replace(layer=replace(layer, forward_ms=0.0)))
-    assert even.forward_attention[0] == pytest.approx(costs.forward_attention[0])
+    assert layer.forward_attention * layer.forward_ms == pytest.approx(
+        plain.layers[0].forward_attention * plain.layers[0].forward_ms
+    )
+
+
+def test_predictions_of_a_hybrid_model_have_its_letters_and_are_on_the_last_stage() -> None:
+    hybrid = replace(MODEL, pattern="M*-M")
+    plain, parts = layer_costs(hybrid, A100), prediction_parts(hybrid, A100, "*-")
+    whole = with_predictions(plain, hybrid, A100, ("*-",))
+    assert whole.layers == plain.layers and not whole.predictions
+    assert whole.loss.work_ms == pytest.approx(plain.loss.work_ms + parts.work_ms)
+    assert parts.layer.forward_ms == pytest.approx(prediction_parts(MODEL, A100).layer.forward_ms), "a whole layer"
+    weights = prediction_weights(hybrid, ("*-",), 1)
+    assert weights == prediction_weights(MODEL, ("",), 1) > prediction_weights(hybrid, ("*",), 1)
+
+
+def test_layers_are_averaged_without_predictions() -> None:
+    plain = layer_costs(replace(MODEL, pattern="*-*-"), A100)
+    parts = with_predictions(replace(plain), MODEL, A100, ("",))
+    averaged = parts.averaged()
+    assert averaged.layers[:4] == plain.averaged().layers and averaged.layers[4] == parts.layers[4]
 
 
 def test_weights_of_prediction() -> None:
-    embedding = 50_304 * 1024
-    assert prediction_weights(MODEL, (0, 1)) == (0, MODEL.layer_weights + 2 * 1024**2 + embedding)
-    assert prediction_weights(MODEL, (2, 0)) == (2 * (MODEL.layer_weights + 2 * 1024**2), 0)
+    embedding, layer = 50_304 * 1024, MODEL.layer_weights + 2 * 1024**2
+    assert prediction_weights(MODEL, ("",), 1) == layer + embedding
+    assert prediction_weights(MODEL, ("", ""), 0) == 2 * layer
+    assert prediction_weights(MODEL, (), 1) == 0

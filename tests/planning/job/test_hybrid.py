@@ -140,8 +140,8 @@ def test_stages_get_the_layers_of_a_plan() -> None:
 
 def test_work_of_each_kind() -> None:
     work, embedding, loss = work_of_kinds(SimpleNamespace(**SHAPES), 8000)
-    assert work["-"] > work["*"] > 0 and work["D"] == work["+"] == work["*"] and work["G"] == work["M"]
+    assert work["-"] > work["*"] > 0 and work["D"] == work["+"] == work["*"] and work["G"] != work["M"] > 0
     assert work["E"] == pytest.approx(work["-"] / 4, rel=0.3)  # two of the experts, each an eighth as wide as the MLP
     assert 0 < embedding < min(work.values()) and loss > 0
     assert set(work_of_kinds(SimpleNamespace(**SHAPES), None)[0].values()) == {1.0}
-    assert unestimated_kinds(job("M-GE*")) == ("experts", "gated delta net")
+    assert unestimated_kinds(job("M-GE*+D")) == ("experts", "latent attention", "sparse attention")

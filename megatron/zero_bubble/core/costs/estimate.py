@@ -53,21 +53,34 @@ def layer_costs(model: Model, device: Device) -> LayerCosts:
     for kind, own in experts.items():
         parts[kind] = _with_all_to_alls(parts[kind], own)
     return LayerCosts(
-        tuple(parts[kind] for kind in model.kinds),
+        tuple(map(_below, model.untrained, (parts[kind] for kind in model.kinds))),
         loss=_part(output_layer(model), model, device),
         comm_ms=_transfer_ms(model, device),
         input_memory=model.message_bytes,
         recomputed=model.recompute == "full",
-        experts=tuple(experts[kind] for kind in model.kinds) if any(own.layers for own in experts.values()) else (),
+        experts=tuple(map(_forward_only, model.untrained, (experts[kind] for kind in model.kinds)))
+        if any(own.layers for own in experts.values())
+        else (),
         contention=CONTENTION if model.experts is not None and model.experts.parallel > 1 else 1.0,
     )
+
+
+def _below(is_below: bool, part: LayerFigures) -> LayerFigures:
+    """A layer that has only F, and keeps nothing, if it is below all that is trained."""
+    return LayerFigures(part.forward_ms, forward_attention=part.forward_attention) if is_below else part
+
+
+def _forward_only(is_below: bool, own: ExpertParts) -> ExpertParts:
+    """The parts of such a layer."""
+    nothing = dict.fromkeys(("combine_grad", "experts_grad", "dispatch_grad", "experts_wgrad"), 0.0)
+    return own._replace(**nothing) if is_below else own
 
 
 def _experts(kind: str, model: Model, device: Device) -> ExpertParts:
     if (own := model.experts_of(kind)) is None:
         return NO_EXPERTS
-    sent = own.all_to_all_ms(model.message_bytes, device)
-    f, b, w = _milliseconds(routed(model, own), model, device)
+    sent = own.all_to_all_ms(model.message_bytes * own.width(model.hidden) / model.hidden, device)
+    f, b, w = _milliseconds(routed(kind, model, own), model, device)
     again = 2.0 if model.recompute == "full" or model.keeping.repeats(MOE) else 1.0  # B repeats those of F
     parts = {"dispatch": sent, "combine": sent, "combine_grad": again * sent, "dispatch_grad": again * sent}
     return NO_EXPERTS._replace(layers=1.0, experts=f, experts_grad=b, experts_wgrad=w, **parts)
@@ -118,8 +131,8 @@ def _milliseconds(layer: LayerWork, model: Model, device: Device) -> tuple[float
     forward = layer.forward / rate + layer.linear * added + waits
     again = forward if layer.is_recomputed and model.recompute == "full" else 0.0
     swept = _BACKWARD_SWEEPS * layer.moved + _FORWARD_SWEEPS * layer.moved_again + layer.permuted_again
-    deferred = min(layer.wgrad, layer.linear)  # the W of joined parts is in B
-    in_backward = 2 * layer.linear - deferred + layer.repeated
+    deferred = min(layer.wgrad, layer.linear - layer.frozen)  # the W of joined parts is in B
+    in_backward = 2 * layer.linear - layer.frozen - deferred + layer.repeated
     backward = layer.backward / rate + in_backward * added + waits + again
     times = (
         forward + _FORWARD_SWEEPS * layer.moved / sweep,

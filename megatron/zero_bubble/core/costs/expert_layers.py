@@ -38,6 +38,8 @@ class Experts:
         fused: whether the products, the activation between them and the quantization of what it makes are one operation
             (``--use-transformer-engine-op-fuser``).
         groups, group_top_k: groups of experts, and those of them that a token's experts are from.
+        latent: width of the states that experts take and give (``--moe-latent-size``), between two projections on the
+            rank of a token; None for hidden states.
     """
 
     count: int
@@ -52,6 +54,7 @@ class Experts:
     fused: bool = False
     groups: int = 1
     group_top_k: int = 1
+    latent: int | None = None
 
     def ranks_on_node(self, device: Device) -> int:
         """Ranks of an expert-parallel group that share fast links; those that divide an expert are adjacent."""
@@ -59,18 +62,25 @@ class Experts:
 
     def rank_weights(self, hidden: int, gated: bool) -> float:
         """Number of weights of a rank in the experts of a layer, without the shared ones and the router."""
-        each = (3 if gated else 2) * hidden * self.ffn
+        each = (3 if gated else 2) * self.width(hidden) * self.ffn
         return self.count * each / (self.parallel * self.tensor_parallel)
 
     def other_weights(self, hidden: int, gated: bool, tensor_parallel: int) -> float:
-        """Number of weights of a rank in the shared experts and the router, which every rank has as a whole."""
-        return (3 if gated else 2) * hidden * self.shared / tensor_parallel + hidden * self.count
+        """Number of weights of a rank in the shared experts, and in the router and the projections of latent experts,
+        which every rank has as a whole.
+        """
+        of_all = hidden * (self.count + 2 * (self.latent or 0))
+        return (3 if gated else 2) * hidden * self.shared / tensor_parallel + of_all
+
+    def width(self, hidden: int) -> int:
+        """Features of the states that experts take and give."""
+        return self.latent or hidden
 
     def all_to_all_ms(self, states: float, device: Device) -> float:
         """Milliseconds of a dispatch, or of a combine.
 
         Args:
-            states: bytes of the hidden states of a rank's tokens.
+            states: bytes of the states of a rank's tokens that experts take.
         """
         near = self.ranks_on_node(device)
         far = self.parallel - near
@@ -108,20 +118,24 @@ class Experts:
             split, whole: the number of ranks that divide a layer of the model, and the hidden states.
             kept: what decides which tensors are kept.
         """
-        matrices = 2.0 * tokens * self.top_k * (3 if gated else 2) * hidden * self.ffn
+        own, projections = self.width(hidden), 4.0 * tokens * hidden * (self.latent or 0)
+        grouped = 2.0 * tokens * self.top_k * (3 if gated else 2) * own * self.ffn
+        matrices = grouped + projections
         again = matrices if kept.repeats(MOE) else 0.0
         rows = tokens / whole * self.top_k * self.tensor_parallel  # of a rank, for its part of an expert
         ffn, wide = self.ffn / self.tensor_parallel, self.ffn * (2 if gated else 1) / self.tensor_parallel
         tensors = [  # in bf16
-            operand(2 * rows * hidden, MOE),
+            operand(2 * rows * own, MOE),
+            *([operand(2.0 * tokens / whole * each, MOE) for each in (hidden, own)] if self.latent else ()),
             Tensor(2 * rows * wide, (MOE,)),
             operand(2 * rows * ffn, MOE, MOE_ACTIVATION),
         ]
         # W takes the rows and the gradients of its outputs.
         inside = rows * 2 * (wide + ffn) * kept.operand_share
-        for_wgrad = rows * 4 * hidden * kept.operand_share + inside
+        for_wgrad = rows * 4 * own * kept.operand_share + inside
+        for_wgrad += 4.0 * tokens / whole * (hidden + own) * kept.operand_share if self.latent else 0.0
         moved, stored, dropped = kept.of(tensors)
-        permuted = 2.0 * rows * hidden * 2 * self._permutations
+        permuted = 2.0 * rows * own * 2 * self._permutations
         return LayerWork(
             matrices,
             matrices + again,
@@ -136,7 +150,7 @@ class Experts:
             permuted_again=permuted if again else 0.0,
             quantized_inside=inside if self.fused else 0.0,
             products=1 if self.fused else 2 * self.count / self.parallel,
-            grouped=matrices,
+            grouped=grouped,
         )
 
     @property

@@ -18,6 +18,7 @@ class LayerWork:
         moved_again: bytes that B moves in one sweep, to compute again what selective recomputation drops.
         linear: of the operations of each of F, B and W, those of linear layers.
         reductions: how often F, and B as well, adds its hidden states over tensor-parallel ranks.
+        frozen: of ``linear``, those that W does not have, because weights are not trained.
         repeated: operations of linear layers that B computes again, by selective recomputation.
         permuted, permuted_again: bytes that permutations of tokens move in each of F and B, and that B moves to repeat
             those of F.
@@ -39,6 +40,7 @@ class LayerWork:
     history: float = 0.0
     moved_again: float = 0.0
     linear: float = 0.0
+    frozen: float = 0.0
     repeated: float = 0.0
     permuted: float = 0.0
     permuted_again: float = 0.0

@@ -65,6 +65,11 @@ class LayerFigures:
         """Time of F, B and W together, in ms."""
         return self.forward_ms + self.backward_ms + self.wgrad_ms
 
+    def plus(self, *others: LayerFigures) -> LayerFigures:
+        """Those of this part and others, as one part."""
+        amounts = [_amounts(part) for part in (self, *others)]
+        return _part({name: fsum(of[name] for of in amounts) for name in amounts[0]})
+
 
 @dataclass(frozen=True)
 class LayerCosts:
@@ -74,7 +79,8 @@ class LayerCosts:
     layer with the loss on the last one, unless all ranks divide them.
 
     Attributes:
-        layers: one part per layer.
+        layers: one part per layer, and one for all layers of multi-token prediction, which follow.
+        predictions: the layers of multi-token prediction that the last part stands for; 0 for none.
         input_memory: memory of a stage's input, which a stage keeps at least, in the unit of ``activation``; 0 if
             unknown.
         recomputed: as in ``PassMemory``.
@@ -99,6 +105,7 @@ class LayerCosts:
     slice_overhead: float = 0.0
     vocabulary: VocabularyCosts | None = None
     logits: tuple[float, ...] = ()
+    predictions: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -120,14 +127,14 @@ class LayerCosts:
 
     def averaged(self) -> LayerCosts:
         """The same model with equal layers, each the mean of all."""
-        amounts = [_amounts(layer) for layer in self.layers]
-        mean = {name: fsum(of[name] for of in amounts) / len(amounts) for name in amounts[0]}
-        experts: tuple[ExpertParts, ...] = ()
-        if self.experts:
-            experts = (ExpertParts._make(map(fsum, zip(*self.experts, strict=True))).divided(len(amounts)),) * len(
-                amounts
-            )
-        return replace(self, layers=(_part(mean),) * len(amounts), experts=experts)
+        count = self.num_layers - bool(self.predictions)
+        amounts = [_amounts(layer) for layer in self.layers[:count]]
+        mean = _part({name: fsum(of[name] for of in amounts) / count for name in amounts[0]})
+        experts = self.experts[:count]
+        if experts:
+            experts = (ExpertParts._make(map(fsum, zip(*experts, strict=True))).divided(count),) * count
+        layers = (mean,) * count + self.layers[count:]
+        return replace(self, layers=layers, experts=experts + self.experts[count:])
 
     def rank_work_ms(self, placement: Placement, layout: Sequence[int]) -> tuple[float, ...]:
         """Time of F, B and W of one microbatch in ms, per rank."""

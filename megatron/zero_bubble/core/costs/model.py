@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Literal
 
+from megatron.zero_bubble.core.costs.adapters import Adapters, Linear
 from megatron.zero_bubble.core.costs.attention import Attention, Latent
+from megatron.zero_bubble.core.costs.delta import GatedDelta
 from megatron.zero_bubble.core.costs.devices import Device
 from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.kept import IN_16_BITS, Kept
@@ -17,17 +19,19 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 
 Recompute = Literal["none", "selective", "full"]
-Part = Literal["attention", "mlp", "mamba", "router", "shared experts", "experts"]
+Part = Literal["attention", "mlp", "mamba", "delta", "router", "shared experts", "experts"]
 """A part of a layer, with its norm; ``mlp`` is that of a layer without experts."""
-PARTS: tuple[Part, ...] = ("attention", "mlp", "mamba", "router", "shared experts", "experts")
+PARTS: tuple[Part, ...] = ("attention", "mlp", "mamba", "delta", "router", "shared experts", "experts")
 
-ESTIMATED_KINDS = "M*-E"
+ESTIMATED_KINDS = "MG*+-E"
 """The kinds of layers of hybrid models that are estimated."""
 DENSE, WITH_EXPERTS = "dense", "experts"
 """The kinds of transformer layers."""
 _PARTS_OF: dict[str, tuple[Part, ...]] = {
     "M": ("mamba",),
+    "G": ("delta",),
     "*": ("attention",),
+    "+": ("attention",),
     "-": ("mlp",),
     "E": ("router", "shared experts", "experts"),
     DENSE: ("attention", "mlp"),
@@ -43,12 +47,14 @@ class Model:
     three matrices. ``tensor_parallel`` divides all of it; the activations between matrix products are divided only with
     ``sequence_parallel``; ``overlaps_tensor`` runs its collectives beneath the products (``--tp-comm-overlap``).
     ``sequence`` is the part of a rank, of which there are ``context_parallel``. Linear layers compute in ``precision``.
-    ``pattern`` has the kind of every layer of a hybrid model, in model order: ``M`` for Mamba,
-    whose shapes are ``mamba``, ``*`` for attention, ``-`` for an MLP, and ``E`` for experts. Other models with
-    ``experts`` have these instead of the MLP in some layers or all. ``latent`` has the shapes of latent attention,
-    which has neither groups nor one size of heads. ``kept`` says what low precision and recomputation change in memory;
-    its modules count only with selective recomputation. The ``joined`` parts of layers compute their weight gradients
-    in B, and the ``captured`` ones are inside CUDA graphs, which keep their memory.
+    ``pattern`` has the kind of every layer of a hybrid model, in model order: ``M`` for Mamba, whose shapes are
+    ``mamba``, ``G`` for a gated delta net, ``*`` for attention, ``+`` for latent attention, ``-`` for an MLP, and ``E``
+    for experts. Other models with ``experts`` have these instead of the MLP in some layers or all. ``latent`` has the
+    shapes of latent attention, which has neither groups nor one size of heads; next to ``+`` layers, ``*`` layers are
+    without it. ``kept`` says what low precision and recomputation change in memory; its modules count only with
+    selective recomputation. The ``joined`` parts of layers compute their weight gradients in B, and the ``captured``
+    ones are inside CUDA graphs, which keep their memory.
+    With ``adapters``, only these are trained; of the first ``frozen`` layers and the embedding, nothing is.
     In a share ``windowed`` of the layers, a token attends to at most ``window`` tokens.
     """
 
@@ -71,11 +77,14 @@ class Model:
     precision: Precision = BF16
     pattern: str = ""
     mamba: Mamba = field(default_factory=Mamba)
+    delta: GatedDelta = field(default_factory=GatedDelta)
     experts: Experts | None = None
     latent: Latent | None = None
     kept: Kept = IN_16_BITS
     joined: tuple[Part, ...] = ()
     captured: tuple[Part, ...] = ()
+    adapters: Adapters | None = None
+    frozen: int = 0
     window: int | None = None
     windowed: float = 1.0
 
@@ -104,7 +113,11 @@ class Model:
 
     @property
     def attention(self) -> Attention:
-        if self.latent is not None:
+        return self.attention_of("+" if "+" in self.pattern else DENSE)
+
+    def attention_of(self, kind: str) -> Attention:
+        """The attention of a layer of this kind."""
+        if self.latent is not None and not (kind == "*" and "+" in self.pattern):
             return self.latent.of(self.hidden, self.heads)
         return Attention.of_heads(self.hidden, self.heads, self.groups, self.head_size)
 
@@ -133,6 +146,11 @@ class Model:
         return tuple(WITH_EXPERTS if has else DENSE for has in having)
 
     @property
+    def untrained(self) -> tuple[bool, ...]:
+        """Whether each layer is below all that is trained, so that it needs no gradient."""
+        return tuple(number < self.frozen for number in range(len(self.kinds)))
+
+    @property
     def parts(self) -> frozenset[Part]:
         """The parts that its layers have."""
         found = {part for kind in self.kinds for part in _PARTS_OF[kind]}
@@ -141,9 +159,10 @@ class Model:
     def weights_of(self, kind: str) -> float:
         """Number of weights of a layer (the part of one tensor-parallel rank)."""
         split = self.tensor_parallel
-        if kind == "M":
-            return self.mamba.weights(self.hidden) / split
-        attention = self.attention.rank_weights(split) if kind in (DENSE, WITH_EXPERTS, "*") else 0.0
+        if kind in "MG":
+            return (self.mamba if kind == "M" else self.delta).weights(self.hidden) / split
+        has_attention = kind in (DENSE, WITH_EXPERTS, "*", "+")
+        attention = self.attention_of(kind).rank_weights(split) if has_attention else 0.0
         if (experts := self.experts_of(kind)) is not None:
             others = experts.other_weights(self.hidden, self.gated, split)
             return attention + others + experts.rank_weights(self.hidden, self.gated)
@@ -161,6 +180,51 @@ class Model:
     def experts_of(self, kind: str) -> Experts | None:
         """The experts of a layer of this kind; None if it has none."""
         return self.experts if kind in (WITH_EXPERTS, "E") else None
+
+    def linears_of(self, part: Part, kind: str) -> tuple[Linear, ...]:
+        """The linear layers of a part of a layer of this kind."""
+        hidden = self.hidden
+        if part == "attention":
+            own = self.attention_of(kind)
+            return Linear("linear_qkv", hidden, own.made), Linear("linear_proj", own.outputs, hidden)
+        if part in ("mamba", "delta"):
+            shapes = self.mamba if part == "mamba" else self.delta
+            inner = shapes.inner(hidden)
+            made = shapes.weights(hidden) // hidden - inner
+            return Linear("in_proj", hidden, made), Linear("out_proj", inner, hidden)
+        if part == "router":
+            return ()
+        experts, width, ffn = self.experts_of(kind), hidden, self.ffn
+        if experts is not None:
+            ffn = experts.shared if part == "shared experts" else experts.ffn
+            width = experts.width(hidden) if part == "experts" else hidden
+        wide = ffn * (2 if self.gated else 1)
+        return (Linear("linear_fc1", width, wide), Linear("linear_fc2", ffn, width)) if ffn else ()
+
+    def trained_of(self, kind: str) -> float:
+        """Number of the weights in ``weights_of`` that are trained."""
+        if self.adapters is None:
+            return self.weights_of(kind)
+        found = (self.adapters.weights(self.linears_of(part, kind)) for part in _PARTS_OF[kind])
+        return sum(found) / self.tensor_parallel
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether all of it is."""
+        return self.adapters is None and not self.frozen
+
+    def trained_weights(self, placement: Placement) -> tuple[float, ...]:
+        """Number of the weights in ``stage_weights`` that are trained.
+
+        Raises:
+            UserError: as ``layers_on``.
+        """
+        each = [0.0 if below else self.trained_of(k) for below, k in zip(self.untrained, self.kinds, strict=True)]
+        ends = accumulate(self.layers_on(placement), initial=0)
+        found = [sum(each[start:end]) for start, end in pairwise(ends)]
+        if self.adapters is None:
+            found[-1] += self.vocab_size * self.hidden / self.tensor_parallel
+        return tuple(found)
 
     def weights(self, placement: Placement) -> tuple[float, ...]:
         """Number of weights per rank (the part of one tensor-parallel rank); see ``stage_weights``.

@@ -44,15 +44,22 @@ class StageBytes:
     optimizer: tuple[float, ...]
 
     @classmethod
-    def of(cls, layers: Sequence[float], others: Sequence[float], each: ParameterBytes) -> StageBytes:
+    def of(
+        cls,
+        layers: Sequence[float],
+        others: Sequence[float],
+        each: ParameterBytes,
+        trained: Sequence[float] | None = None,
+    ) -> StageBytes:
         """The bytes of stages.
 
         Args:
             layers, others: numbers of parameters in layers, and in the embedding and the output layer, per stage.
             each: bytes per parameter.
+            trained: those that have gradients and states of the optimizer; None for all.
         """
         weights = tuple(each.of_layers * own + each.weight * more for own, more in zip(layers, others, strict=True))
-        counts = [own + more for own, more in zip(layers, others, strict=True)]
+        counts = trained or [own + more for own, more in zip(layers, others, strict=True)]
         return cls(weights, *(tuple(size * count for count in counts) for size in (each.gradient, each.optimizer)))
 
     def sharded(self, stages: Sequence[int], replicas: int) -> float:

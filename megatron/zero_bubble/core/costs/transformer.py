@@ -30,38 +30,44 @@ def work_of(kind: str, model: Model) -> LayerWork:
 def _computed(kind: str, model: Model) -> LayerWork:
     """Return what a layer takes, as far as it is not recomputed as a whole."""
     if kind == "M":
-        return _as("mamba", model, model.mamba.work(model.tokens, model.hidden, *model.divisions, model.keeping))
-    attention = _as("attention", model, _attention(model))
+        return _as("mamba", kind, model, model.mamba.work(model.tokens, model.hidden, *model.divisions, model.keeping))
+    if kind == "G":
+        return _as("delta", kind, model, model.delta.work(model.tokens, model.hidden, *model.divisions, model.keeping))
+    attention = _as("attention", kind, model, _attention(model, kind))
     if (experts := model.experts_of(kind)) is None:
-        mlp = _as("mlp", model, _mlp(model))
-        return attention if kind == "*" else mlp if kind == "-" else attention + mlp
+        mlp = _as("mlp", kind, model, _mlp(model))
+        return attention if kind in "*+" else mlp if kind == "-" else attention + mlp
     shared = _mlp(replace(model, ffn=experts.shared), (SHARED_EXPERTS, MOE), of_experts=True)
-    shared = _as("shared experts", model, shared)
+    shared = _as("shared experts", kind, model, shared)
     scores = experts.scores(model.tokens, model.hidden, model.divisions[1], model.keeping)
-    scores = _as("router", model, scores)
-    layer = shared + routed(model, experts) + scores
+    scores = _as("router", kind, model, scores)
+    layer = shared + routed(kind, model, experts) + scores
     return attention + layer if kind == WITH_EXPERTS else layer
 
 
-def routed(model: Model, experts: Experts) -> LayerWork:
+def routed(kind: str, model: Model, experts: Experts) -> LayerWork:
     """Return what the experts of a layer take, without the shared ones."""
     work = experts.routed(model.tokens, model.hidden, *model.divisions, model.gated, model.keeping)
-    return _as("experts", model, work)
+    return _as("experts", kind, model, work)
 
 
-def _as(part: Part, model: Model, work: LayerWork) -> LayerWork:
-    """Return what a part takes if it is joined or captured."""
+def _as(part: Part, kind: str, model: Model, work: LayerWork) -> LayerWork:
+    """Return what a part takes if it is joined or captured, or has adapters."""
+    if (adapters := model.adapters) is not None and part != "router":
+        rows = model.experts.top_k if model.experts is not None and part == "experts" else 1
+        work = adapters.added_to(work, model.linears_of(part, kind), model.tokens * rows)
     work = work.without_w() if part in model.joined else work
     return work.in_graphs() if part in model.captured else work
 
 
-def _attention(m: Model) -> LayerWork:
-    """Compute the figures of the attention of a transformer layer, with its norm.
+def _attention(m: Model, kind: str) -> LayerWork:
+    """Compute the figures of the attention of a layer of this kind, with its norm.
 
     Scores take 4 s^2 b h operations forward, twice that backward, and 5 a s^2 b bytes. Flash attention takes half of
     that, as the mask is causal, stores none of these bytes, and repeats the first half of the scores in B.
     """
-    own, (split, whole) = m.attention, m.divisions
+    own, (split, whole) = m.attention_of(kind), m.divisions
+    is_latent = bool(own.compressed)
     matrices, scores = 2.0 * m.tokens * own.weights, 2.0 * m.tokens * m.attended * (own.queries + own.outputs)
     again = (scores / 2 if m.flash else 0.0) + (scores if m.keeping.repeats(CORE_ATTENTION) else 0.0)
     up = 2.0 * m.tokens * own.up_weights if m.keeping.repeats(UP_PROJECTION) else 0.0
@@ -71,8 +77,8 @@ def _attention(m: Model) -> LayerWork:
     tensors = [
         Tensor(states),  # the norm's input: 2h
         # The norm's output: 2h. It is part of the first product, except before the projections down: two take it.
-        operand(states) if m.latent is None else Tensor(states, (LAYER_NORM,)),
-        Tensor(inside * own.made, () if m.latent is None else (UP_PROJECTION,)),  # q, k and v: 6h
+        operand(states) if not is_latent else Tensor(states, (LAYER_NORM,)),
+        Tensor(inside * own.made, () if not is_latent else (UP_PROJECTION,)),  # q, k and v: 6h
         Tensor(inside * own.outputs, of_product=True),  # the input of the last product, which attention keeps, too: 2h
         *([] if m.flash else [Tensor(5.0 * m.heads * m.attended * m.tokens / split, (CORE_ATTENTION,))]),
     ]
@@ -140,13 +146,13 @@ def output_layer(m: Model) -> LayerWork:
     """Compute the figures of the output layer: logits in 4 bytes for the loss, their bf16 gradient, and the input."""
     operations = 2.0 * m.tokens * m.hidden * m.vocab_size
     logits = m.tokens * m.vocab_size / m.tensor_parallel
-    states = m.message_bytes
+    states, trained = m.message_bytes, m.adapters is None
     return LayerWork(
         operations,
         operations,
-        operations,
+        operations * trained,
         4 * logits,
         4 * logits + 2 * states,
-        2 * logits + states,
+        (2 * logits + states) * trained,
         is_recomputed=False,
     )

@@ -38,15 +38,28 @@ def layout_from(content: Mapping[str, Any], placement: Placement) -> str | None:
     return text
 
 
-def layout_text(layout: Sequence[int]) -> str:
+def layout_text(layout: Sequence[int], predictions: int = 0) -> str:
     """Write layers per stage as Megatron's ``--pipeline-model-parallel-layout``: ``(1, 3, 3, 0)`` is ``Et|(t*3|)*2L``.
 
     ``stage_layers`` reads what this writes.
+
+    Args:
+        predictions: the layers of multi-token prediction that the last one of the layout stands for.
     """
+    layers, at = without_predictions(layout) if predictions else (tuple(layout), -1)
     last = len(layout) - 1
     return write_layout(
-        ["E" * (stage == 0) + "t" * count + "L" * (stage == last) for stage, count in enumerate(layout)]
+        [
+            "E" * (stage == 0) + "t" * count + "m" * (predictions * (stage == at)) + "L" * (stage == last)
+            for stage, count in enumerate(layers)
+        ]
     )
+
+
+def without_predictions(layout: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """The layers per stage of a layout whose last part is multi-token prediction, and its stage."""
+    at = max(stage for stage, count in enumerate(layout) if count)
+    return tuple(count - (stage == at) for stage, count in enumerate(layout)), at
 
 
 def stages_text(layout: Sequence[int]) -> str:

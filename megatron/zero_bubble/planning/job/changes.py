@@ -17,7 +17,7 @@ from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.schedules.recipe import Recipe
 from megatron.zero_bubble.core.search.placements import label_of, name_of, placements
 from megatron.zero_bubble.planning.answer import Answer
-from megatron.zero_bubble.planning.change import MESSAGES, ORDER, ROUNDED, SAME, Change
+from megatron.zero_bubble.planning.change import MESSAGES, NUMBERS, ORDER, ROUNDED, SAME, Change
 from megatron.zero_bubble.planning.cuts import least_tokens, with_candidates
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.figures import Figures
@@ -58,6 +58,8 @@ DECIDABLE = frozenset((*_VIRTUAL, *_LAYERS, *_OVERLAP, *(f"--zero-bubble-{row.fl
 """All flags that a change, or ``auto``, gives to a job or leaves out."""
 _MOST_STAGES = 4
 """Most stages per rank of a change, unless the job has more."""
+_MOST_SLICED_STAGES = 2
+"""Most stages per rank on which slices are searched for."""
 _GIB = 2**30
 STOCK = Setup()
 """A job without this package."""
@@ -110,7 +112,7 @@ class JobChanges:
         yield from searches
         yield from map(self._laid_out, searches if self.costs.layers is not None else ())
         yield from self._divided(searches)
-        yield from self._sliced()
+        yield from self._sliced(searches)
         if self.costs.in_bytes:
             yield from self._sharded()
             yield from map(self._offloaded, searches)
@@ -172,7 +174,12 @@ class JobChanges:
         drops, setup = tuple(dict.fromkeys((*change.drops, *_VIRTUAL, *_LAYERS))), replace(change.setup, layout=None)
         question = replace(change.question.deciding(layout=BY_COST), costs=self._evenly)
         own = replace(change, name=f"{change.name}, layout", question=question, setup=setup, drops=drops)
-        return replace(own, numbers=ORDER, reorders=False, of_plan=_laid_out)
+        numbers = max(ORDER, change.numbers, key=list(NUMBERS).index)
+
+        def of_plan(setup: Setup, plan: Answer) -> Setup:
+            return _laid_out(change.of_plan(setup, plan), plan)
+
+        return replace(own, numbers=numbers, reorders=False, of_plan=of_plan)
 
     @cached_property
     def _evenly(self) -> Figures:
@@ -192,8 +199,8 @@ class JobChanges:
                     question = replace(own.question, costs=each.costs)
                     yield replace(own, question=question, numbers=ROUNDED, reorders=False)
 
-    def _sliced(self) -> Iterator[Change]:
-        """Sequences cut into slices."""
+    def _sliced(self, searches: list[Change]) -> Iterator[Change]:
+        """Sequences cut into slices, in schedules by name and, on few stages, in searched ones, with layouts too."""
         tokens, least = self.costs.sequence, least_tokens(self.costs)
         if tokens is None or tokens < 2 * least:
             return
@@ -204,6 +211,14 @@ class JobChanges:
                 question = self._asking(order, on).deciding(cuts=cuts)
                 own = self._change(f"{recipe.name}, slices", question, order, on)
                 yield replace(own, numbers=ROUNDED, reorders=False, of_plan=self._cut)
+        for search in searches if cuts.among else ():
+            if search.placement.num_stages <= _MOST_SLICED_STAGES * self.costs.num_ranks:
+                question = search.question.deciding(cuts=replace(cuts, among=cuts.among[-1:]))
+                own = replace(search, name=f"{search.name}, slices", question=question)
+                own = replace(own, numbers=ROUNDED, reorders=False, of_plan=self._cut)
+                yield own
+                if self.costs.layers is not None:
+                    yield self._laid_out(own)
 
     def _sharded(self) -> Iterator[Change]:
         """Weights and gradients divided over the replicas, in units of microbatches."""

@@ -12,8 +12,7 @@ from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.formats.layout import stage_layers
 from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import Placement
-from megatron.zero_bubble.core.search.cut import cut
-from megatron.zero_bubble.planning.job.model import stated_vocab_size, work_of_kinds
+from megatron.zero_bubble.planning.job.model import hybrid_layers, stated_vocab_size
 from megatron.zero_bubble.planning.job.pattern import FLAG, Pattern, name_of, pattern_of
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
 
@@ -168,7 +167,4 @@ def divided(args: Any, pattern: Pattern, placement: Placement, vocab_size: int |
     Raises:
         UserError: for too few layers to fill every stage.
     """
-    work, embedding, loss = work_of_kinds(args, vocab_size)
-    predictions = sum(loss + sum(work[kind] for kind in letters) for letters in pattern.predictions)
-    of_layers = [work[kind] for kind in pattern.layers]
-    return pattern.cut(cut(placement, of_layers, embedding, loss + predictions))
+    return pattern.cut(hybrid_layers(args, pattern, placement, vocab_size))

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from megatron.zero_bubble.core.costs.adapters import Adapters
+from megatron.zero_bubble.core.costs.delta import GatedDelta
 from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.expert_layers import Experts
@@ -16,17 +18,25 @@ from megatron.zero_bubble.core.costs.model import ESTIMATED_KINDS, PARTS, Model,
 from megatron.zero_bubble.core.costs.predictions import prediction_parts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import layout_text
-from megatron.zero_bubble.core.formats.layout_string import HYBRID_KINDS, layout_layers
+from megatron.zero_bubble.core.formats.layout_string import HYBRID_KINDS, layout_layers, predictions_of
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.search.cut import cut
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.job.graphs import ENGINE, graphs_of
 from megatron.zero_bubble.planning.job.kept import kept_of, latent_of, linear_precision
-from megatron.zero_bubble.planning.job.pattern import pattern_of
+from megatron.zero_bubble.planning.job.pattern import Pattern, pattern_of
 
 GPT2_VOCAB_SIZE = 50_304
 """Size of GPT-2's vocabulary, padded to a multiple of 128."""
 _SHAPES = ("hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
+_DELTA = {
+    "key_heads": "num_key_heads",
+    "value_heads": "num_value_heads",
+    "key_size": "key_head_dim",
+    "value_size": "value_head_dim",
+    "convolution": "conv_kernel_dim",
+}
+"""Fields of ``GatedDelta``, and Megatron's options after ``linear_``."""
 _EMBEDDING = 0.02
 """Work of the embedding in layers: it hardly takes time, but with it the first rank is the last to get one more layer
 than others.
@@ -70,12 +80,20 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
         precision=linear_precision(args),
         pattern="" if pattern is None or unestimated_kinds(args) else pattern.layers,
         mamba=mamba_of(args),
+        delta=delta_of(args),
         latent=latent_of(args),
         kept=kept_of(args),
         joined=_joined(args),
         captured=_captured(args),
+        adapters=_adapters(args),
+        frozen=getattr(args, "frozen_layers", None) or 0,
         **_window(args),
     )
+
+
+def _adapters(args: Any) -> Adapters | None:
+    rank = getattr(args, "lora_rank", None)
+    return Adapters(rank, tuple(args.target_modules)) if rank else None
 
 
 def _window(args: Any) -> dict[str, Any]:
@@ -147,14 +165,16 @@ def experts_of(args: Any) -> Experts | None:
         bool(getattr(args, "use_transformer_engine_op_fuser", False)),
         getattr(args, "moe_router_num_groups", None) or 1,
         getattr(args, "moe_router_group_topk", None) or 1,
+        getattr(args, "moe_latent_size", None),
     )
 
 
 def unestimated_kinds(args: Any) -> tuple[str, ...]:
     """Return the kinds of a hybrid model's layers whose costs are not estimated, in words."""
     pattern = pattern_of(args)
-    estimated = ESTIMATED_KINDS if _num_experts(args) else ESTIMATED_KINDS.replace("E", "")
-    kinds = () if pattern is None else set(pattern.layers) - set(estimated)
+    needed = {"E": _num_experts(args), "+": latent_of(args)}
+    estimated = {kind for kind in ESTIMATED_KINDS if needed.get(kind, True)}
+    kinds = () if pattern is None else {*pattern.layers, *"".join(pattern.predictions)} - estimated
     return tuple(sorted(HYBRID_KINDS[kind] for kind in kinds))
 
 
@@ -167,12 +187,15 @@ def division_of(args: Any, vocab_size: int | None) -> Division:
     Raises:
         UserError: when ``on`` of the result is called: as ``uneven_layout``.
     """
+    pattern, layout = pattern_of(args), args.pipeline_model_parallel_layout
 
     @cache
     def otherwise(placement: Placement) -> tuple[int, ...]:
+        if pattern is not None:
+            return hybrid_layers(args, pattern, placement, vocab_size)
         return layout_layers(uneven_layout(args, placement, vocab_size))
 
-    layout = args.pipeline_model_parallel_layout
+    predictions = predictions_of(layout) if layout is not None else (len(predicted_layers(args)),)
     return Division(
         args.num_layers,
         args.num_layers_in_first_pipeline_stage,
@@ -181,7 +204,25 @@ def division_of(args: Any, vocab_size: int | None) -> Division:
         bool(args.account_for_loss_in_pipeline_split),
         () if layout is None else layout_layers(layout),
         otherwise,
+        predictions if pattern is None else (),  # of a hybrid model, they are on the last stage
     )
+
+
+def hybrid_layers(args: Any, pattern: Pattern, placement: Placement, vocab_size: int | None) -> tuple[int, ...]:
+    """Return the layers of a hybrid model per stage with the least work for the busiest rank.
+
+    Raises:
+        UserError: for too few layers to fill every stage.
+    """
+    work, embedding, loss = work_of_kinds(args, vocab_size)
+    predictions = sum(loss + sum(work[kind] for kind in letters) for letters in pattern.predictions)
+    return cut(placement, [work[kind] for kind in pattern.layers], embedding, loss + predictions)
+
+
+def predicted_layers(args: Any) -> tuple[str, ...]:
+    """Return the letters of each layer of multi-token prediction, which is like the last layer if it has none."""
+    pattern, number = pattern_of(args), getattr(args, "mtp_num_layers", None) or 0
+    return pattern.predictions if pattern is not None and pattern.predictions else ("",) * number
 
 
 def uneven_layout(args: Any, placement: Placement, vocab_size: int | None) -> str:
@@ -227,11 +268,17 @@ def mamba_of(args: Any) -> Mamba:
     )
 
 
+def delta_of(args: Any) -> GatedDelta:
+    """Build the shapes of gated delta nets from the flags of a job, with Megatron's defaults where it has none."""
+    given = {name: getattr(args, f"linear_{option}", None) for name, option in _DELTA.items()}
+    return GatedDelta(**{name: value for name, value in given.items() if value is not None})
+
+
 def work_of_kinds(args: Any, vocab_size: int | None) -> tuple[dict[str, float], float, float]:
     """Return the work of a hybrid model's layers by letter, of the embedding and of the output layer, in any unit.
 
-    Layers with experts count as their active part. Kinds that are not estimated count as the kind that they replace:
-    gated delta nets as Mamba, other attention as attention. Without shapes or ``vocab_size``, all count as one layer.
+    Layers with experts count as their active part. Sparse attention, which is not estimated, counts as attention.
+    Without shapes or ``vocab_size``, all count as one layer.
 
     Args:
         args: the flags of a Megatron-LM job.
@@ -239,12 +286,12 @@ def work_of_kinds(args: Any, vocab_size: int | None) -> tuple[dict[str, float], 
     """
     if vocab_size is None or not all(getattr(args, name, None) for name in _SHAPES):
         return dict.fromkeys(HYBRID_KINDS, 1.0), 1.0, 1.0
-    dense = replace(_without_experts(args, (3,)), vocab_size=vocab_size, pattern="M*-")
+    dense = replace(_without_experts(args, (5,)), vocab_size=vocab_size, pattern="M*-G+")
     device = DEVICES["a100"]
     costs = layer_costs(dense, device)
-    mamba, attention, mlp = (layer.work_ms for layer in costs.layers)
+    mamba, attention, mlp, delta, latent = (layer.work_ms for layer in costs.layers)
     experts = layer_costs(replace(_active(dense, args), pattern="-"), device).layers[0].work_ms
-    work = {"M": mamba, "G": mamba, "*": attention, "D": attention, "+": attention, "-": mlp, "E": experts}
+    work = {"M": mamba, "G": delta, "*": attention, "D": attention, "+": latent, "-": mlp, "E": experts}
     return work, _EMBEDDING * min(work.values()), costs.loss.work_ms
 
 

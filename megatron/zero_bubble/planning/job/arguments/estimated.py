@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.zero_bubble.core.costs.adapters import LINEARS
 from megatron.zero_bubble.planning.job.arguments.layer_frequency import layer_frequency
 
 _DTYPES = ("main-grads", "main-params", "exp-avg", "exp-avg-sq")
@@ -21,8 +22,13 @@ def add_estimated(parser: argparse.ArgumentParser) -> None:
     add("--q-lora-rank", type=int)
     for name, size in (("kv-lora-rank", 32), ("qk-head-dim", 128), ("qk-pos-emb-head-dim", 64), ("v-head-dim", 128)):
         add(f"--{name}", type=int, default=size)
+    for name in ("num-key-heads", "num-value-heads", "key-head-dim", "value-head-dim", "conv-kernel-dim"):
+        add(f"--linear-{name}", type=int)  # of gated delta nets
     add("--moe-router-num-groups", type=int)
     add("--moe-router-group-topk", type=int)
+    add("--lora-rank", type=int)  # of adapters, which other trainers add; named as by them
+    add("--target-modules", nargs="+", default=LINEARS)
+    add("--frozen-layers", type=int, default=0)  # below all that is trained
     add("--window-size", type=_window)
     add("--window-attn-skip-freq", type=layer_frequency)
     add("--tokenizer-model")  # which may say the size of the vocabulary

@@ -50,8 +50,11 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; --help lists the flags")
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str], of_megatron: bool = False) -> argparse.Namespace:
     """Parse the command line, whose flags override those of ``--config FILE``. What our flags ask for is ``run``.
+
+    Args:
+        of_megatron: whether the flags are those of ``parse_megatron`` instead of our loop's.
 
     Raises:
         UserError: unknown flags, values of the wrong type, an unreadable or invalid configuration file, or zero-bubble
@@ -60,13 +63,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     first = _Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=None)
     config = first.parse_known_args(argv)[0].config
-    parser = build_parser()
+    parser = _megatrons_parser() if of_megatron else build_parser()
     tokens: list[str] = []
     if config is not None:
         tokens = config_tokens(config, argv)
         with explaining(f"configuration file {config}: "):
             parser.parse_args(tokens)
     args = parser.parse_args([*tokens, *argv])
+    if of_megatron:
+        _name_as_megatron(args)
     args.run = run_of(taken(args), as_given)
     return args
 

@@ -1,0 +1,69 @@
+"""Tests of adapters: no W where nothing is trained, a small one where an adapter is, no B below all that is trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.zero_bubble import Placement
+from megatron.zero_bubble.core.costs.adapters import Adapters
+from megatron.zero_bubble.core.costs.devices import DEVICES
+from megatron.zero_bubble.core.costs.estimate import layer_costs
+from megatron.zero_bubble.core.costs.expert_layers import Experts
+from megatron.zero_bubble.core.costs.model import Model
+from megatron.zero_bubble.core.costs.precision import PRECISIONS
+from megatron.zero_bubble.core.costs.predictions import prediction_parts
+from megatron.zero_bubble.core.costs.static import ParameterBytes
+from megatron.zero_bubble.planning.division import Division
+from megatron.zero_bubble.planning.weights import ModelWeights
+
+MODEL = Model((2, 2), 4096, 14336, 32, 8, 128, 4096, 1, 128_256, gated=True)
+LORA = replace(MODEL, adapters=Adapters(16))
+H100, LINE = DEVICES["h100"], Placement.linear(2)
+
+
+def test_w_of_an_adapter_is_as_small_as_its_weights() -> None:
+    whole, lora = layer_costs(MODEL, H100).layers[0], layer_costs(LORA, H100).layers[0]
+    # Llama 3 8B: queries, keys and values are one layer, and so are the two halves of a gated unit.
+    trained = LORA.trained_of("dense")
+    assert trained == 16 * ((4096 + 6144) + (4096 + 4096) + (4096 + 2 * 14336) + (14336 + 4096))
+    assert lora.wgrad_ms / whole.wgrad_ms == pytest.approx(trained / MODEL.layer_weights)
+    assert whole.forward_ms < lora.forward_ms < 1.02 * whole.forward_ms
+    one = layer_costs(replace(MODEL, adapters=Adapters(16, ("linear_qkv",))), H100).layers[0]
+    assert 0 < one.wgrad_ms < lora.wgrad_ms and one.wgrad < lora.wgrad <= whole.wgrad
+    assert not layer_costs(replace(MODEL, adapters=Adapters(16, ())), H100).layers[0].wgrad_ms
+
+
+def test_the_output_layer_and_predictions_have_no_w() -> None:
+    assert not layer_costs(LORA, H100).loss.wgrad_ms and layer_costs(MODEL, H100).loss.wgrad_ms
+    head, layer = (getattr(prediction_parts(LORA, H100), name) for name in ("head", "layer"))
+    assert not head.wgrad_ms and 0 < layer.wgrad_ms < 0.1 * layer.forward_ms
+
+
+def test_frozen_products_in_low_precision_are_two_of_three() -> None:
+    low = {name: replace(of, precision=PRECISIONS["tensorwise"]) for name, of in (("whole", MODEL), ("lora", LORA))}
+    whole, lora = (layer_costs(low[name], H100).layers[0] for name in ("whole", "lora"))
+    assert lora.backward_ms == pytest.approx(whole.backward_ms, rel=0.03), "B does not gain what W would have"
+
+
+def test_layers_below_all_that_is_trained_have_only_f() -> None:
+    experts = Experts(8, 2, 4096, parallel=4)
+    costs = layer_costs(replace(MODEL, frozen=3, experts=experts), H100)
+    for layer, parts in zip(costs.layers[:3], costs.experts, strict=False):
+        assert layer.forward_ms > 0 and not layer.backward_ms + layer.wgrad_ms + layer.activation + layer.wgrad
+        assert parts.dispatch and not parts.combine_grad + parts.experts_grad + parts.experts_wgrad
+    passes, memory = costs.on((2, 2))
+    assert passes.backward_ms[0] == 0 < passes.backward_ms[1]
+    assert memory.activation[0] == costs.input_memory
+
+
+def test_only_what_is_trained_has_gradients_and_states() -> None:
+    each = ParameterBytes(2.0, 4.0, 12.0)
+    lora, whole = (ModelWeights(of, Division(4), each, (2, 2)) for of in (LORA, MODEL))
+    sizes, ends = lora.of_stages(LINE), MODEL.vocab_size * MODEL.hidden
+    assert sizes.weights == whole.of_stages(LINE).weights
+    assert sizes.gradients == pytest.approx((4.0 * 2 * LORA.trained_of("dense"),) * 2)
+    assert lora.of_ranks(LINE)[0] == pytest.approx(sizes.weights[0] + sizes.gradients[0] + sizes.optimizer[0] / 2)
+    frozen = ModelWeights(replace(MODEL, frozen=2), Division(4), each).of_stages(LINE)
+    assert frozen.gradients == pytest.approx((0.0, 4.0 * (2 * MODEL.layer_weights + ends)))
