@@ -16,6 +16,8 @@ RECIPES = """
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.training.comm_overlap import CommOverlapConfig
 from megatron.bridge.training.config import ConfigContainer, OptimizerConfig, TrainingConfig
 
 MODEL = "meta-llama/Meta-Llama-3-8B"
@@ -57,6 +59,13 @@ def uneven_pretrain_16gpu_h100_bf16_config():
 
 def unknown_pretrain_16gpu_h100_bf16_config():
     return _common("someone/else")
+
+
+def adapters_peft_16gpu_h100_bf16_config():
+    config = _common()
+    config.peft = LoRA(dim=16, target_modules=["linear_qkv", "linear_proj"])
+    config.comm_overlap = CommOverlapConfig(tp_comm_overlap=True)
+    return config
 
 
 def single_sft_1gpu_h100_bf16_config():
@@ -112,12 +121,18 @@ def test_layouts_are_written_as_strings_and_say_how_many_stages_there_are(read: 
     assert (recipe.gpus, recipe.gpus_per_node) == (32, 4)
 
 
+def test_adapters_are_flags_and_overlap_without_tensor_parallelism_is_none(read: dict[str, Recipe]) -> None:
+    flags = " ".join(read["adapters_peft_16gpu_h100_bf16_config"].flags)
+    assert "--lora-rank 16 --target-modules linear_qkv linear_proj" in flags
+    assert "--tp-comm-overlap" not in flags
+
+
 def test_what_cannot_be_read_says_why(read: dict[str, Recipe]) -> None:
     assert "the sizes of someone/else" in str(read["unknown_pretrain_16gpu_h100_bf16_config"].problem)
     assert "TypeError" in str(read["failing_pretrain_config"].problem)
     assert "missing 1 required positional argument" in str(read["needs_argument_config"].problem)
     assert "no_such_module" in str(read["src/megatron/bridge/recipes/own/broken.py"].problem)
-    assert len(read) == 8  # aliases are no recipes
+    assert len(read) == 9  # aliases are no recipes
 
 
 @pytest.mark.parametrize(

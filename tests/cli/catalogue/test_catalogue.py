@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.catalogue import shell
 from megatron.zero_bubble.cli.catalogue.contained import CROWDED
 from megatron.zero_bubble.cli.catalogue.find import recipes_in
-from megatron.zero_bubble.cli.catalogue.judge import BROKEN, GAINS, OTHER, REFUSED, SINGLE, STAYS, UNREAD, judged
+from megatron.zero_bubble.cli.catalogue.judge import BROKEN, GAINS, OTHER, REFUSED, SINGLE, STAYS, UNREAD, Row, judged
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe, world_of
 from tests.helpers.processes import running
 
@@ -288,3 +289,19 @@ def test_every_recipe_is_a_row_with_its_reason(folder: Path, tmp_path: Path, cap
 def test_bad_input_is_one_sentence(capsys: Capture, arguments: list[str], message: str) -> None:
     assert main(["catalogue", *arguments]) == 2
     assert capsys.readouterr().err == f"zero-bubble catalogue: {message}\n"
+
+
+def test_some_recipes_are_searched_without_what_refuses_changes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option that refuses them, here graphs of whole iterations, is among the flags to change."""
+    file, asked = tmp_path / "some.csv", []
+
+    def judged_here(each: Iterable[Recipe], gpu: str, seconds: int, *, searches: bool) -> Iterator[Row]:
+        found = list(each)
+        asked.append(([recipe.name for recipe in found], seconds, searches))
+        yield from (judged(recipe, gpu) for recipe in found)
+
+    monkeypatch.setattr("megatron.zero_bubble.cli.catalogue.rows_of", judged_here)
+    assert main(["catalogue", str(folder), "--only", "stays", "--search", "--output", str(file)]) == 0
+    assert asked == [(["stays.sh"], 600, True)]

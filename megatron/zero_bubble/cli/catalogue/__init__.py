@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.zero_bubble.cli.catalogue.answers import rows_of
+from megatron.zero_bubble.cli.catalogue.answers import SECONDS, SECONDS_OF_SEARCHES, rows_of
 from megatron.zero_bubble.cli.catalogue.find import MARK, recipes_in
 from megatron.zero_bubble.cli.catalogue.judge import Row
 from megatron.zero_bubble.cli.catalogue.table import ASSUMPTIONS, FORMATS, text_of
@@ -32,6 +32,14 @@ def add_catalogue(verb: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help=f"write the table, too; the name ends in {' or '.join(FORMATS)}, and the flag can be repeated",
+    )
+    verb.add_argument(
+        "--only", default="", metavar="TEXT", help="judge only recipes whose names contain it (default: all)"
+    )
+    verb.add_argument(
+        "--search",
+        action="store_true",
+        help="give the advice with searches, about a minute per recipe, for jobs without the options that refuse it",
     )
     verb.set_defaults(command=catalogue)
 
@@ -62,5 +70,8 @@ def catalogue(options: argparse.Namespace) -> str:
 def _rows(options: argparse.Namespace) -> Iterator[Row]:
     for folder in options.folders:
         name = Path(folder).resolve().name
-        with progress("judging", [(recipe.name, recipe) for recipe in recipes_in(folder)]) as (each, _):
-            yield from (replace(row, name=f"{name}/{row.name}") for row in rows_of(each, options.gpu))
+        asked = [(recipe.name, recipe) for recipe in recipes_in(folder) if options.only in recipe.name]
+        seconds = SECONDS_OF_SEARCHES if options.search else SECONDS
+        with progress("judging", asked) as (each, _):
+            rows = rows_of(each, options.gpu, seconds, searches=options.search)
+            yield from (replace(row, name=f"{name}/{row.name}") for row in rows)

@@ -19,6 +19,8 @@ from megatron.zero_bubble.cli.catalogue.recipe import Recipe
 
 SECONDS, GIB = 30, 6
 """CPU time for the answer to one recipe, and the worker's address space."""
+SECONDS_OF_SEARCHES = 600
+"""The same with searches."""
 NO_MEMORY = 3
 """The exit status of a worker that cannot get more memory."""
 _LARGE = "ask zero-bubble advise, which has no such limit, or lower --global-batch-size"
@@ -26,20 +28,23 @@ _WORKER = """
 import os, sys
 sys.path[:] = sys.argv[1].split(os.pathsep)
 from megatron.zero_bubble.cli.catalogue.worker import main
-sys.exit(main(sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
+sys.exit(main(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), sys.argv[5] == "True"))
 """
 """Imports what this process would, and nothing from the folder that the command is called in."""
 
 
-def rows_of(recipes: Iterable[Recipe], gpu: str, seconds: int = SECONDS, gib: float = GIB) -> Iterator[Row]:
+def rows_of(
+    recipes: Iterable[Recipe], gpu: str, seconds: int = SECONDS, gib: float = GIB, searches: bool = False
+) -> Iterator[Row]:
     """Yield the row of every recipe.
 
     Args:
         gpu: a key of ``DEVICES``, for recipes that do not say on which they run.
         seconds, gib: the limits.
+        searches: as in ``judged``.
     """
     paths = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", _WORKER, paths, gpu, str(seconds), str(gib)]
+    command = [sys.executable, "-c", _WORKER, paths, gpu, str(seconds), str(gib), str(searches)]
     worker: subprocess.Popen[str] | None = None
     try:
         for recipe in recipes:

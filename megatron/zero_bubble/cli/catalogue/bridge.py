@@ -23,6 +23,8 @@ _PARTS = ("dataset", "scheduler", "optimizer", "ddp", "comm_overlap", "model", "
 """The parts of a configuration; the last one that has a field decides."""
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}
+_RANK = 32
+"""Of adapters whose recipe does not say it."""
 _GPUS = re.compile(r"_(\d+)gpu_([a-z]+\d+)_")
 
 
@@ -72,10 +74,14 @@ def _recipe(name: str, found: Mapping[str, Any]) -> Recipe:
         own = found["parts"].get(part, {})
         fields |= {key: _as_flag(key, value) for key, value in own.items() if value is not None}
     fields |= _of_precision(found["named"].get("mixed_precision", ""))
+    if (adapters := found["parts"].get("peft")) is not None:
+        fields |= {"lora_rank": adapters.get("dim") or _RANK, "target_modules": adapters.get("target_modules")}
     if not (
         fields.get("overlap_grad_reduce") and fields.get("use_distributed_optimizer")
     ):  # a rule of Megatron-LM's flags, which Megatron-Bridge does not have
         fields.pop("overlap_param_gather", None)
+    if fields.get("tensor_model_parallel_size", 1) < 2:
+        fields.pop("tp_comm_overlap", None)  # as Megatron-Bridge drops it
     if isinstance(layout := fields.get("pipeline_model_parallel_layout"), list):
         fields["pipeline_model_parallel_layout"] = "|".join("".join(_LETTERS[one] for one in each) for each in layout)
     if isinstance(window := fields.get("window_size"), list):

@@ -81,20 +81,21 @@ class Row:
     seconds: float = 0.0
 
 
-def judged(recipe: Recipe, gpu: str) -> Row:
+def judged(recipe: Recipe, gpu: str, searches: bool = False) -> Row:
     """Judge a recipe.
 
     Args:
         gpu: a key of ``DEVICES``, for recipes that do not say on which they run.
+        searches: whether the advice is that with searches, and changes also do without what refuses them.
     """
     started = time.process_time()
     row = Row(recipe.name, UNREAD, reason=recipe.problem or "", gpu=recipe.gpu or gpu)
     if recipe.problem is None:
-        row = _of_job(recipe, row)
+        row = _of_job(recipe, row, searches)
     return replace(row, seconds=time.process_time() - started)
 
 
-def _of_job(recipe: Recipe, row: Row) -> Row:
+def _of_job(recipe: Recipe, row: Row, searches: bool) -> Row:
     if recipe.program not in _PROGRAMS:
         return replace(row, outcome=OTHER, option=recipe.program)
     if "--help" in recipe.flags or not any(word.startswith(_OF_TRAINING) for word in recipe.flags):
@@ -122,7 +123,8 @@ def _of_job(recipe: Recipe, row: Row) -> Row:
         if not isinstance(refused, Refusal):
             break
     options = defaults()
-    options.nodes, options.gpus_per_node, options.gpu, options.quick = nodes, per_node, row.gpu, True
+    options.nodes, options.gpus_per_node, options.gpu = nodes, per_node, row.gpu
+    options.quick, options.remedies = not searches, searches
     try:
         row = _of_advice(row, options, recipe.flags)
     except (UserError, OverflowError) as error:
@@ -133,7 +135,7 @@ def _of_job(recipe: Recipe, row: Row) -> Row:
 
 
 def _of_advice(row: Row, options: argparse.Namespace, flags: Sequence[str]) -> Row:
-    """The row with what the quick advice says.
+    """The row with what the advice says.
 
     Raises:
         UserError: there is none.

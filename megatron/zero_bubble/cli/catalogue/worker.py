@@ -18,9 +18,9 @@ from megatron.zero_bubble.cli.catalogue.judge import judged
 from megatron.zero_bubble.cli.catalogue.recipe import Recipe
 
 
-def main(gpu: str, seconds: int, gib: float) -> int:
+def main(gpu: str, seconds: int, gib: float, searches: bool) -> int:
     """Read recipes from standard input, one JSON object per line, and write a row for each, until the input ends, which
-    ends this process; return the exit status of what ends it earlier.
+    ends this process; return the exit status of what ends it earlier. The arguments are those of ``rows_of``.
     """
     _limit(resource.RLIMIT_AS, int(gib * 2**30))
     _limit(resource.RLIMIT_CORE, 0)
@@ -30,7 +30,7 @@ def main(gpu: str, seconds: int, gib: float) -> int:
         fields = json.loads(lines.get())
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + seconds)  # beyond it, the system ends the process
         try:
-            row = judged(Recipe(**{**fields, "flags": tuple(fields["flags"])}), gpu)
+            row = judged(Recipe(**{**fields, "flags": tuple(fields["flags"])}), gpu, searches)
         except MemoryError:
             return NO_MEMORY
         print(json.dumps(asdict(row)), flush=True)
