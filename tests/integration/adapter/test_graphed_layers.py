@@ -200,14 +200,14 @@ ROWS = {
     "latent experts, W inside": Row(
         "zb-h1", scopes=BEFORE_DISPATCH, options=EXPERTS, edit=with_latent_experts, **INSIDE
     ),
-    "gathered in the step": Row("zb-interleaved", options=GATHERED, layout=FOUR, edit=gathering_in_the_step, steps=3),
+    "gathered in the step": Row("zb-interleaved", options=GATHERED, layout=FOUR, edit=gathering_in_the_step, steps=2),
     "validated": Row(f"zb-h2 {AHEAD}", options=CLIPPED, steps=3, spike=2),
     "validated, W inside": Row(f"zb-h1 {AHEAD}", options=CLIPPED, steps=3, spike=2, **INSIDE),
     "planned": Row("zb-auto --zero-bubble-memory-limit 2p", num_microbatches=5, steps=9),
     "growing batches": Row("zb-h2", options=f"{NO_BIAS} --rampup-batch-size 4 2 14", steps=4),
 }
 DEFAULT = ("W inside", "V, W apart", "experts, W apart", "several stages, attention", "validated", "planned")
-DEFAULT += ("growing batches", "gathered in the step", "latent experts, W apart")
+DEFAULT += ("gathered in the step",)
 
 
 def num_slots(row: Row) -> list[list[int]]:
