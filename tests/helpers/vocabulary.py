@@ -6,11 +6,13 @@ Sums over the vocabulary are rounded in another order, so results are equal up t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
-from tests.helpers.parity import Outcome, _splits, _train_once, _under_each
+from tests.helpers.parity import Outcome, Tokens, _splits, _train_once, _under_each
 from tests.helpers.slices import Difference, Gradients, Prepare, own_gradients_of
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -54,6 +56,27 @@ def differences(rank: int, flags: str, schedules: Sequence[str]) -> list[Differe
         gradients, start = whole_gradients_of(args, start)
         found.append(gradients)
     return [Difference.between(_without_padding(gradients, found[0]), found[0]) for gradients in found[1:]]
+
+
+def differences_on_context_ranks(rank: int, flags: str, schedules: Sequence[str]) -> list[Difference]:
+    """As ``differences``; the replicas have halves of the same sequences, as with context parallelism.
+
+    Their attention, megatron-core's own, sees the tokens of its rank only: no other runs without TransformerEngine.
+    """
+    from megatron.core import parallel_state
+
+    initialize, whole = parallel_state.initialize_model_parallel, Tokens.__getitem__
+
+    def half(samples: Tokens, index: int) -> dict[str, torch.Tensor]:
+        context = parallel_state.get_context_parallel_rank()
+        cut = {name: tensor.chunk(2)[context] for name, tensor in whole(samples, index).items()}
+        cut["loss_mask"][-1] = 1.0  # no half without a loss
+        return cut
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_state, "initialize_model_parallel", partial(initialize, context_parallel_size=2))
+        patch.setattr(Tokens, "__getitem__", half)
+        return differences(rank, flags, schedules)
 
 
 def distances_in_bf16(rank: int, flags: str, schedules: Sequence[str]) -> list[Difference]:

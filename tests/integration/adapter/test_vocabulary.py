@@ -17,7 +17,12 @@ from tests.helpers.parity import Layout, Outcome, _under_each, assert_same_bits,
 from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
 from tests.helpers.slices import Difference
-from tests.helpers.vocabulary import differences, distances_in_bf16, largest_differences
+from tests.helpers.vocabulary import (
+    differences,
+    differences_on_context_ranks,
+    distances_in_bf16,
+    largest_differences,
+)
 from tests.integration.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 from tests.integration.adapter.test_slices_training import times_ready
 
@@ -95,6 +100,18 @@ def check(found: list[list[Difference]]) -> None:
 def test_gradients_equal_those_of_whole_layers(ranks: RankPool, name: str) -> None:
     layout, num_microbatches, options, schedules = ROWS[name]
     check(ranks.run(layout.num_ranks, differences, layout.flags(num_microbatches, options), schedules, timeout=120))
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    some(
+        [(Layout(2, data=2), UNTIED), (Layout(2, tensor=2, data=2), f"{UNTIED} --sequence-parallel")],
+        (Layout(2, data=2), UNTIED),
+    ),
+)
+def test_pipelines_of_context_ranks_divide_their_own_tokens(ranks: RankPool, layout: Layout, options: str) -> None:
+    found = ranks.run(layout.num_ranks, differences_on_context_ranks, layout.flags(3, options), FEW, timeout=120)
+    check(found)
 
 
 def check_steps(found: list[list[Outcome]]) -> None:

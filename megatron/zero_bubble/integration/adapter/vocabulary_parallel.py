@@ -90,9 +90,11 @@ class VocabularyParallel(Part):
 
 def _shapes(iteration: IterationFacts, shards: VocabularyShards) -> Shapes:
     boundary, tensor = iteration.boundary, iteration.call.groups.tp
-    hidden, num_tokens = boundary.hidden, boundary.ends[-1]
-    part = tensor.rank() if hidden[0] < num_tokens else 0
-    return Shapes(hidden, num_tokens, part, shards.embedding.weight.dtype, boundary.device)
+    divides = iteration.call.step.config.sequence_parallel
+    # With context parallelism, every pipeline has its part of a sequence.
+    num_tokens = boundary.hidden[0] * (tensor.size() if divides else 1)
+    part = tensor.rank() if divides else 0
+    return Shapes(boundary.hidden, num_tokens, part, shards.embedding.weight.dtype, boundary.device)
 
 
 class _WithVocabulary:
