@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import Placement
+from megatron.zero_bubble.core.costs.attention import Latent
 from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.estimate import estimate
+from megatron.zero_bubble.core.costs.kept import CORE_ATTENTION, UP_PROJECTION, Kept
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.precision import PRECISIONS
 from megatron.zero_bubble.core.errors import UserError
@@ -41,6 +43,16 @@ def test_memory_per_layer_equals_the_papers(name: str) -> None:
     assert flash.activation[3] == pytest.approx(model.layers[3] * 34 * s * b * h)
     _, full = estimate(replace(model, recompute="full"), DEVICES["a100"], Placement.linear(8))
     assert full.activation[3] == pytest.approx(model.layers[3] * 2 * s * b * h)
+
+
+def test_slices_count_the_keys_and_values_of_a_recomputed_up_projection() -> None:
+    """Recomputation drops them from what a microbatch keeps, but later slices attend to them."""
+    model = replace(published("6.2B", 8), latent=Latent(1536, 512), recompute="selective")
+    _, memory = estimate(model, DEVICES["a100"], Placement.linear(8))
+    repeated = replace(model, kept=Kept(modules=(CORE_ATTENTION, UP_PROJECTION)))
+    _, less = estimate(repeated, DEVICES["a100"], Placement.linear(8))
+    assert less.recomputed and not memory.recomputed
+    assert less.activation[3] < memory.activation[3] and less.history == memory.history
 
 
 def test_operations_per_layer_equal_the_papers() -> None:

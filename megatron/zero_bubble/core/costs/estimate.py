@@ -18,7 +18,7 @@ from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.devices import Device
 from megatron.zero_bubble.core.costs.expert_layers import CONTENTION
 from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, ExpertParts
-from megatron.zero_bubble.core.costs.kept import MOE
+from megatron.zero_bubble.core.costs.kept import MOE, UP_PROJECTION
 from megatron.zero_bubble.core.costs.layer_work import LayerWork
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.costs.model import Model
@@ -57,7 +57,7 @@ def layer_costs(model: Model, device: Device) -> LayerCosts:
         loss=_part(output_layer(model), model, device),
         comm_ms=_transfer_ms(model, device),
         input_memory=model.message_bytes,
-        recomputed=model.recompute == "full",
+        recomputed=_recomputes_keys(model),
         experts=tuple(map(_forward_only, model.untrained, (experts[kind] for kind in model.kinds)))
         if any(own.layers for own in experts.values())
         else (),
@@ -74,6 +74,10 @@ def _forward_only(is_below: bool, own: ExpertParts) -> ExpertParts:
     """The parts of such a layer."""
     nothing = dict.fromkeys(("combine_grad", "experts_grad", "dispatch_grad", "experts_wgrad"), 0.0)
     return own._replace(**nothing) if is_below else own
+
+
+def _recomputes_keys(model: Model) -> bool:
+    return model.recompute == "full" or (model.latent is not None and model.keeping.repeats(UP_PROJECTION))
 
 
 def _experts(kind: str, model: Model, device: Device) -> ExpertParts:

@@ -33,7 +33,7 @@ class PassMemory:
         logits: what S of vocabulary parallelism saves for its T, per rank; empty without vocabulary parallelism.
         captured: of ``activation`` and of ``wgrad``, what is in the memory of CUDA graphs (default: 0). They keep it
             from F until the end of W, and then for other microbatches.
-        recomputed: whether ``activation`` lacks the keys and values, because B repeats the whole forward.
+        recomputed: whether ``activation`` lacks the keys and values, because B repeats what makes them.
 
     Raises:
         UserError: for a negative or non-finite figure, an ``activation`` of zero, or lists of different lengths.
