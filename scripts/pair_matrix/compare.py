@@ -49,7 +49,8 @@ def promise_to_stock(row: Row, results: Results) -> Promise:
     if row["samples"] == "balanced":
         return Promise("none")
     tolerance, steps = TOLERANCES[row["dtype"]], STEPS[row["dtype"]]
-    if is_sliced(row) and row["experts"] == "auxiliary-loss":  # it is not linear in the tokens (docs/slices.md)
+    routed_again = row["recompute"] in ("full", "block")  # then the loss is that of slices (docs/slices.md)
+    if is_sliced(row) and row["experts"] == "auxiliary-loss" and routed_again:
         tolerance, steps = max(tolerance, _AUXILIARY_LOSS), max(steps, _AUXILIARY_STEPS)
     rounded = Promise("tolerance", tolerance, tolerance, steps)
     sums_of_units = row["shards"] not in ("off", "one-unit", "of-plans") and microbatches_of(row) > 1

@@ -60,7 +60,7 @@ OTHERS = (
     f"{LOOPED} --microbatch-group-size-per-virtual-pipeline-stage 3 --num-virtual-stages-per-pipeline-rank 2",
     f"{LOOPED} --no-overlap-p2p-communication",
     f"{H1} --fp8-format hybrid --zero-bubble-post-validation",
-    "--zero-bubble-schedule seq-zb-h1 --moe-router-load-balancing-type seq_aux_loss",
+    "--zero-bubble-schedule seq-zb-h1 --multi-latent-attention --position-embedding-type rope",
     f"{H1} --step-batch-size-schedule 1:4",
     f"{V} --fine-grained-activation-offloading",
     f"{H1} --micro-batch-size 4",
@@ -312,6 +312,13 @@ def test_multi_token_prediction_has_costs(capsys: pytest.CaptureFixture[str]) ->
     assert layout.split("Not checked")[0] == flag.split("Not checked")[0]
     apart = dry_run(capsys, f"{large} --pipeline-model-parallel-layout Et*8mm|L --mtp-num-layers 2")
     assert "0: embedding+8+2 mtp" in apart and "1: 0+loss" in apart
+
+
+def test_slices_of_models_like_deepseek_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    latent = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8"
+    router = "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss --mtp-num-layers 1"
+    planned = dry_run(capsys, f"--zero-bubble-schedule seq-zb-h1 --zero-bubble-slices 4 {latent} {router}")
+    assert "+mtp+loss" in planned and "slices" in planned
 
 
 def test_costs_per_layer_without_multi_token_prediction_say_so(

@@ -17,6 +17,9 @@ from tests.helpers.parity import Tokens, _build, _named, _under_each
 # 48 tokens can be cut into 2, 4, 8 and 16 equal slices, also on two tensor-parallel ranks.
 LONG = "--seq-length 48 --max-position-embeddings 48"
 
+_COUNTED = ", counted"
+"""How the names end of what is no gradient."""
+
 Prepare = Callable[[Sequence[torch.nn.Module]], Any]
 
 HALF = {torch.bfloat16: "--bf16", torch.float16: "--fp16 --initial-loss-scale 16384"}
@@ -27,7 +30,8 @@ class Gradients(NamedTuple):
 
     Attributes:
         losses: loss and number of tokens of every microbatch; empty except on the last rank.
-        of: gradients of the weights of all stages, by name.
+        of: gradients of the weights of all stages, by name; biases of experts, which follow from the tokens that each
+            one gets; and sums for the log, such as auxiliary losses.
     """
 
     losses: list[list[float]]
@@ -54,7 +58,8 @@ class Difference(NamedTuple):
         pairs = zip(chain(*found.losses), chain(*reference.losses), strict=True)
         off = max((abs(own - other) / abs(other) for own, other in pairs), default=0.0)
         worst = max(float((found.of[n] - g).abs().max() / g.abs().max()) for n, g in reference.of.items())
-        squares = [(float((found.of[n] - g).square().sum()), float(g.square().sum())) for n, g in reference.of.items()]
+        gradients = [(found.of[name], g) for name, g in reference.of.items() if not name.endswith(_COUNTED)]
+        squares = [(float((own - g).square().sum()), float(g.square().sum())) for own, g in gradients]
         differences, norms = map(sum, zip(*squares, strict=True))
         return cls(off, worst, float((differences / norms) ** 0.5))
 
@@ -89,7 +94,10 @@ def gradients_of(
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     parts: list[Any] = [None] * pipeline.size()
     torch.distributed.all_gather_object(parts, own.of, group=pipeline)
-    merged = {name: gradient for part in parts for name, gradient in part.items()}
+    merged: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, gradient in part.items():  # a sum for the log has what each rank has counted
+            merged[name] = merged[name] + gradient if name in merged and name.endswith(_COUNTED) else gradient
     return Gradients(own.losses, merged), start
 
 
@@ -97,6 +105,7 @@ def own_gradients_of(
     args: Any, start: dict[str, torch.Tensor] | None, prepare: Prepare = lambda _: None
 ) -> tuple[Gradients, dict[str, torch.Tensor]]:
     """As ``gradients_of``, with only the gradients of this rank's weights."""
+    from megatron.zero_bubble.engine.optimizer.log_sums import sums_for_the_log
     from megatron.zero_bubble.engine.platforms import select
     from megatron.zero_bubble.planning.job.arguments import tokenizer
     from pretrain import checkpoint, loop, model
@@ -113,12 +122,22 @@ def own_gradients_of(
     platform, device = select("cpu"), torch.device("cpu")
     trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), None)  # type: ignore[arg-type]
     trainer._zero_gradients()
+    for total in sums_for_the_log().values():
+        total.zero_()
     prepare(chunks)
     share = share_of(args, samples, 0, args.global_batch_size)
     reports = trainer._passes(trainer._microbatches(samples, 0), share)
     weights: dict[str, Any] = dict(_named(chunks))
-    own = {name: weight.main_grad.clone().float() for name, weight in weights.items()}
+    own = {name: weight.main_grad.clone().float() for name, weight in weights.items()} | _of_experts(chunks)
+    own |= {f"{name}{_COUNTED}": total.clone() for name, total in sums_for_the_log().items() if total.any()}
     return Gradients([report["lm loss"].tolist() for report in reports], own), start
+
+
+def _of_experts(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    modules: list[Any] = [module for chunk in chunks for module in chunk.modules()]
+    routers = [module for module in modules if hasattr(module, "expert_bias")]
+    biased = [(router.layer_number, router.expert_bias) for router in routers if router.expert_bias is not None]
+    return {f"bias of experts in layer {number}{_COUNTED}": bias.clone() for number, bias in biased}
 
 
 def differences(rank: int, flags: str, schedules: Sequence[str]) -> list[Difference]:

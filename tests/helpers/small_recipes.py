@@ -213,7 +213,7 @@ def small_job(name: str, numbers: str = SAME) -> SmallJob:
 
     Args:
         numbers: the kind of the rows to compare with. What is rounded differently is compared in float32, which the
-            combined schedule refuses, and without latent attention and balance per sequence, which slices refuse.
+            combined schedule refuses, and with plain attention.
     """
     pipeline = SMALL[name]
     flags = shlex.split(f"{COMMON} {RECIPES[name].flags}")

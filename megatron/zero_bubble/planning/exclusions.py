@@ -7,6 +7,7 @@ starts, and so refuse in the same words. An option that a later Megatron adds co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from megatron.zero_bubble.core.errors import Remedy, UserError
 from megatron.zero_bubble.core.plan.offload import parse_share
@@ -202,6 +203,13 @@ def _modules_left(modules: Sequence[str]) -> tuple[str, ...]:
     return ("--recompute-modules", *left) if left else ()
 
 
+def _has_latent_rotary_embeddings(options: Any) -> bool:
+    """Whether a model, or the model of a job, has latent attention; Megatron-LM fuses nothing without ``rope``."""
+    is_rotary = getattr(options, "position_embedding_type", "rope") == "rope"
+    is_rotary = is_rotary or getattr(options, "use_rotary_position_embeddings", False)
+    return is_rotary and getattr(options, "multi_latent_attention", False)
+
+
 OPTIONS = (
     OptionRule(
         IN_SEQUENCE,
@@ -249,11 +257,10 @@ OPTIONS = (
     OptionRule(
         SLICES, "fine_grained_activation_offloading", False, "the backwards of slices run from the last to the first"
     ),
-    OptionRule(SLICES, "context_parallel_size", 1, "it distributes every sequence over its ranks"),
-    OptionRule(SLICES, "mtp_num_layers", None, "multi-token prediction reads tokens of the next slice"),
-    OptionRule(SLICES, "multi_latent_attention", False, "its rotary embeddings begin at the first token"),
+    OptionRule(SLICES, "context_parallel_size", 1, "its attention takes no more keys than queries"),
+    OptionRule(SLICES, "mtp_use_repeated_layer", False, "its depths would share the keys and values of a sequence"),
     OptionRule(SLICES, "experimental_attention_variant", None, "its layers do not keep keys and values"),
-    OptionRule(SLICES, "sft", False, "samples are packed, and slices attend to all before them"),
+    OptionRule(SLICES, "sft", False, "its rotary embeddings begin at the first token of a sample"),
     OptionRule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
     *(OptionRule(SLICES, name, value, _SCAN, "train without slices") for name, value in _HYBRID),
     *(OptionRule(VOCABULARY, name, value, _OTHER_MODEL, _NO_VOCABULARY) for name, value in _HYBRID),
@@ -359,10 +366,11 @@ RANGES = (
     ),
     OptionRule(
         SLICES,
-        "moe_router_load_balancing_type",
-        Fits("without seq_aux_loss", lambda kinds, _: "seq_aux_loss" not in kinds),
-        "no pass sees a whole sequence, for which that loss is",
-        "give --moe-router-load-balancing-type aux_loss",
+        "apply_rope_fusion",
+        Fits("False", lambda fuses, options: not (fuses and _has_latent_rotary_embeddings(options))),
+        "the fused rotary embeddings of latent attention begin at the first token",
+        "give --no-rope-fusion",
+        flags=lambda _: Remedy(("--no-rope-fusion",)),
     ),
 )
 """The same for options of a model of which several values work; the first rows are what megatron-core requires for its

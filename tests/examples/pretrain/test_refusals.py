@@ -80,10 +80,6 @@ BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda _: [*BASE, *PAIR, "--zero-bubble-schedule", "zb-auto", "--zero-bubble-slices", "9"],
         "a sequence of 8 tokens has at most 8 slices of 1 tokens each; got 9 slices; use fewer",
     ),
-    "slices and a loss per sequence": (
-        lambda _: [*BASE, *PAIR, *SLICES, "--moe-router-load-balancing-type", "seq_aux_loss"],
-        "got 'seq_aux_loss'; give --moe-router-load-balancing-type aux_loss",
-    ),
     "virtual pipeline": (
         lambda _: [*BASE, *VIRTUAL, *ZERO_BUBBLE],
         "'zb-h1' has one stage per rank; got 2; leave the number out",

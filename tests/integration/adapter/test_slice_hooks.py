@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,23 @@ def test_transformer_engine_aligns_the_mask_with_the_last_token() -> None:
             bottom_right(other)
 
 
+def test_predictions_whose_tokens_are_not_rolled_are_refused() -> None:
+    """A Megatron that shifts tokens in another way would lose those that follow a slice."""
+    from megatron.zero_bubble.integration.adapter.balancing import Balancing
+    from megatron.zero_bubble.integration.adapter.history import Histories
+    from megatron.zero_bubble.integration.adapter.slices import SlicedChunk
+
+    chunk = SlicedChunk(0, torch.nn.Identity(), None, (3, 8), Histories(), Balancing())
+    model = SimpleNamespace(config=SimpleNamespace(mtp_num_layers=1), mtp_process=True, post_process=False)
+    given = {name: torch.zeros(1, 8, dtype=torch.int64) for name in ("input_ids", "position_ids")}
+    tokens = {name: chunk._of_slice(name, each, True) for name, each in given.items()}
+    torch.roll(tokens["input_ids"], -1, -1)
+    with pytest.raises(UserError, match="expected {'input_ids': 1, 'position_ids': 1}, got {'input_ids': 1}; train"):
+        chunk._check_rolls(model, given)
+    torch.roll(tokens["position_ids"], -1, -1)
+    chunk._check_rolls(model, given)
+
+
 class TEDotProductAttention(torch.nn.Module):
     """A fake of Megatron's wrapper: it records its mask and takes keys of another length than the queries."""
 
@@ -114,6 +132,7 @@ def run_engines_attention(rank: int) -> list[tuple[Any, ...]]:
     """Run the slices of one microbatch with the fake attention; return what it got, per slice."""
     from megatron.core.transformer.enums import AttnMaskType
 
+    from megatron.zero_bubble.integration.adapter.balancing import Balancing
     from megatron.zero_bubble.integration.adapter.history import Histories
     from megatron.zero_bubble.integration.adapter.slices import SlicedChunk
 
@@ -122,7 +141,7 @@ def run_engines_attention(rank: int) -> list[tuple[Any, ...]]:
         layer.self_attention.core_attention = attention = TEDotProductAttention()
     cached = model.module.decoder.layers[0].mlp.linear_fc1
     cached.disable_parameter_transpose_cache = False
-    chunk = SlicedChunk(0, model, iter([]), (3, 8), histories)
+    chunk = SlicedChunk(0, model, iter([]), (3, 8), histories, Balancing())
     with chunk.hooked():
         assert cached.disable_parameter_transpose_cache, "no slice may overwrite main_grad"
         for slice_ in range(2):
@@ -144,13 +163,14 @@ def refusals(rank: int) -> dict[str, str]:
     """Return the sentences of models and calls that cannot be cut."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    from megatron.zero_bubble.integration.adapter.balancing import Balancing
     from megatron.zero_bubble.integration.adapter.history import Histories
     from megatron.zero_bubble.integration.adapter.slices import SlicedChunk
 
     said: dict[str, str] = {}
 
     def sentence(what: str, model: Any, **more: Any) -> None:
-        chunk = SlicedChunk(0, model, None, (3, 8), Histories())
+        chunk = SlicedChunk(0, model, None, (3, 8), Histories(), Balancing())
         with pytest.raises(UserError) as raised, chunk.hooked(), chunk.at(Pass(0, F, 0)):
             model(**{**_inputs(), **more})
         said[what] = str(raised.value)

@@ -21,7 +21,6 @@ EVEN, UNEVEN, ODD = (
 )
 MANY = [f"seq-1f1b {EVEN.format(2)}", f"seq-zb-h1 {EVEN.format(4)}", f"seq-zb-h1 {UNEVEN}"]
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-NO_AUX_LOSS = EXPERTS.replace("coeff 0.01", "coeff 0")
 
 ROWS = {
     "learned positions, tied, bias": (
@@ -42,7 +41,7 @@ ROWS = {
         f"{ROPE} {FULL_RECOMPUTE}",
         [*MANY, f"seq-interleaved-1f1b {EVEN.format(2)}", f"seq-interleaved-1f1b {UNEVEN}"],
     ),
-    "experts": (Layout(2), 2, f"{NO_AUX_LOSS} {UNTIED}", MANY),
+    "experts": (Layout(2), 2, f"{EXPERTS} {UNTIED} --init-method-std 0.1", MANY),
     "masks of documents": (Layout(2), 3, "--reset-attention-mask", MANY),
     "tp=2 and sequence parallel": (Layout(2, tensor=2), 3, f"--sequence-parallel {ROPE} {UNTIED}", MANY),
     "dp=2, overlap_grad_reduce": (Layout(2, data=2), 3, f"--overlap-grad-reduce {BUCKETS}", MANY),
@@ -69,13 +68,12 @@ def test_one_slice_is_stock_bit_for_bit(ranks: RankPool) -> None:
     check(ranks.run(2, differences, flags, schedules, timeout=120), 0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("more", ["", "--calculate-per-token-loss", FULL_RECOMPUTE])
-def test_auxiliary_losses_of_slices_count_by_their_tokens(ranks: RankPool, more: str) -> None:
+def test_auxiliary_losses_of_slices_that_are_routed_again_count_by_their_tokens(ranks: RankPool) -> None:
     """The loss of a slice is not that of the whole sequence, because it is not linear in the tokens."""
-    flags = Layout(2).flags(3, f"{EXPERTS} {UNTIED} --init-method-std 0.1 {more}")
+    flags = Layout(2).flags(3, f"{EXPERTS} {UNTIED} --init-method-std 0.1 {FULL_RECOMPUTE}")
     found = ranks.run(2, differences, flags, MANY, timeout=120)
     for of_rank in found:
-        assert all(difference.losses <= 1e-6 and difference.whole <= 5e-3 for difference in of_rank), found
+        assert all(difference.losses <= 1e-6 and 1e-5 < difference.whole <= 5e-3 for difference in of_rank), found
 
 
 @pytest.mark.parametrize("half", HALF, ids=str)

@@ -11,9 +11,9 @@ import pytest
 from tests.helpers.parity import Layout
 from tests.helpers.ranks import RankPool
 from tests.helpers.slices import differences
-from tests.integration.adapter.test_parity import BUCKETS, LLAMA, ROPE, UNTIED
+from tests.integration.adapter.test_parity import BUCKETS, EXPERTS, LLAMA, ROPE, UNTIED
 from tests.integration.adapter.test_parity_full import RECOMPUTE
-from tests.integration.adapter.test_slices import EVEN, NO_AUX_LOSS, ODD, UNEVEN, check
+from tests.integration.adapter.test_slices import EVEN, ODD, UNEVEN, check
 
 EVERY = (*(EVEN.format(n) for n in (2, 4, 8)), UNEVEN)
 LINEAR = [f"{name} {cuts}" for name in ("seq-1f1b", "seq-zb-h1") for cuts in (*EVERY, ODD)]
@@ -28,7 +28,7 @@ def rows() -> Iterator[tuple[Layout, int, str, list[str]]]:
         if "--disable-bias-linear" not in model or "--disable-bias-linear" not in recompute:
             yield Layout(2, num_layers=4), 3, f"{position} {model} {recompute}", [*LINEAR, *INTERLEAVED]
     for count, loss in product((1, 2, 5), ("", "--calculate-per-token-loss")):
-        yield Layout(2), count, f"{NO_AUX_LOSS} {loss}", LINEAR
+        yield Layout(2), count, f"{EXPERTS} {loss}", LINEAR
         yield Layout(4), count, f"{ROPE} {loss}", LINEAR
         yield Layout(2, num_layers=4), count, f"--reset-attention-mask {loss}", [*LINEAR, *INTERLEAVED]
         yield Layout(2, tensor=2), count, f"--sequence-parallel {ROPE} {UNTIED} {loss}", DIVISIBLE
@@ -36,7 +36,7 @@ def rows() -> Iterator[tuple[Layout, int, str, list[str]]]:
         yield Layout(2, data=2), count, f"--overlap-grad-reduce {BUCKETS} {loss}", LINEAR
     for option in ("--zero-bubble-fuse-wgrad", "--cross-entropy-loss-fusion", "--squared-relu"):
         yield Layout(2), 3, option, LINEAR
-    experts = f"{NO_AUX_LOSS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    experts = f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
     yield Layout(2, data=2), 2, experts, LINEAR
 
 

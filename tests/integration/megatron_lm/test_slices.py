@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts, pretrain_gpt, stock
+from tests.integration.megatron_lm.test_models import LATENT, at_least
 from tests.integration.megatron_lm.test_parity import COMBINED, PLAIN, Row, job_of, near
 
 CHECKOUTS = checkouts()
@@ -27,7 +28,14 @@ ROWS = {
     "documents": Row(f"{_UNTIED} --reset-attention-mask --reset-position-ids --eod-mask-loss"),
     "half": _HALF._replace(flags=_HALF.flags.replace("--initial-loss-scale 256", "--initial-loss-scale 16384")),
     **{name: COMBINED[name] for name in ("dense", "data", "tensor")},
+    "predictions": Row(f"{_UNTIED} --mtp-num-layers 1"),
 }
+DEEPSEEK = Row(
+    f"{LATENT} --swiglu --num-experts 4 --moe-layer-freq [0]+[1]*3 --moe-router-topk 2 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2 --moe-shared-expert-intermediate-size 64 "
+    "--mtp-num-layers 1",
+)
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
@@ -39,6 +47,13 @@ def test_logs_are_near_stock(checkout: Checkout, name: str, schedule: str) -> No
     own = pretrain_gpt(*job, schedule, CUTS[schedule])
     near(own, stock(*job), row.rounding)
     assert own.weights != stock(*job).weights, "slices add in another order, so equal weights mean that none ran"
+
+
+@pytest.mark.parametrize("checkout", at_least(16), ids=str)
+@pytest.mark.parametrize("schedule", CUTS)
+def test_experts_with_latent_attention_and_prediction_are_near_stock(checkout: Checkout, schedule: str) -> None:
+    job = job_of(checkout, 2, DEEPSEEK)
+    near(pretrain_gpt(*job, schedule, CUTS[schedule]), stock(*job), DEEPSEEK.rounding)
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
@@ -63,7 +78,6 @@ def test_checkpoint_continues_with_and_without_slices(checkout: Checkout, tmp_pa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--mtp-num-layers 1", "mtp_num_layers"),
         ("--seq-length 64 --zero-bubble-slice-ends 24,40,56,72", "must be the length of the sequences"),
         ("--zero-bubble-num-slices 65", "at most 64 slices"),
     ],

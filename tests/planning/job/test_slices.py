@@ -19,22 +19,14 @@ from megatron.zero_bubble.planning.setup import Cuts, Setup
 JOB = SimpleNamespace(seq_length=48, tensor_model_parallel_size=2, sequence_parallel=True)
 
 
-@pytest.mark.parametrize(
-    "option, value, sentence",
-    [
-        (
-            "moe_router_load_balancing_type",
-            "seq_aux_loss",
-            "without seq_aux_loss, .*; got .*; give .* aux_loss",
-        ),
-        ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"], "no pass sees a whole sequence"),
-    ],
-)
-def test_options_that_slices_do_not_support(option: str, value: object, sentence: str) -> None:
-    values = SimpleNamespace(**{option: value})
-    check_options(values, RunOptions())
-    with pytest.raises(UserError, match=sentence):
-        check_options(values, RunOptions(Setup(cuts=Cuts(4, "even"))))
+def test_fused_rotary_embeddings_of_latent_attention_are_refused() -> None:
+    fused = SimpleNamespace(apply_rope_fusion=True)
+    sliced = RunOptions(Setup(cuts=Cuts(4, "even")))
+    check_options(fused, sliced)
+    fused.multi_latent_attention = True
+    check_options(fused, RunOptions())
+    with pytest.raises(UserError, match="begin at the first token; got True; give --no-rope-fusion"):
+        check_options(fused, sliced)
 
 
 EVEN = Cuts(among=(Slices.even(24),))

@@ -14,6 +14,7 @@ from megatron.zero_bubble.engine.runtime.executor import Executor
 from megatron.zero_bubble.engine.runtime.handlers import Stage, handlers
 from megatron.zero_bubble.engine.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
+from megatron.zero_bubble.integration.adapter.balancing import Balancing
 from megatron.zero_bubble.integration.adapter.history import Histories
 from megatron.zero_bubble.integration.adapter.part import IterationFacts, Part
 from megatron.zero_bubble.integration.adapter.slices import SlicedChunk
@@ -21,27 +22,29 @@ from megatron.zero_bubble.integration.adapter.stage import MegatronStage, StageP
 
 
 class Slicing(Part):
-    """Keeps the keys and values that the slices of a sequence share.
+    """Keeps what the slices of a sequence share.
 
     Attributes:
-        histories: those of all chunks of this rank.
+        histories: keys and values of all chunks of this rank.
+        balancing: tokens per expert.
     """
 
     def __init__(self) -> None:
-        self.histories = Histories()
+        self.histories, self.balancing = Histories(), Balancing()
 
     @contextmanager
     def iteration(self, iteration: IterationFacts) -> Iterator[None]:
-        """See ``Part``. Afterwards, no history is left, also if the iteration failed."""
+        """See ``Part``. Afterwards, nothing is left, also if the iteration failed."""
         try:
             yield
         finally:
             self.histories.clear()
+            self.balancing.clear()
 
     @property
     def num_pending(self) -> int:
-        """Number of stages and microbatches whose keys and values are kept."""
-        return len(self.histories)
+        """Number of stages and microbatches of which something is kept."""
+        return len(self.histories) + len(self.balancing)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Iteration:
 
     Attributes:
         results: losses and token counts, filled while the iteration runs.
-        histories: keys and values that the slices of a sequence share.
+        slicing: what the slices of a sequence share.
         parts: the parts of the pipeline.
         begins: called when the passes begin, and again if they run again.
     """
@@ -58,7 +61,7 @@ class Iteration:
     facts: IterationFacts
     results: StepResults
     store: WgradStore
-    histories: Histories
+    slicing: Slicing
     parts: Sequence[Part]
     begins: Callable[[], None]
 
@@ -119,7 +122,8 @@ class Iteration:
             chunks = []
             of_chunks = zip(prepared.stages, facts.call.chunks, iterators, syncs, strict=True)
             for stage, chunk, iterator, sync in of_chunks:
-                slices = SlicedChunk(stage.stage, chunk, iterator, boundary.ends, self.histories)
+                shared = self.slicing.histories, self.slicing.balancing
+                slices = SlicedChunk(stage.stage, chunk, iterator, boundary.ends, *shared)
                 context.enter_context(slices.hooked())
                 chunks.append(StageParts(step, self.results, stage, chunk, slices, self.store, sync))
             stages: dict[int, Stage] = {own.facts.stage: MegatronStage(own) for own in chunks}

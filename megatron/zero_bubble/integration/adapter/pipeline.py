@@ -259,8 +259,8 @@ class Pipeline:
             observer.planned(prepared.schedule)
         channels = partial(agreed.channels, partial(boundary.channels, links.transport))
         facts = IterationFacts(prepared, call, boundary, links, channels, observer)
-        histories, begin = self._slicing.histories, self._unfinished.begin_passes
-        iteration = Iteration(facts, results, self.store, histories, self._parts, begin)
+        begin = self._unfinished.begin_passes
+        iteration = Iteration(facts, results, self.store, self._slicing, self._parts, begin)
         with timed(config):
             if step.forward_only:
                 if self._optimizer is not None:

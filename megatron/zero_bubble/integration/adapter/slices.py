@@ -6,16 +6,19 @@ The hooks leave the job's forward step and loss function as they are, which see 
   loss mask, the number of tokens and every sum or mean over the sequence then stay right: the slices add up.
 * Rotary embeddings begin at the position of the slice's first token.
 * Attention gets the keys and values of all tokens up to the end of the slice, and a mask that is aligned with them.
+* Multi-token prediction gets the tokens that follow the slice (see ``following``), and routers of experts compute the
+  losses of whole sequences (see ``balancing``).
 
-What the slices of a sequence change: dropout draws other random numbers, auxiliary losses and the capacity of experts
-are computed per slice, and sums over tokens are rounded in another order.
+What the slices of a sequence change: dropout draws other random numbers, the capacity of experts counts per slice, and
+sums over tokens are rounded in another order.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,9 +27,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Pass
+from megatron.zero_bubble.integration.adapter.balancing import Balancing
+from megatron.zero_bubble.integration.adapter.following import TokensOfSlice
 from megatron.zero_bubble.integration.adapter.history import Histories
 from megatron.zero_bubble.integration.adapter.slice_data import RepeatedBatches, merged
 from megatron.zero_bubble.integration.adapter.versions import given_to
@@ -35,6 +41,8 @@ from megatron.zero_bubble.planning.job.options import check_softmax
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """Arguments of ``GPTModel.forward`` whose last dimension is the sequence."""
 _CUT = (*_PER_TOKEN, "attention_mask")
+_ROLLED = (("input_ids", "position_ids"), ("labels", "loss_mask"))
+"""What multi-token prediction rolls once per depth: where its layers are, and where the loss is."""
 
 
 class SlicedChunk:
@@ -46,6 +54,7 @@ class SlicedChunk:
         batches: the data iterator of the chunk; None on ranks without one.
         ends: the end of every slice, in tokens.
         histories: receives keys and values.
+        balancing: computes the losses that balance the load of experts.
 
     Attributes:
         batches: the data iterator for the job's forward step.
@@ -55,13 +64,20 @@ class SlicedChunk:
     """
 
     def __init__(
-        self, stage: int, chunk: torch.nn.Module, batches: Any, ends: tuple[int, ...], histories: Histories
+        self,
+        stage: int,
+        chunk: torch.nn.Module,
+        batches: Any,
+        ends: tuple[int, ...],
+        histories: Histories,
+        balancing: Balancing,
     ) -> None:
-        self._stage, self._ends, self._histories = stage, ends, histories
+        self._stage, self._ends, self._histories, self._balancing = stage, ends, histories, balancing
         self._chunk = chunk
         self._microbatch = self._slice = 0
         self._mask: tuple[Any, torch.Tensor] | None = None
         self._evaluates = False
+        self._rolls: Counter[str] = Counter()  # of the tokens of the slice, for multi-token prediction
         self._logits: list[torch.Tensor] = []  # of the slices of a microbatch so far, in an evaluation without labels
         self._repeated = RepeatedBatches(batches) if len(ends) > 1 and batches is not None else None
         self.batches = batches if self._repeated is None else self._repeated
@@ -98,7 +114,7 @@ class SlicedChunk:
             self._repeated.begin(work.slice)
         self._histories.in_forward = True
         try:
-            with self.at(work):
+            with self.at(work, is_forward=True):
                 yield
         finally:
             self._histories.in_forward = False
@@ -109,11 +125,13 @@ class SlicedChunk:
                 self._histories.drop((self._stage, work.microbatch))
 
     @contextmanager
-    def at(self, work: Pass) -> Iterator[None]:
+    def at(self, work: Pass, is_forward: bool = False) -> Iterator[None]:
         """Context around a forward or a backward, which may recompute the forward of the same slice."""
         self._microbatch, self._slice, self._mask = work.microbatch, work.slice, None
+        of_routers = self._balancing.at((self._stage, work.microbatch), work.slice, self.share(work), is_forward)
         try:
-            yield
+            with of_routers if self.is_cut else nullcontext():
+                yield
         finally:
             self._mask = None
 
@@ -128,9 +146,11 @@ class SlicedChunk:
             model.register_forward_pre_hook(self._cut_inputs, with_kwargs=True),
             model.register_forward_hook(self._whole_output, with_kwargs=True),
         ]
-        for module in model.modules():
+        for number, module in enumerate(model.modules()):
             if isinstance(module, RotaryEmbedding):
                 handles.append(module.register_forward_pre_hook(self._from_position, with_kwargs=True))
+            if isinstance(module, TopKRouter):
+                handles.append(module.register_forward_pre_hook(functools.partial(self._routes, number)))
         for layer, attention in enumerate(_attention_of(model)):
             hook = functools.partial(self._with_history, layer)
             handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
@@ -156,10 +176,13 @@ class SlicedChunk:
                 f"sequence slices cut only {', '.join(_CUT)} of the arguments of a model; got {', '.join(whole)}, "
                 "which would stay whole; leave it out, or train without slices"
             )
+        rolled, self._rolls = _rolled_in(model), Counter()
+        if "loss_mask" in rolled and given.get("labels") is not None and given.get("loss_mask") is None:
+            given["loss_mask"] = torch.ones_like(given["labels"])  # as megatron-core does
         for name in _PER_TOKEN:
             if given.get(name) is not None:
                 self._check_length(name, given[name].shape[-1])
-                given[name] = given[name][..., start:end]
+                given[name] = self._of_slice(name, given[name], name in rolled)
         if given.get("attention_mask") is not None:
             for length in given["attention_mask"].shape[-2:]:
                 self._check_length("attention_mask", length)
@@ -171,6 +194,11 @@ class SlicedChunk:
             )
         return (), given
 
+    def _of_slice(self, name: str, tokens: torch.Tensor, is_rolled: bool) -> torch.Tensor:
+        if is_rolled:
+            return TokensOfSlice.of(tokens, self._bounds, functools.partial(self._rolls.update, (name,)))
+        return tokens[..., slice(*self._bounds)]
+
     def _check_length(self, name: str, length: int) -> None:
         if length != self._ends[-1]:
             raise UserError(
@@ -180,6 +208,7 @@ class SlicedChunk:
 
     def _whole_output(self, model: torch.nn.Module, _args: Any, given: dict[str, Any], output: Any) -> Any:
         """The losses of the slice, padded; without labels, the logits of all slices so far, (batch, tokens, ...)."""
+        self._check_rolls(model, given)
         if not model.post_process:
             return None
         if given.get("labels") is None:
@@ -187,6 +216,18 @@ class SlicedChunk:
             return torch.cat(self._logits, dim=1)
         start, end = self._bounds
         return torch.nn.functional.pad(output, (start, self._ends[-1] - end))
+
+    def _check_rolls(self, model: Any, given: dict[str, Any]) -> None:
+        expected = {name: model.config.mtp_num_layers for name in _rolled_in(model) if given.get(name) is not None}
+        if (rolls := dict(self._rolls)) != expected:
+            raise UserError(
+                "sequence slices with multi-token prediction need megatron-core to roll the tokens of a model once per "
+                f"depth, so that a slice gets those that follow it; expected {expected}, got {rolls}; train without "
+                "slices, or report this version of megatron-core"
+            )
+
+    def _routes(self, number: int, router: Any, _args: Any) -> None:
+        self._balancing.routes(number, router)
 
     def _from_position(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, "offset": self._bounds[0]}
@@ -245,9 +286,23 @@ def _gpt_of(chunk: torch.nn.Module) -> Any:
     return model
 
 
+def _rolled_in(model: Any) -> tuple[str, ...]:
+    """The arguments of a chunk that multi-token prediction rolls."""
+    if not getattr(model.config, "mtp_num_layers", None):
+        return ()
+    return (_ROLLED[0] if model.mtp_process else ()) + (_ROLLED[1] if model.post_process else ())
+
+
+def _layers_of(model: Any) -> Iterator[Any]:
+    yield from model.decoder.layers
+    if getattr(model, "mtp_process", False):
+        for layer in model.mtp.layers:  # the name of what it has of a layer is another one since 0.18
+            yield getattr(layer, "transformer_layer", None) or layer.mtp_model_layer
+
+
 def _attention_of(model: Any) -> Iterator[torch.nn.Module]:
     """The attention of each layer, where queries meet keys and values."""
-    for layer in model.decoder.layers:
+    for layer in _layers_of(model):
         if isinstance(layer.self_attention, IdentityOp):
             continue
         attention: Any = getattr(layer.self_attention, "core_attention", None)

@@ -102,6 +102,15 @@ def _set_scales_of_0_13(config: Any, num_microbatches: int, device: torch.device
         MTPLossAutoScaler.set_loss_scale(scale / parts)
 
 
+def losses_of_router(router: Any) -> list[str]:
+    """The losses by which a router balances the load of its experts, in the order in which it computes them.
+
+    None in 0.13, whose losses are functions of their own.
+    """
+    coefficient = getattr(router, "get_aux_loss_coeff", lambda _: 0)
+    return [kind for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss") if coefficient(kind) > 0]
+
+
 def check_one_model(p2p_communicator: Any, pg_collection: Any) -> None:
     """Raise UserError for arguments that belong to a pipeline of several models on separate ranks.
 

@@ -34,6 +34,7 @@ from megatron.zero_bubble.integration.adapter.auto import AutoOptions, AutoSched
 from megatron.zero_bubble.integration.adapter.auto_offload import AutoMoves
 from megatron.zero_bubble.integration.adapter.dropout import DropoutNotice
 from megatron.zero_bubble.integration.adapter.graph_slots import GraphSlots
+from megatron.zero_bubble.integration.adapter.iteration import Slicing
 from megatron.zero_bubble.integration.adapter.lengths import GivenShapes
 from megatron.zero_bubble.integration.adapter.measured import Measured, Replanner
 from megatron.zero_bubble.integration.adapter.model_stages import build_chunks
@@ -129,6 +130,10 @@ def apply(
     ]
     if config.setup.validates:
         replacements.append((seams.zeroed_gradients, around(_zeroing_later(pipeline))))
+    if sources(_ANY).setup.is_cut:
+        slicing = pipeline.part(Slicing)
+        assert slicing is not None
+        replacements += [(seam, around(slicing.balancing.loss)) for seam in seams.balanced]
     placement_on = functools.cache(lambda num_ranks: sources(num_ranks).placement)
     if sources(_ANY).setup.vocabulary is not None:
         replacements += [(seam, without_padding) for seam in seams.counted_zeros]

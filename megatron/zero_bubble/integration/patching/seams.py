@@ -78,6 +78,7 @@ class Seams:
         forward_step, backward_step: replaced only to observe the stock schedule.
         all_to_alls: replaced only to record the all-to-alls of experts.
         graphed: captures layers as CUDA graphs; replaced if TransformerEngine is installed.
+        balanced: the loss that balances the load of experts; replaced only with slices, and not in 0.13.
         flags, validated_flags: add and validate the flags of a Megatron-LM job.
         process_groups: creates the process groups of a Megatron-LM job.
         models: take a function that builds one chunk; replaced in Megatron-LM jobs with placements other than
@@ -106,6 +107,7 @@ class Seams:
     backward_step: Seam
     all_to_alls: tuple[Seam, ...]
     graphed: Seam
+    balanced: tuple[Seam, ...]
     flags: Seam
     validated_flags: Seam
     process_groups: Seam
@@ -295,6 +297,14 @@ _SEAMS = Seams(
         ("modules", "sample_args", "sample_kwargs", "_order"),
         "captures CUDA graphs of layers by slots, in place of the order of 1F1B",
     ),
+    balanced=(
+        Seam(
+            "megatron.core.transformer.moe.router",
+            "switch_load_balancing_loss_func",
+            ("probs", "tokens_per_expert", "total_num_tokens", "topk", "num_experts", "moe_aux_loss_coeff"),
+            "balances the load of experts over whole sequences, whose slices are routed one by one",
+        ),
+    ),
     flags=Seam(
         "megatron.training.arguments",
         "add_megatron_arguments",
@@ -358,12 +368,14 @@ _SINCE_0_18 = replace(
 
 # Until 0.14, a checkpoint cannot be loaded if parts of a weight overlap on one rank.
 _UNTIL_0_14 = replace(_SEAMS, loads_both_ends=False)
-# Dispatchers of 0.13 have other methods, so their all-to-alls count as part of what passes compute.
+# Dispatchers of 0.13 have other methods, so their all-to-alls count as part of what passes compute; its loss that
+# balances the load of experts has other arguments.
 # Its training loop captures graphs itself.
 _OF_0_13 = replace(
     _UNTIL_0_14,
     used=(*used.USED, *used.GROUPS_OF_0_13),
     all_to_alls=(),
+    balanced=(),
     graphed=replace(_SEAMS.graphed, module="transformer_engine.pytorch"),
 )
 _OF_0_14 = replace(_UNTIL_0_14, used=(*used.USED, *used.GROUPS_OF_0_14))

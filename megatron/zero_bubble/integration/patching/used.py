@@ -60,7 +60,7 @@ USED: tuple[Used, ...] = (
         "attention_dropout barrier_with_L1_time calculate_per_token_loss deallocate_pipeline_outputs "
         "expert_model_parallel_size finalize_model_grads_func grad_scale_func grad_sync_func hidden_dropout "
         "no_sync_func num_microbatches_with_partial_activation_checkpoints moe_aux_loss_coeff "
-        "moe_router_load_balancing_type moe_z_loss_coeff num_moe_experts pipeline_dtype "
+        "moe_router_load_balancing_type moe_z_loss_coeff mtp_num_layers num_moe_experts pipeline_dtype "
         "sequence_parallel timers variable_seq_lengths",
         "TransformerConfig",
     ),
@@ -91,6 +91,7 @@ USED: tuple[Used, ...] = (
     *_of("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
     *_of("megatron.core.transformer.enums", "AttnMaskType"),
     *_of("megatron.core.transformer.identity_op", "IdentityOp"),
+    *_of("megatron.core.transformer.moe.router", "TopKRouter"),
     *_of("megatron.core.transformer.attention", "SelfAttention"),
     *_of("megatron.core.transformer.mlp", "MLP"),
     *_of("megatron.core.transformer.transformer_layer", "TransformerLayer"),

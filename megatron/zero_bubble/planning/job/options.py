@@ -41,6 +41,7 @@ _BESIDE_THE_TABLE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--cuda-graph-modules", {"nargs": "*"}),
     ("--rl-training-cuda-graphs", {"action": "store_true"}),
     ("--cuda-graph-warmup-steps", {"type": int}),
+    ("--multi-latent-attention", {"action": "store_true"}),
     ("--use-transformer-engine-op-fuser", {"action": "store_true"}),
     ("--use-grouped-gemm-for-dense-mlp", {"action": "store_true"}),
     (

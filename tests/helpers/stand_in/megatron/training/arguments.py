@@ -56,6 +56,8 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
         parser.add_argument(f"--{name}")
     parser.add_argument("--moe-token-dispatcher-type", default="allgather")
     parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--position-embedding-type", default="learned_absolute")
+    parser.add_argument("--no-rope-fusion", action="store_false", dest="apply_rope_fusion")
     parser.add_argument("--no-masked-softmax-fusion", action="store_false", dest="masked_softmax_fusion")
     parser.add_argument("--ckpt-format", default="torch_dist")
     parser.add_argument("--distributed-backend", default="nccl")
