@@ -272,8 +272,10 @@ def test_batch_size_without_a_plan_does_not_block_the_next(ranks: RankPool) -> N
     )
 
 
-def schedules_run(rank: int, plan_takes: float, keep_faster: bool, limit: str = "1p") -> tuple[list[str], list[str]]:
-    """The name of the schedule of each of six iterations, and what is logged.
+def schedules_run(
+    rank: int, plan_takes: float, keep_faster: bool, limit: str = "1p"
+) -> tuple[list[str], list[str], list[bool]]:
+    """The name of the schedule of each of six iterations, what is logged, and whether the schedule is settled then.
 
     Args:
         plan_takes: the measured time of a pass in the planned schedule, in those of the one before it.
@@ -284,6 +286,7 @@ def schedules_run(rank: int, plan_takes: float, keep_faster: bool, limit: str = 
     planned = build("zb-h2", num_ranks=2, num_microbatches=4)
     said: list[str] = []
     names: list[str] = []
+    settled: list[bool] = []
 
     class Planner:
         limit = None
@@ -313,15 +316,20 @@ def schedules_run(rank: int, plan_takes: float, keep_faster: bool, limit: str = 
         for _ in range(6):
             with observed(observer, IterationStart(torch.distributed.group.WORLD, 4)):
                 names.append(schedule.make(2, 4).name)
-    return names, said
+                settled.append(schedule.is_settled())
+    return names, said, settled
 
 
 def test_a_plan_that_proves_slower_is_given_up_if_asked(ranks: RankPool) -> None:
     for plan_takes, keep_faster, last in ((1.5, True, "1f1b"), (1.5, False, "zb-h2"), (0.95, True, "zb-h2")):
         results = ranks.run(2, schedules_run, plan_takes, keep_faster)
         first = "1f1b" if keep_faster else "zb-h1"
-        assert [names[0] for names, _ in results] == [first] * 2
-        assert "zb-h2" in results[0][0] and [names[-1] for names, _ in results] == [last] * 2
+        assert [names[0] for names, _, _ in results] == [first] * 2
+        assert "zb-h2" in results[0][0] and [names[-1] for names, _, _ in results] == [last] * 2
+        settled = [of_rank for _, _, of_rank in results]
+        assert settled[0] == settled[1], "CUDA graphs begin on all ranks"
+        if (plan_takes, keep_faster) != (1.5, False):  # which is planned for again
+            assert settled[0] == [False] * 3 + [True] * 3
         said = " ".join(results[0][1])
         assert ("back to 1f1b, because" in said) is (last == "1f1b")
         assert ("to keep this plan: record costs" in said) is (last == "zb-h2")
@@ -329,12 +337,12 @@ def test_a_plan_that_proves_slower_is_given_up_if_asked(ranks: RankPool) -> None
 
 
 def test_no_schedule_above_the_limit_is_gone_back_to(ranks: RankPool) -> None:
-    (names, said), _ = ranks.run(2, schedules_run, 1.5, True, "1.5GiB")
+    (names, said, _), _ = ranks.run(2, schedules_run, 1.5, True, "1.5GiB")
     assert names[0] == "1f1b" and names[-1] == "zb-h2"
     kept = "19.5 ms, and 1f1b 14.0 ms (+39.3%), which is above the limit of 1.5GiB; its activations"
     assert any(kept in line for line in said), said
 
 
 def test_a_limit_below_that_of_1f1b_holds_from_the_first_iteration_on(ranks: RankPool) -> None:
-    (names, _), _ = ranks.run(2, schedules_run, 0.95, True, "0.5p")
+    (names, _, _), _ = ranks.run(2, schedules_run, 0.95, True, "0.5p")
     assert names[0] == "zb-auto" and names[-1] == "zb-h2"

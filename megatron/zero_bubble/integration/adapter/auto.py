@@ -107,6 +107,7 @@ class AutoSchedule(Replanner):
         self._planner: Planner | None = None
         self._planning_for = (0, 0)
         self._waiting = False
+        self._compares = False  # whether the next measurement is the first of a plan
         self._memory_of: PassMemory | None = None
         self._limit = options.order.limit or DEFAULT_LIMIT
         self._runs = options.runs
@@ -124,8 +125,8 @@ class AutoSchedule(Replanner):
         return first
 
     def is_settled(self) -> bool:
-        """Whether a plan was searched for, and, if it runs, compared with the schedule before it."""
-        return self._costs is not None and not self._waiting and not self._before
+        """Whether a plan was searched for and, if it runs, compared with the schedule before it; on all ranks alike."""
+        return self._costs is not None and not self._waiting and not self._compares
 
     def begin(self, start: IterationStart) -> bool:
         """Switch to a finished plan; returns whether to measure the passes of this iteration."""
@@ -224,7 +225,7 @@ class AutoSchedule(Replanner):
         decision = deciders.number(decision)
         if decision == _GO_BACK:
             self._planned[size] = self._first[(*size, self._recomputes)]
-        self._waiting = decision == _REPLAN
+        self._waiting, self._compares = decision == _REPLAN, False
         if self._waiting:
             self._costs = costs
             if deciders.is_first:
@@ -342,6 +343,7 @@ class AutoSchedule(Replanner):
         if self._options.setup.objective == "span" and self._costs is not None:
             self._log(planned_gain(simulate(schedule, self._costs)))
         self._planned[size_of(schedule)] = schedule
+        self._compares = True
         if not deciders.of_replica:
             self._next_measurement = self.iteration + 1
 
