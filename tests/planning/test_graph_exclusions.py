@@ -104,6 +104,8 @@ def test_what_a_replay_cannot_repeat_is_refused_with_graphs_of_stages(options: d
         ("local", "--fp4-format e2m1"),
         ("local", "--hybrid-layer-pattern M*"),
         ("local", "--recompute-activations --attention-dropout 0.1"),
+        ("local", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+        ("transformer_engine", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     ],
 )
 def test_a_dry_run_reads_what_excludes_graphs(implementation: str, flags: str) -> None:

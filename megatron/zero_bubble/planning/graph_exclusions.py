@@ -36,6 +36,7 @@ _SIZES = "experts get other numbers of tokens in every microbatch, and a CUDA gr
 _SCALES = "TransformerEngine computes scales in Python, which a CUDA graph of a stage does not run again"
 _PYTHON = "Python keeps the maximum of the attention logits, and a replay runs no Python"
 _MASKS = "a graph that computes a forward again would draw another mask"
+_WHOLE = "megatron-core recomputes whole layers in graphs of whole iterations only"
 _NO_BLOCK = "the layers of a hybrid model are no TransformerBlock"
 _EXCLUDING_LOCAL = {
     "num_experts": _SIZES,
@@ -83,6 +84,11 @@ def _warms_up(given: Any, options: Any) -> bool:
     return given > 0 or getattr(options, "cuda_graph_impl", None) != "transformer_engine"
 
 
+def _keeps_layers(given: Any, options: Any) -> bool:
+    """Whether no graph of layers would have to recompute them as a whole."""
+    return given in (False, "none") or getattr(options, "recompute_granularity", None) != "full"
+
+
 GRAPHS = (
     OptionRule(
         SCHEDULE,
@@ -105,6 +111,10 @@ GRAPHS = (
     *(
         OptionRule(SCHEDULE, name, Fits("off with dropout and recomputation", _draws_once), _MASKS, _DROP)
         for name in _OF_LOCAL
+    ),
+    *(
+        OptionRule(SCHEDULE, name, Fits("off with --recompute-granularity full", _keeps_layers), _WHOLE, _DROP)
+        for name in GRAPH_OPTIONS
     ),
     *(OptionRule(choice, name, off, why, _DROP) for choice, why in _EXCLUDING for name, off in GRAPH_OPTIONS.items()),
     OptionRule(PLANS, "external_cuda_graph", False, _UNMEASURED, _DROP),
