@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
@@ -76,7 +76,7 @@ def measure(
         job.platform.reset_peak_memory()
         for _ in range(warm):
             job.iteration()
-        idle = _idle_share(job, options.device)
+        busy, idle = _profiled(job, options.device)
         host.clear()
         times, costs = zip(*(_round(job, recorder) for _ in range(options.rounds)), strict=True)
     finally:
@@ -84,6 +84,7 @@ def measure(
     return {
         "iteration_ms": median(times),
         "host_ms": host.ms_per_pass(),
+        "busy_ms": busy,
         "idle_share": idle,
         "costs": _median(costs),
         "memory": job.memory(),
@@ -106,8 +107,10 @@ def _median(costs: Iterable[PassCosts]) -> dict[str, Any]:
     return {key: [median(stages) for stages in zip(*(one[key] for one in rounds), strict=True)] for key in keys}
 
 
-def _idle_share(job: gpt.Gpt, device: str) -> float | None:
-    """The share of one iteration, from the first kernel to the last, in which the device ran none."""
+def _profiled(job: gpt.Gpt, device: str) -> tuple[float | None, float | None]:
+    """How long the device computes in one iteration, in ms, and the share of the iteration, from the first kernel to
+    the last, in which it ran none.
+    """
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiled:
         job.iteration()
@@ -117,20 +120,24 @@ def _idle_share(job: gpt.Gpt, device: str) -> float | None:
         for event in profiled.events()
         if event.device_type.name == activity.name
     ]
-    return idle_share(spans)
+    return busy(spans) / 1e3 or None, idle_share(spans)
 
 
-def idle_share(spans: Iterable[tuple[float, float]]) -> float | None:
-    """The share of the time between the first start and the last end that no span covers; None without a span."""
-    ordered = sorted(spans)
-    if not ordered:
-        return None  # the profiler cannot see the device, which must not cost the other figures
-    first, reached = ordered[0][0], ordered[0][0]
-    idle = 0.0
-    for start, end in ordered:
-        idle += max(0.0, start - reached)
+def busy(spans: Iterable[tuple[float, float]]) -> float:
+    """The time that spans cover."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return idle / (reached - first) if reached > first else 0.0
+    return covered
+
+
+def idle_share(spans: Sequence[tuple[float, float]]) -> float | None:
+    """The share of the time between the first start and the last end that no span covers; None without a span."""
+    if not spans:
+        return None  # the profiler cannot see the device, which must not cost the other figures
+    whole = max(end for _, end in spans) - min(start for start, _ in spans)
+    return 1.0 - busy(spans) / whole if whole > 0 else 0.0
 
 
 class HostClock(IterationObserver):

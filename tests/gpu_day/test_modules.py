@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 import subprocess
@@ -75,6 +76,11 @@ def test_idle_share(spans: list[tuple[float, float]], share: float) -> None:
     assert passes.idle_share(spans) == pytest.approx(share)
 
 
+def test_busy_time_counts_what_overlaps_once() -> None:
+    assert passes.busy([(0.0, 2.0), (1.0, 1.5), (1.0, 3.0), (5.0, 6.0)]) == pytest.approx(4.0)
+    assert passes.busy([]) == 0.0
+
+
 def test_idle_share_is_unknown_without_kernels() -> None:
     assert passes.idle_share([]) is None
 
@@ -89,12 +95,13 @@ def test_split_passes_are_compared_with_stock() -> None:
 
 
 def test_graphs_are_compared_with_the_time_that_the_device_computes() -> None:
-    def row(ms: float, idle: float | None) -> dict[str, Any]:
-        return {"iteration_ms": ms, "idle_share": idle, "host_ms": 0.5, "memory": {"reserved": 2**31}}
+    def row(ms: float, busy: float | None) -> dict[str, Any]:
+        return {"iteration_ms": ms, "busy_ms": busy, "host_ms": 0.5, "memory": {"reserved": 2**31}}
 
-    found = graphs.figures({"eager": row(10.0, 0.9), "graphs": row(1.25, 0.2)})
+    found = graphs.figures({"eager": row(10.0, 1.0), "graphs": row(1.25, 1.0)})
     assert (found["eager_over_busy"], found["graphs_over_busy"]) == (pytest.approx(10.0), pytest.approx(1.25))
     assert (found["graphs_ms"], found["graphs_reserved_gib"]) == (1.25, 2.0)
+    assert math.isnan(graphs.figures({"eager": row(10.0, None)})["eager_over_busy"])
 
 
 def test_best_algorithm_is_compared_with_the_first() -> None:
