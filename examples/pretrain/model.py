@@ -135,6 +135,8 @@ def build_model(
         for parameter in module.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(module.to(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # with CUDA graphs, megatron-core makes layers on another stream than embeddings
     if args.source is not None and args.source.setup.vocabulary is not None:
         shard_vocabulary(chunks, args.placement)
     if args.bf16 or args.fp16:

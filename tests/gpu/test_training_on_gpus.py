@@ -149,9 +149,7 @@ def test_a_rank_that_hangs_is_named(
 
 @pytest.mark.gpu
 @needs_gpus(2)
-@pytest.mark.parametrize("precision", ["", "--bf16"])
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
-def test_graphs_over_nccl_equal_runs_without(tmp_path: Path, schedule: str, precision: str) -> None:
+def test_graphs_over_nccl_equal_runs_without(tmp_path: Path) -> None:
     """The first three steps run without graphs, the others repeat them."""
-    flags = ("--zero-bubble-schedule", schedule, *precision.split())
+    flags = ("--zero-bubble-schedule", "zb-v", "--bf16")
     assert train(tmp_path, *flags, "--cuda-graph-impl", "local") == train(tmp_path, *flags)

@@ -39,7 +39,7 @@ class _Pool(StandInPool):
         torch.set_rng_state(random)
         for captured, values in recorder._old.items():
             captured.bytes().copy_(values)
-        return StandInGraph(recorder.calls, before, self._free()), result
+        return StandInGraph(recorder.calls, before, self._free(), self.random), result
 
 
 class Use:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ class Row:
         parallel: options of data parallelism; without any, steps are those of plain SGD.
         spikes: with post-validation, the iterations whose step is rejected.
         evaluates: whether each iteration is followed by an evaluation.
+        tensor: tensor-parallel ranks.
+        vocabulary: the algorithm that divides it over the pipeline, if any.
         follows: the iteration from which on another schedule runs, as a plan of zb-auto does, and its name.
     """
 
@@ -43,7 +45,14 @@ class Row:
     parallel: dict[str, Any] = field(default_factory=dict)
     spikes: Sequence[int] | None = None
     evaluates: bool = False
+    tensor: int = 1
+    vocabulary: Any = None
     follows: tuple[int, str] | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all pipelines."""
+        return self.ranks * self.replicas * self.tensor
 
 
 def samples(seed: int) -> Iterator[torch.Tensor]:
@@ -53,9 +62,10 @@ def samples(seed: int) -> Iterator[torch.Tensor]:
 
 
 def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
-    text = next(data)
-    positions = torch.arange(SEQUENCE).expand(MICROBATCH, -1)
-    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
+    device = next(model.parameters()).device
+    text = next(data).to(device)
+    positions = torch.arange(SEQUENCE, device=device).expand(MICROBATCH, -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE, device=device).triu(1).bool()[None, None]
     losses = model(text[:, :-1], positions, mask, labels=text[:, 1:])
     return losses, lambda output: (output.mean(), {"loss": output.mean().item().hex()})
 
@@ -64,7 +74,7 @@ def build(row: Row, graphs: bool, wrap: bool = True) -> list[Any]:
     """The chunks of a model on this rank."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
 
@@ -77,22 +87,32 @@ def build(row: Row, graphs: bool, wrap: bool = True) -> list[Any]:
         num_attention_heads=4,
         pipeline_model_parallel_size=row.ranks,
         virtual_pipeline_model_parallel_size=virtual_size(row),
-        pipeline_dtype=torch.bfloat16 if row.options.get("bf16") else torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+        tensor_model_parallel_size=row.tensor,
         cuda_graph_warmup_steps=WARM,
         **asks,
-        **row.options,
+        **{
+            "pipeline_dtype": torch.bfloat16 if row.options.get("bf16") else torch.float32,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            **row.options,
+        },
     )
     config.finalize_model_grads_func = finalize_model_grads
-    chunks = megatron.zero_bubble.build_stages(
-        lambda **stage: GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE, **stage)
-    )
+
+    def make(**stage: Any) -> Any:
+        spec = get_gpt_layer_local_spec()
+        if config.mtp_num_layers:
+            more = {"vp_stage": stage["vp_stage"]} if "vp_stage" in stage else {}
+            stage["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **more)
+        return GPTModel(config, spec, VOCABULARY, SEQUENCE, **stage).cuda()
+
+    chunks = megatron.zero_bubble.build_stages(make)
     if config.bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     if not wrap:
         return chunks
-    ddp_config = DistributedDataParallelConfig(**row.parallel)
+    torch.cuda.synchronize()  # with graphs, megatron-core makes weights on other streams
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=config.bf16, **row.parallel)
     model = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
     if ddp_config.overlap_grad_reduce:
         each = [chunk.no_sync for chunk in model]
@@ -142,8 +162,8 @@ def steps(row: Row, model: Sequence[Any], seed: int, pipeline: Any) -> list[Any]
     optimizer = optimizer_of(row, model) if row.parallel or validates else None
     ahead = pipeline.post_validated(optimizer, model) if validates else None
     for step, count in enumerate(row.counts):
-        if row.follows is not None and step == row.follows[0]:
-            follow(pipeline, row.follows[1])
+        if row.follows is not None:
+            follow(pipeline, *row.follows, step)
         for chunk in model:
             chunk.zero_grad_buffer()
         if optimizer is not None:
@@ -176,11 +196,15 @@ def evaluate(model: Sequence[Any], data: Sequence[Any]) -> list[Any]:
     return losses
 
 
-def follow(pipeline: Any, name: str) -> None:
-    """Run another schedule from now on."""
+def follow(pipeline: Any, change: int, name: str, step: int) -> None:
+    """Run another schedule from an iteration on, which stays."""
     from megatron.zero_bubble.core.schedules import build as built
+    from megatron.zero_bubble.integration.adapter.stage_graphs import StageGraphs
 
-    pipeline._make_schedule = lambda ranks, count: built(name, num_ranks=ranks, num_microbatches=count)
+    pipeline.part(StageGraphs)._is_settled = lambda: step >= change
+    if step == change:
+        assert not any(recorded(pipeline)), "there are no graphs before the last change"
+        pipeline._make_schedule = lambda ranks, count: built(name, num_ranks=ranks, num_microbatches=count)
 
 
 def recorded(pipeline: Any) -> list[int]:
@@ -192,7 +216,8 @@ def recorded(pipeline: Any) -> list[int]:
 
 def digest(model: Sequence[Any]) -> str:
     weights = (parameter for chunk in model for parameter in chunk.parameters())
-    return hashlib.sha256(b"".join(weight.detach().float().numpy().tobytes() for weight in weights)).hexdigest()
+    copies = (weight.detach().cpu().contiguous().view(torch.uint8) for weight in weights)
+    return hashlib.sha256(b"".join(copy.numpy().tobytes() for copy in copies)).hexdigest()
 
 
 def train(
@@ -202,30 +227,37 @@ def train(
     pool: Callable[..., StandInPool] = StandInPool,
     edit: Callable[[Any], object] = lambda _: None,
     is_stock: bool = False,
+    on_gpu: bool = False,
 ) -> tuple[Any, ...]:
     """What a job reads, a digest of its weights, and the slots that have graphs; call it on a rank pool.
 
     Args:
         edit: changes what is replaced while the job runs.
         is_stock: whether Megatron's own schedule runs.
+        on_gpu: whether graphs are those of CUDA.
     """
     from megatron.core import parallel_state, tensor_parallel
 
     import megatron.zero_bubble
 
-    with stand_in(pool), pytest.MonkeyPatch.context() as patch, ExitStack() as ends:
+    with nullcontext() if on_gpu else stand_in(pool), pytest.MonkeyPatch.context() as patch, ExitStack() as ends:
         edit(patch)
         config = megatron.zero_bubble.ZeroBubbleConfig(
-            row.schedule, fuse_wgrad=row.fused, post_validation=row.spikes is not None
+            row.schedule,
+            fuse_wgrad=row.fused,
+            post_validation=row.spikes is not None,
+            vocabulary=row.vocabulary,
         )
         pipeline = None if is_stock else megatron.zero_bubble.apply(config)
         ends.callback(megatron.zero_bubble.revert)
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=row.tensor,
             pipeline_model_parallel_size=row.ranks,
             virtual_pipeline_model_parallel_size=virtual_size(row),
             create_gloo_process_groups=False,
         )
+        tensor_parallel.random.initialize_rng_tracker(use_cudagraphable_rng=graphs, force_reset=True)
         tensor_parallel.model_parallel_cuda_manual_seed(7)
         torch.manual_seed(7)
         model = build(row, graphs)

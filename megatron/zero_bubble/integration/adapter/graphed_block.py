@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Kind, Pass
-from megatron.zero_bubble.engine.platforms.graphs import Graph, GraphPool
+from megatron.zero_bubble.engine.platforms.graphs import Graph, GraphPool, without_garbage_collection
 from megatron.zero_bubble.engine.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.engine.wgrad.grad_sync import reduces_now
 from megatron.zero_bubble.engine.wgrad.graphed import ReplayedGradients
@@ -30,7 +30,7 @@ Key = tuple[int, bool]
 
 
 class Layers:
-    """The transformer layers of a chunk.
+    """The transformer layers of a chunk, during one iteration.
 
     Args:
         chunk: as Megatron has wrapped it.
@@ -204,14 +204,31 @@ class _Replayed(torch.autograd.Function):
 
 
 class GraphedBlock:
-    """The layers of one chunk, and their graphs."""
+    """The graphs of the layers of one chunk. Between iterations, it does not refer to the chunk: it ends with it.
 
-    def __init__(self, layers: Layers, store: WgradStore) -> None:
-        self.layers, self.store = layers, store
+    Attributes:
+        num_without: iterations so far without graphs.
+        has_graphs: whether the layers repeat graphs from now on.
+    """
+
+    def __init__(self, store: WgradStore) -> None:
+        self.store = store
+        self.num_without, self.has_graphs = 0, False
+        self._layers: Layers | None = None
         self._given: Given | None = None  # in the last forward without graphs
         self._recorded: dict[Key, Slot] = {}
         self._places: tuple[int, ...] = ()
         self._key_of: Callable[[int], Key] | None = None
+
+    @property
+    def layers(self) -> Layers:
+        """Those of the running iteration."""
+        assert self._layers is not None, "an iteration begins with them"
+        return self._layers
+
+    def begin(self, layers: Layers) -> None:
+        """Called at the beginning of an iteration."""
+        self._layers = layers
 
     @property
     def is_known(self) -> bool:
@@ -247,7 +264,7 @@ class GraphedBlock:
         for module in self.layers.modules:
             if hasattr(module, "is_first_microbatch"):
                 module.is_first_microbatch = False  # TransformerEngine would overwrite the gradients
-        with unreduced(), self.store.recorded():
+        with unreduced(), self.store.recorded(), without_garbage_collection():
             for key in missing:
                 self._recorded[key] = self._record(stage, key[1], self._given, new_pool())
         self._given = self._recorded[missing[0]].given
@@ -259,7 +276,7 @@ class GraphedBlock:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Context around the passes of a training iteration."""
+        """Context around the passes of a training iteration, at whose end the layers are those of Megatron again."""
         block = self.layers.block
         before = vars(block).get("forward")
         block.forward = self._forward
@@ -270,6 +287,7 @@ class GraphedBlock:
                 del block.forward
             else:
                 block.forward = before
+            self._layers = None
 
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         running = self.store.running

@@ -6,10 +6,10 @@ are recorded once per slot, so a plan in any order, for any number of microbatch
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from megatron.core.tensor_parallel.random import get_all_rng_states
@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.engine.platforms import Platform
 from megatron.zero_bubble.engine.platforms.graphs import GraphPool
 from megatron.zero_bubble.engine.runtime.handlers import Stage
@@ -26,6 +27,7 @@ from megatron.zero_bubble.engine.wgrad.store import WgradStore
 from megatron.zero_bubble.integration.adapter.graphed_block import GraphedBlock, Key, Layers
 from megatron.zero_bubble.integration.adapter.part import IterationFacts, Joined, Part
 from megatron.zero_bubble.integration.adapter.stage import StageFacts, StageParts
+from megatron.zero_bubble.integration.adapter.versions import check_recomputation_in_graphs
 from megatron.zero_bubble.planning.job.graphs import LOCAL, graphs_of
 
 
@@ -43,10 +45,13 @@ class StageGraphs(Part):
     ) -> None:
         self._store, self._accumulate, self._is_settled = store, accumulate, is_settled
         self._platform: Platform | None = None
-        self._blocks: dict[torch.nn.Module, GraphedBlock] = {}
+        self._blocks: WeakKeyDictionary[torch.nn.Module, GraphedBlock] = WeakKeyDictionary()
         self._running: list[GraphedBlock] = []
-        self._num_without: Counter[GraphedBlock] = Counter()  # iterations without graphs, by the first block of a model
-        self._graphed: set[GraphedBlock] = set()
+
+    def check(self, config: Any, schedule: Schedule) -> None:
+        graphs = graphs_of(config)
+        if graphs is not None and graphs.implementation == LOCAL:
+            check_recomputation_in_graphs(config)
 
     def connect(self, to: Joined) -> None:
         self._platform = to.platform
@@ -58,7 +63,7 @@ class StageGraphs(Part):
         graphs = None if iteration.forward_only else graphs_of(config)
         if graphs is None or graphs.implementation != LOCAL:
             return {}
-        self._running = [self._block_of(own.model) for own in chunks]
+        self._running = [self._begin(own.model) for own in chunks]
         if not self._runs_graphs(config.cuda_graph_warmup_steps):
             for block in self._running:
                 block.run_without_graphs()
@@ -71,15 +76,11 @@ class StageGraphs(Part):
     def _runs_graphs(self, num_without: int) -> bool:
         """Whether the model of this iteration has run often enough without graphs; from then on it has graphs."""
         first = self._running[0]
-        if first not in self._graphed and (
-            self._num_without[first] < num_without
-            or not all(block.is_known for block in self._running)
-            or not self._is_settled()
-        ):
-            self._num_without[first] += 1
-            return False
-        self._graphed.add(first)
-        return True
+        if not first.has_graphs:
+            known = all(block.is_known for block in self._running)
+            first.has_graphs = first.num_without >= num_without and known and self._is_settled()
+            first.num_without += not first.has_graphs
+        return first.has_graphs
 
     @contextmanager
     def iteration(self, iteration: IterationFacts) -> Iterator[None]:
@@ -87,18 +88,17 @@ class StageGraphs(Part):
         with ExitStack() as installed:
             for block in self._running:
                 installed.enter_context(block.installed())
+            self._running = []
             yield
 
     def close(self) -> None:
         self._running.clear()
         self._blocks.clear()
-        self._num_without.clear()
-        self._graphed.clear()
 
-    def _block_of(self, chunk: torch.nn.Module) -> GraphedBlock:
-        if chunk not in self._blocks:
-            self._blocks[chunk] = GraphedBlock(Layers(chunk, _layers_of(chunk), self._accumulate), self._store)
-        return self._blocks[chunk]
+    def _begin(self, chunk: torch.nn.Module) -> GraphedBlock:
+        block = self._blocks.setdefault(chunk, GraphedBlock(self._store))
+        block.begin(Layers(chunk, _layers_of(chunk), self._accumulate))
+        return block
 
     def _pool(self) -> GraphPool:
         assert self._platform is not None, "the ranks are connected when their plan is prepared"

@@ -18,6 +18,7 @@ from megatron.core import parallel_state, process_groups_config
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
@@ -222,4 +223,14 @@ def check_layer_plans(config: Any) -> None:
             "pairs of a forward and a backward need two experts or more per rank with megatron-core 0.14 to 0.16, "
             f"whose plans of layers free the input of a single one too early; got {experts} experts on {ranks} ranks; "
             "lower --expert-model-parallel-size, or upgrade megatron-core"
+        )
+
+
+def check_recomputation_in_graphs(config: Any) -> None:
+    """Raise UserError if graphs of this version cannot run a forward again, which a model asks for."""
+    if config.recompute_granularity is not None and not hasattr(random, "is_graph_safe_cuda_rng_tracker"):
+        raise UserError(
+            "CUDA graphs of stages with recomputation need megatron-core 0.16 or newer: earlier ones read random "
+            f"states on the host where they recompute; got recompute_granularity={config.recompute_granularity!r}; "
+            "upgrade it, or set recompute_granularity=None or cuda_graph_impl='none'"
         )
