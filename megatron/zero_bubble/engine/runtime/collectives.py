@@ -7,8 +7,7 @@ each other, so ranks may start collectives of different kinds in different order
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -24,7 +23,7 @@ from megatron.zero_bubble.engine.platforms.streams import Lane, Result
 from megatron.zero_bubble.engine.runtime.groups import destroy, group_beside_passes, join, torchs
 from megatron.zero_bubble.engine.runtime.handler import Awaited, Handler
 from megatron.zero_bubble.engine.runtime.observer import IterationObserver, observed_work
-from megatron.zero_bubble.engine.runtime.transport import lost_connection
+from megatron.zero_bubble.engine.runtime.transport import blaming_peers
 from megatron.zero_bubble.engine.runtime.watchdog import Watchdog
 
 _PATIENCE_S = 10.0
@@ -124,7 +123,7 @@ class Lanes:
             with torch.no_grad():
                 transfer.run(current)
 
-        with _blaming_peers(op, op):
+        with blaming_peers(partial(_missed, op, op)):
             return CollectiveResult(lane.start(run, transfer.uses), op, transfer.result, self._watchdog)
 
     def close(self, timeout_s: float = _PATIENCE_S) -> None:
@@ -157,24 +156,13 @@ class CollectiveResult(Awaited):
                 the process with the same message instead.
         """
         op = self._op  # the watchdog must not keep the result
-        with _blaming_peers(op, needed_by):
+        with blaming_peers(partial(_missed, op, needed_by)):
             if self._watchdog is None:
                 self._ended.wait()
             else:
-                self._watchdog.wait(self._ended, lambda reason: _missed(op, needed_by, reason))
+                self._watchdog.wait(self._ended, partial(_missed, op, needed_by))
         with torch.no_grad():
             return self._make()
-
-
-@contextmanager
-def _blaming_peers(op: Collective, needed_by: object) -> Iterator[None]:
-    """Context that turns a lost connection into a PeerError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if (reason := lost_connection(error)) is None:
-            raise
-        raise _missed(op, needed_by, reason) from error
 
 
 def _missed(op: Collective, needed_by: object, reason: str) -> PeerError:

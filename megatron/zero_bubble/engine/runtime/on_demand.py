@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.core.errors import PeerError
 from megatron.zero_bubble.engine.runtime.groups import new_group
-from megatron.zero_bubble.engine.runtime.transport import lost_connection
+from megatron.zero_bubble.engine.runtime.transport import blaming_peers
 
 ShardKey = tuple[int, int]
 """A stage, and the number of one of its shards."""
@@ -93,7 +93,7 @@ class ShardExchange:
         Raises:
             PeerError: a replica died.
         """
-        try:
+        with blaming_peers(_not_ended):
             for replica in self._others:
                 self._ask(_END, (0, 0), replica)
             self._end(self.rank)
@@ -101,14 +101,6 @@ class ShardExchange:
                 thread.join()
             if self._lost is not None:
                 raise self._lost
-        except RuntimeError as error:
-            reason = lost_connection(error)
-            if reason is None:
-                raise
-            raise PeerError(
-                f"not all data-parallel replicas ended the iteration ({reason}); a rank has failed or hangs: look for "
-                "the first error of the other ranks"
-            ) from error
         return {key: own.total for key, own in self._sums.items()}
 
     def close(self) -> None:
@@ -180,3 +172,10 @@ class _Sum:
             self.total, self._is_empty = part, False
         else:
             self.total.add_(part)
+
+
+def _not_ended(reason: str) -> PeerError:
+    return PeerError(
+        f"not all data-parallel replicas ended the iteration ({reason}); a rank has failed or hangs: look for the "
+        "first error of the other ranks"
+    )

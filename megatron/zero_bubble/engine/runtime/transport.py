@@ -13,7 +13,8 @@ Constraints of the backends:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,17 @@ def lost_connection(error: BaseException) -> str | None:
     """The reason, as one phrase, if torch.distributed's ``error`` means a lost or silent rank; None otherwise."""
     text = str(error)
     return reason_of(error) if isinstance(error, RuntimeError) and _LOST.search(text) else None
+
+
+@contextmanager
+def blaming_peers(lost: Callable[[str], PeerError]) -> Iterator[None]:
+    """Context that turns a lost connection into the error that ``lost`` makes of its reason."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (reason := lost_connection(error)) is None:
+            raise
+        raise lost(reason) from error
 
 
 def is_silent(error: PeerError) -> bool:

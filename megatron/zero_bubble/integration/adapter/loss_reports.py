@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +19,7 @@ from megatron.zero_bubble.engine.optimizer.log_sums import add_predictions, drop
 from megatron.zero_bubble.engine.platforms import select
 from megatron.zero_bubble.engine.platforms.streams import HostCopy
 from megatron.zero_bubble.engine.runtime.groups import destroy, is_alive, new_group, ranks_of, torchs
-from megatron.zero_bubble.engine.runtime.transport import lost_connection
+from megatron.zero_bubble.engine.runtime.transport import blaming_peers
 
 
 class LossReportList(list[Any]):
@@ -80,7 +79,7 @@ class LossReports:
             if self._wait or not trains:
                 self.settle()
         elif self._rank == self._last:
-            with _blaming_peers():
+            with blaming_peers(_late):
                 size = torch.empty(1, dtype=torch.int64)
                 group.recv([size], self._peers[holder], 0).wait()
                 message = torch.empty(int(size), dtype=torch.uint8)
@@ -105,7 +104,7 @@ class LossReports:
 
     def settle(self) -> None:
         """Wait until the last rank has received all messages."""
-        with _blaming_peers():
+        with blaming_peers(_late):
             while self._sent:
                 self._sent.pop()[0].wait()
 
@@ -120,18 +119,11 @@ class LossReports:
         destroy(self._group)
 
 
-@contextmanager
-def _blaming_peers() -> Iterator[None]:
-    """Context that turns a lost connection into a PeerError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if (reason := lost_connection(error)) is None:
-            raise
-        raise PeerError(
-            f"the losses did not get from the rank of the last stage to the last rank ({reason}); a rank has failed or "
-            "hangs: look for the first error of the other ranks"
-        ) from error
+def _late(reason: str) -> PeerError:
+    return PeerError(
+        f"the losses did not get from the rank of the last stage to the last rank ({reason}); a rank has failed or "
+        "hangs: look for the first error of the other ranks"
+    )
 
 
 class _Packer(pickle.Pickler):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.core.errors import PeerError, UserError
 from megatron.zero_bubble.engine.runtime.groups import destroy, new_group
-from megatron.zero_bubble.engine.runtime.transport import lost_connection
+from megatron.zero_bubble.engine.runtime.transport import blaming_peers
 
 
 class Together(NamedTuple):
@@ -65,16 +65,8 @@ class ReplicaComparison:
         if self._answer is None:
             return
         (work, every), self._answer = self._answer, None
-        try:
+        with blaming_peers(_not_begun):
             work.wait()
-        except RuntimeError as error:
-            reason = lost_connection(error)
-            if reason is None:
-                raise
-            raise PeerError(
-                f"not all data-parallel replicas began the iteration ({reason}); a rank has failed or hangs: look for "
-                "the first error of the other ranks"
-            ) from error
         iterations = [tuple(each.tolist()) for each in every]
         if len(set(iterations)) > 1:
             what = [f"{count}{' (evaluation)' * evaluates}" for count, evaluates in iterations]
@@ -87,3 +79,10 @@ class ReplicaComparison:
         """Disconnect from the other replicas."""
         self._answer = None
         destroy(self._group)
+
+
+def _not_begun(reason: str) -> PeerError:
+    return PeerError(
+        f"not all data-parallel replicas began the iteration ({reason}); a rank has failed or hangs: look for the "
+        "first error of the other ranks"
+    )
