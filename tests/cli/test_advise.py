@@ -269,7 +269,18 @@ def test_a_pasted_command_counts_as_the_flags_of_its_script(capsys: Capture) -> 
     own = ["advise", "--quick", "--gpus-per-node", "4", "--"]
     assert main([*own, *SMALL]) == 0
     as_flags = capsys.readouterr().out
-    assert main([*own, "torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *SMALL]) == 0
+    assert main([*own, "torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", *SMALL]) == 0
+    assert capsys.readouterr().out == as_flags
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    ["torchrun --nnodes 2 --nproc-per-node=2", "srun -N 2 --ntasks-per-node=2 python -m torch.distributed.run"],
+)
+def test_a_pasted_launcher_says_how_many_nodes_there_are(capsys: Capture, launcher: str) -> None:
+    assert main(["advise", "--quick", "--nodes", "2", "--gpus-per-node", "2", "--", *SMALL]) == 0
+    as_flags = capsys.readouterr().out
+    assert main(["advise", "--quick", "--", *launcher.split(), "pretrain_gpt.py", *SMALL]) == 0
     assert capsys.readouterr().out == as_flags
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.zero_bubble.cli.job_figures import CostsInput, job_figures
+from megatron.zero_bubble.cli.launcher import Assumed
 from megatron.zero_bubble.cli.links import add_link_flags, given_links, with_transfers
 from megatron.zero_bubble.cli.machine import ASSUMED
 from megatron.zero_bubble.cli.rank_groups import RankGroups
@@ -16,6 +17,8 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import job_layers
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.vocabulary import costs_of_run
+
+_LAUNCHED = "(default: that of a command with a launcher after --, else "
 
 
 def add_gpu(verb: argparse.ArgumentParser, text: str) -> None:
@@ -27,9 +30,13 @@ def add_gpu(verb: argparse.ArgumentParser, text: str) -> None:
 
 def add_hardware(verb: argparse.ArgumentParser, gpu_memory: str) -> None:
     """Add the flags that say where a job runs, and what it costs there; ``gpu_memory`` is the help of that limit."""
-    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
+    verb.add_argument("--nodes", type=int, default=Assumed(1), metavar="N", help=f"number of nodes {_LAUNCHED}1)")
     verb.add_argument(
-        "--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node, one process each (default: 8)"
+        "--gpus-per-node",
+        type=int,
+        default=Assumed(8),
+        metavar="G",
+        help=f"GPUs per node, one process each {_LAUNCHED}8)",
     )
     add_gpu(verb, "GPU to estimate for")
     verb.add_argument(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from megatron.zero_bubble.cli.launcher import processes_of
 from megatron.zero_bubble.planning.job.arguments.parser import flags_of_text
 
 _NODE = 8
@@ -52,9 +53,7 @@ def of_command(name: str, command: Sequence[str], header: Mapping[str, str]) -> 
     flags = with_paths(command[place + 1 :])
     if not any(word.startswith("--") and ("num-layers" in word or "layer-pattern" in word) for word in flags):
         return None
-    before = {**header, **_options(command[: max(place, 0)])}
-    per_node = _number(before, "nproc-per-node", "gpus-per-node", "ntasks-per-node")
-    nodes = _number(before, "nnodes", "nodes", "N")
+    nodes, per_node = processes_of(command[: max(place, 0)], header)
     gpus = None if nodes is None and per_node is None else (nodes or 1) * (per_node or _NODE)
     program = PurePath(command[place]).name if 0 <= place < len(command) else ""
     return Recipe(name, flags, program, gpus, per_node)
@@ -84,18 +83,3 @@ def world_of(recipe: Recipe, sizes: Mapping[str, int]) -> tuple[int, int, bool]:
     gpus = least if least < per_node else math.lcm(least, per_node)
     together = min(gpus, per_node)
     return gpus // together, together, True
-
-
-def _options(words: Sequence[str]) -> dict[str, str]:
-    """The options of a launcher, without their dashes."""
-    found = {}
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("-"):
-            name, given, value = word.lstrip("-").partition("=")
-            found[name.replace("_", "-")] = value if given else after
-    return found
-
-
-def _number(options: Mapping[str, str], *names: str) -> int | None:
-    """The first of several options that is a number."""
-    return next((int(value) for name in names if (value := options.get(name, "")).isdecimal() and int(value)), None)
