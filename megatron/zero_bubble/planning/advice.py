@@ -383,8 +383,8 @@ def _in_order(waiting: Sequence[tuple[float, Change]]) -> list[tuple[float, Chan
 
     def key(each: tuple[float, Change]) -> tuple[bool, float, bool, float]:
         least, change = each
-        is_sliced = change.question.setup.cuts is not None
-        return is_sliced, first[change.placement], not change.question.adds_nothing, least
+        question = change.question
+        return question.setup.cuts is not None, first[change.placement], not question.adds_nothing, least
 
     return sorted(waiting, key=key)
 

@@ -78,8 +78,8 @@ class Change:
         searches = 1 if question.offloading is None else len(question.offloading.limits)
         plans = searches * (_INSERTED if question.setup.inserts else 1)
         cuts = question.setup.cuts
-        slices = 1 if cuts is None else sum(map(len, cuts.among))
-        return plans * 3 * self.placement.num_stages * question.costs.num_microbatches * slices
+        parts = 1 if cuts is None else cuts.num_parts
+        return plans * 3 * self.placement.num_stages * question.costs.num_microbatches * parts
 
     @property
     def effort(self) -> tuple[int, int]:

@@ -140,6 +140,11 @@ class Cuts:
         """Whether sequences stay whole, where none are left to choose."""
         return len(self.among[0]) == 1
 
+    @property
+    def num_parts(self) -> int:
+        """The parts of a sequence, of all choices together."""
+        return sum(map(len, self.among))
+
 
 @dataclass(frozen=True)
 class Offload:
