@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.cli import job_figures
 from megatron.zero_bubble.integration.megatron_lm import checks, fork_flags
 from megatron.zero_bubble.planning.job.flags import parse_ours
 from tests.helpers.megatron_lm import BASE_FLAGS, VARIABLE, Checkout, checkouts, environment
@@ -319,6 +320,11 @@ def test_slices_of_models_like_deepseek_are_planned(capsys: pytest.CaptureFixtur
     router = "--num-experts 4 --moe-router-load-balancing-type seq_aux_loss --mtp-num-layers 1"
     planned = dry_run(capsys, f"--zero-bubble-schedule seq-zb-h1 --zero-bubble-slices 4 {latent} {router}")
     assert "+mtp+loss" in planned and "slices" in planned
+
+
+def test_predictions_before_the_last_stage_widen_what_is_handed_on() -> None:
+    assert job_figures._widths((0, 2, 0)) == (1.0, 3.0, 3.0)
+    assert job_figures._widths((0, 0, 2)) == () == job_figures._widths((0,)), "the last stage hands nothing on"
 
 
 def test_costs_per_layer_without_multi_token_prediction_say_so(

@@ -215,9 +215,11 @@ def _row(
     if replicas is not None and replicas.counts_weights:
         _, static = replicas.bytes_of(made.parts, costs, schedule.placement)
         total = total if static is None else [peak + own for peak, own in zip(total, static, strict=True)]
+    work, widths = Workload.of(schedule), costs.widths_on(schedule.placement)
+    crossings = work.crossing(widths) if widths else work.crossings
     return ComparedRow(
         schedule=schedule.name,
-        work=(work := Workload.of(schedule)),
+        work=work,
         span_ms=timeline.span_ms,
         makespan_ms=timeline.makespan_ms,
         bubble_rate_span=timeline.bubble_rate("span"),
@@ -228,7 +230,7 @@ def _row(
         peak_microbatches=max(timeline.peak_activation),
         peak_memory=peak_memory(timeline, costs),
         messages=work.num_messages,
-        message_bytes=None if costs.message_bytes is None else work.crossings * costs.message_bytes,
+        message_bytes=None if costs.message_bytes is None else crossings * costs.message_bytes,
         speedup_over_1f1b=None,
         speedup_over_interleaved=None,
         within_limit=within(max(total), limit),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.costs.devices import Device
@@ -105,11 +107,20 @@ def job_figures(
     else:
         figures = _equal(sizes, ", ".join(others).capitalize(), bool(predictions))
     message_bytes = model.message_bytes * (1 if args.bf16 or args.fp16 else 2)
-    figures = replace(figures, message_bytes=message_bytes, facts=facts)
+    figures = replace(figures, message_bytes=message_bytes, widths=_widths(predictions), facts=facts)
     if not estimated:
         return figures
     figures = replace(figures, operations=operations(model, predictions))
     return _with_weights(figures, args, model, predictions, division)
+
+
+def _widths(predictions: Sequence[int]) -> tuple[float, ...]:
+    """The hidden states per token that each stage hands on: those of all depths of prediction so far, besides its own.
+
+    Empty if every stage before the last hands on one.
+    """
+    states = tuple(accumulate(predictions, initial=1.0))[1:]
+    return states if any(number > 1 for number in states[:-1]) else ()
 
 
 def assumes_vocab_size(args: argparse.Namespace, costs_file: str | None) -> bool:

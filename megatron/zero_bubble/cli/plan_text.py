@@ -63,7 +63,9 @@ def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:
     placement = timeline.schedule.placement
     parts = [("activations", rank_memory(timeline, costs))]
     if costs.message_bytes is not None:
-        parts.append(("messages", message_memory(timeline.schedule, costs.message_bytes)))
+        parts.append(
+            ("messages", message_memory(timeline.schedule, costs.message_bytes, widths=costs.widths_on(placement)))
+        )
     if (weights := costs.weights_on(placement)) is not None:
         parts.append(("weights and optimizer", weights))
     total = ("total", tuple(map(sum, zip(*(row for _, row in parts), strict=True))))

@@ -121,6 +121,8 @@ def _memory(
     """The memory of a plan; messages are those of ``schedule``, or of its plan if that is known."""
     messages = nothing = (0.0,) * costs.num_ranks
     if costs.in_bytes and costs.message_bytes:
-        messages = message_memory(schedule, costs.message_bytes, post_receives, lowered)
+        messages = message_memory(
+            schedule, costs.message_bytes, post_receives, lowered, costs.widths_on(schedule.placement)
+        )
     weights = costs.weights_on(schedule.placement) or nothing
     return list(zip(rank_memory(timeline, costs), messages, weights, strict=True))

@@ -121,10 +121,12 @@ def need_of(timeline: Timeline, costs: Figures, large: int = LARGE) -> Need:
     """
     messages = nothing = (0.0,) * costs.num_ranks
     if costs.message_bytes and costs.in_bytes:
-        schedule, each = timeline.schedule, MESSAGES * costs.message_bytes
+        schedule, widths = timeline.schedule, costs.widths_on(timeline.schedule.placement)
+        each = MESSAGES * costs.message_bytes * max(widths, default=1.0)
         stages = schedule.num_stages // costs.num_ranks
         is_large = sum(map(len, timeline.spans)) > large
-        messages = (each * stages,) * costs.num_ranks if is_large else message_memory(schedule, costs.message_bytes)
+        messages = (each * stages,) * costs.num_ranks
+        messages = messages if is_large else message_memory(schedule, costs.message_bytes, widths=widths)
     weights = costs.weights_on(timeline.schedule.placement) if costs.in_bytes else None
     return Need(rank_memory(timeline, costs), messages, weights or nothing)
 

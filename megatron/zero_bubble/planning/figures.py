@@ -44,6 +44,7 @@ class Figures:
         make: the pass costs and pass memory for the stages of a placement, without what is ``given``.
         memory_given: whether the user gave memory figures; otherwise memory is counted in microbatches.
         message_bytes: bytes of a message between two stages; None if unknown.
+        widths: by stage of the job's placement, the size of what it hands on, in messages; empty if all are alike.
         most_layers: the largest number of layers on one rank; None if unknown.
         weights: bytes of weights, gradients and optimizer state; None if unknown.
         notes: the assumptions made, as sentences.
@@ -66,6 +67,7 @@ class Figures:
     make: Callable[[Placement], tuple[PassCosts, PassMemory]]
     memory_given: bool = False
     message_bytes: float | None = None
+    widths: tuple[float, ...] = ()
     most_layers: int | None = None
     weights: Weights | None = None
     notes: tuple[str, ...] = ()
@@ -101,6 +103,10 @@ class Figures:
                 costs = self.given.replacing(costs, memory, self.sizes_on(placement), placement)
             self._made[placement] = costs, memory
         return self._made[placement]
+
+    def widths_on(self, placement: Placement) -> tuple[float, ...]:
+        """``widths`` for the stages of a placement; empty if the job has others."""
+        return self.widths if len(self.widths) == placement.num_stages else ()
 
     @property
     def of_ranks(self) -> tuple[PassCosts, PassMemory]:

@@ -34,7 +34,9 @@ def written(plan: Answer) -> str:
     if costs.facts:
         content[KEY_FACTS] = dict(costs.facts)
     if costs.message_bytes is not None:
-        content["message_peak"] = message_memory(schedule, costs.message_bytes)
+        content["message_peak"] = message_memory(
+            schedule, costs.message_bytes, widths=costs.widths_on(schedule.placement)
+        )
     if (laid_out := plan.part(LayoutPlan)) is not None:
         content |= _layout_content(laid_out)
     else:

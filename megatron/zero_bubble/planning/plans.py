@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron.zero_bubble.core.analysis.bounds import Bound, lower_bound, lower_bound_with_offload
 from megatron.zero_bubble.core.analysis.memory import message_peaks, most_kept
@@ -120,13 +120,18 @@ def rank_memory(timeline: Timeline, costs: Figures) -> tuple[float, ...]:
 
 
 def message_memory(
-    schedule: Schedule, message_bytes: float, post_receives: PostReceives = "early", lowered: Plan | None = None
+    schedule: Schedule,
+    message_bytes: float,
+    post_receives: PostReceives = "early",
+    lowered: Plan | None = None,
+    widths: Sequence[float] = (),
 ) -> tuple[float, ...]:
     """Return the most bytes of each rank for messages that it sends and receives. What moves to host memory and what is
     gathered does not add any, because it does not post receives earlier.
 
     Args:
         lowered: the plan of the schedule with its messages, if it is known.
+        widths: by stage, the size of what it hands on, in messages; by default, all are alike.
     """
     plan = lowered or unproved_plan_of(schedule, Additions(post_receives))
-    return tuple(peak * message_bytes for peak in message_peaks(plan))
+    return tuple(peak * message_bytes for peak in message_peaks(plan, widths))

@@ -99,3 +99,13 @@ def test_graphs_keep_the_memory_of_as_many_microbatches_as_a_stage_has_at_once(n
 def test_graphs_keep_no_more_than_a_microbatch_takes() -> None:
     with pytest.raises(UserError, match="captured must be a part of activation and of wgrad; got 2 of 3 and 1 on st"):
         PassMemory((3.0,), (1.0,), captured=(2.0,))
+
+
+def test_messages_are_as_wide_as_the_stage_that_hands_them_on() -> None:
+    plan = plan_of(build("1f1b", num_ranks=3, num_microbatches=4))
+    plain = message_peaks(plan)
+    assert message_peaks(plan, (2.0, 2.0, 1.0)) == tuple(2 * peak for peak in plain)
+    first, middle, last = message_peaks(plan, (1.0, 3.0, 1.0))
+    assert first == plain[0], "activations to the second rank, and their gradients"
+    assert last == 3 * plain[2]
+    assert plain[1] < middle < 3 * plain[1]

@@ -189,3 +189,14 @@ def test_rank_without_layers_stores_the_received_message() -> None:
     costs, memory = estimate(model, DEVICES["a100"], Placement.linear(8))
     assert costs.forward_ms[0] == 0.0
     assert memory.activation[0] == model.message_bytes
+
+
+def test_hyper_connections_widen_messages_and_what_layers_read() -> None:
+    plain = replace(published("6.2B", 8), recompute="full")
+    wide, device = replace(plain, streams=4), DEVICES["a100"]
+    assert wide.message_bytes == 4 * plain.message_bytes == 4 * wide.state_bytes
+    (one, of_one), (four, of_four) = (estimate(model, device, Placement.linear(8)) for model in (plain, wide))
+    assert four.comm_ms - device.latency_ms == pytest.approx(4 * (one.comm_ms - device.latency_ms))
+    assert four.forward_ms == one.forward_ms
+    assert of_four.activation[3] == pytest.approx(4 * of_one.activation[3])
+    assert wide.assumed(device)[0].startswith("Hyper-connections hand on 4 streams; ") and not plain.assumed(device)

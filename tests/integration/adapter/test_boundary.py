@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,10 @@ def constant(**_: Any) -> Any:
     return [(8, 2, 4)]
 
 
+def of_two(**_: Any) -> Any:
+    return [(8, 2, 4), (4, 2, 4)]
+
+
 def disagreeing(*, pp_group: Any, is_recv: bool, **given: Any) -> Any:
     return growing(pp_group=pp_group, is_recv=is_recv and pp_group.rank() < 2, **given)
 
@@ -61,7 +66,7 @@ def outputs(rank: int, function: Callable[..., Any], schedules: Sequence[str], m
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(upstream, "get_tensor_shapes", function)
         for name in schedules:
-            schedule = build(name, num_ranks=2, num_microbatches=4)
+            schedule = replace(build(name, num_ranks=2, num_microbatches=4), overlap_experts=function is of_two)
             try:
                 boundary = Boundary.of(config, groups, 8, 2, None, None, chunk, torch.device("cpu"), schedule)
             except UserError as error:
@@ -107,3 +112,9 @@ def test_predictions_are_concatenated_until_a_stage_has_their_losses(ranks: Rank
     for more, lengths in ((of_one, (8, 24, 24)), (of_two, (8, 24, 8))):
         found = ranks.run(1, outputs, constant, SCHEDULES[2:], more)
         assert found == [[[(length, 2, 4) for length in lengths]]]
+
+
+def test_layers_in_pairs_hand_on_one_tensor(ranks: RankPool) -> None:
+    [(said,)] = ranks.run(1, outputs, of_two, SCHEDULES[2:], {})
+    assert said.startswith("in schedules with pairs, every stage must hand on one tensor, ")
+    assert said.endswith("got zb-v for a model whose stages hand on [2, 2, 2]; give a schedule without pairs")

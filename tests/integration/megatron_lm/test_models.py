@@ -48,6 +48,40 @@ def test_experts_with_latent_attention_and_prediction_equal_stock_on_a_v(checkou
     same(own, expected)
 
 
+def of_the_dev_branch() -> list[Checkout]:
+    """The checkouts that train hyper-connections in a pipeline."""
+    config = "megatron/core/transformer/transformer_config.py"
+    return [checkout for checkout in CHECKOUTS if "enable_hyper_connections" in (checkout.path / config).read_text()]
+
+
+def with_hyper_connections(pipeline: int, more: str = "") -> str:
+    batch = "--global-batch-size 8 --num-layers 8" if pipeline == 4 else ""
+    return f"--pipeline-model-parallel-size {pipeline} {UNTIED} --enable-hyper-connections {batch} {more}"
+
+
+@pytest.mark.parametrize("checkout", of_the_dev_branch(), ids=str)
+@pytest.mark.parametrize("pipeline", [2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "more"),
+    [
+        ("zb-h1", ""),
+        ("zb-h1", "--num-residual-streams 2 --bf16 --recompute-granularity selective --recompute-modules mhc"),
+        ("interleaved-1f1b", "--num-virtual-stages-per-pipeline-rank 2"),
+    ],
+    ids=["zb-h1", "zb-h1, two streams, computed again", "interleaved-1f1b"],
+)
+def test_hyper_connections_equal_stock(checkout: Checkout, pipeline: int, schedule: str, more: str) -> None:
+    job = checkout, pipeline, with_hyper_connections(pipeline, more)
+    same(pretrain_gpt(*job, schedule), stock(*job))
+
+
+@pytest.mark.parametrize("checkout", of_the_dev_branch(), ids=str)
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_hyper_connections_equal_stock_on_a_v(checkout: Checkout, pipeline: int, tmp_path: Path) -> None:
+    own, expected = on_a_v_after(checkout, pipeline, with_hyper_connections(pipeline), tmp_path)
+    same(own, expected)
+
+
 @pytest.mark.parametrize("checkout", at_least(20), ids=str)
 @pytest.mark.parametrize("frozen", ["", "--freeze-LM"])
 def test_vision_language_model_equals_stock(checkout: Checkout, frozen: str) -> None:

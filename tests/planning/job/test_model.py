@@ -132,3 +132,16 @@ def test_parts_in_graphs_join_w_to_b_where_w_cannot_be_a_graph() -> None:
     assert of(**engine | {"add_bias_linear": True}) == (("attention",), ("attention",))
     assert of(**engine, use_transformer_engine_op_fuser=True) == (("attention",), ("attention", "mlp"))
     assert of(cuda_graph_impl="local", add_bias_linear=True) == (PARTS, ())
+
+
+@pytest.mark.parametrize(
+    ("flags", "streams"),
+    [
+        ("", 1),
+        ("--num-residual-streams 3", 1),
+        ("--enable-hyper-connections --num-residual-streams 3", 3),
+        ("--enable-mhc-connections", 4),
+    ],
+)
+def test_streams_of_hyper_connections_are_megatrons(flags: str, streams: int) -> None:
+    assert model_of(megatron_job(flags), (18,)).streams == streams

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.core.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.core.costs import PassMemory
 from megatron.zero_bubble.core.ir import Effects, Message, Pass, Plan, Schedule, Slices, Value
-from megatron.zero_bubble.core.ir.passes import BW, F, W
+from megatron.zero_bubble.core.ir.passes import BW, B, F, W
 
 
 class MemoryStep(NamedTuple):
@@ -76,31 +76,39 @@ def host_peaks(plan: Plan, memory: PassMemory) -> tuple[float, ...]:
     return tuple(highest(op.host_memory(memory, slices) for op in row) for row in plan.ops)
 
 
-def message_peaks(plan: Plan) -> tuple[float, ...]:
+def message_peaks(plan: Plan, widths: Sequence[float] = ()) -> tuple[float, ...]:
     """Return the most memory that each rank has allocated for messages, in messages of whole microbatches; the message
     of a slice is its share of one. It depends only on the order of the rank's ops: what a rank sends is kept until it
     is settled, and what it receives has a buffer from the receive to the last pass that uses it.
+
+    Args:
+        widths: by stage, the size of what it hands on; by default, all are alike.
     """
     shares, stem = plan.schedule.slices.shares, plan.stem
-    return tuple(highest(_of_messages(row, shares)) for row in stem.effects)
+    sizes = widths or (1.0,) * plan.schedule.num_stages
+
+    def size_of(p: Pass) -> float:
+        return shares[p.slice] * sizes[p.stage - (p.kind is B or p.kind is BW)]
+
+    return tuple(highest(_of_messages(row, size_of)) for row in stem.effects)
 
 
-def _of_messages(row: Sequence[Effects], shares: Sequence[float]) -> Iterator[float]:
+def _of_messages(row: Sequence[Effects], size_of: Callable[[Pass], float]) -> Iterator[float]:
     last = {value: place for place, effects in enumerate(row) for value in effects.uses}
     received: set[Value] = set()
     for place, effects in enumerate(row):
         for given in effects.gives:
             if isinstance(given, Message):
-                yield shares[given.producer.slice]
+                yield size_of(given.producer)
             elif effects.arrives and isinstance(given, Value):
                 received.add(given)
-                yield shares[given.producer.slice]
+                yield size_of(given.producer)
         for taken in effects.takes:
             if isinstance(taken, Message):
-                yield -shares[taken.producer.slice]
+                yield -size_of(taken.producer)
         for used in effects.uses:
             if used in received and last[used] == place:
-                yield -shares[used.producer.slice]
+                yield -size_of(used.producer)
 
 
 def highest(changes: Iterable[float]) -> float:

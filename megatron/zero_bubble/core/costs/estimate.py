@@ -83,7 +83,7 @@ def _recomputes_keys(model: Model) -> bool:
 def _experts(kind: str, model: Model, device: Device) -> ExpertParts:
     if (own := model.experts_of(kind)) is None:
         return NO_EXPERTS
-    sent = own.all_to_all_ms(model.message_bytes * own.width(model.hidden) / model.hidden, device)
+    sent = own.all_to_all_ms(model.state_bytes * own.width(model.hidden) / model.hidden, device)
     f, b, w = _milliseconds(routed(kind, model, own), model, device)
     again = 2.0 if model.recompute == "full" or model.keeping.repeats(MOE) else 1.0  # B repeats those of F
     parts = {"dispatch": sent, "combine": sent, "combine_grad": again * sent, "dispatch_grad": again * sent}

@@ -55,7 +55,8 @@ class Model:
     selective recomputation. The ``joined`` parts of layers compute their weight gradients in B, and the ``captured``
     ones are inside CUDA graphs, which keep their memory.
     With ``adapters``, only these are trained; of the first ``frozen`` layers and the embedding, nothing is.
-    In a share ``windowed`` of the layers, a token attends to at most ``window`` tokens.
+    In a share ``windowed`` of the layers, a token attends to at most ``window`` tokens. With hyper-connections, layers
+    hand on ``streams`` hidden states per token.
     """
 
     layers: tuple[int, ...]
@@ -87,6 +88,7 @@ class Model:
     frozen: int = 0
     window: int | None = None
     windowed: float = 1.0
+    streams: int = 1
 
     @property
     def tokens(self) -> int:
@@ -174,8 +176,10 @@ class Model:
         return self.tensor_parallel == 1 and self.experts is None
 
     def assumed(self, device: Device) -> tuple[str, ...]:
-        """What estimates assume of its experts, as sentences."""
-        return () if self.experts is None else (self.experts.assumed(device),)
+        """What estimates assume of its experts and its hyper-connections, as sentences."""
+        of_experts = () if self.experts is None else (self.experts.assumed(device),)
+        mixing = f"Hyper-connections hand on {self.streams} streams; mixing these is assumed to take no time or memory."
+        return (*of_experts, mixing) if self.streams > 1 else of_experts
 
     def experts_of(self, kind: str) -> Experts | None:
         """The experts of a layer of this kind; None if it has none."""
@@ -283,6 +287,11 @@ class Model:
         return tuple(sum(self.layers[s * parts : (s + 1) * parts]) for s in range(placement.num_stages))
 
     @property
-    def message_bytes(self) -> float:
-        """Bytes per message between two stages: a rank's part of a microbatch's hidden states in bf16."""
+    def state_bytes(self) -> float:
+        """Bytes of a rank's part of a microbatch's hidden states in bf16."""
         return 2.0 * self.tokens * self.hidden / self.divisions[1]
+
+    @property
+    def message_bytes(self) -> float:
+        """Bytes per message between two stages, which is also what a layer reads."""
+        return self.streams * self.state_bytes

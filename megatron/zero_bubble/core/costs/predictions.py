@@ -48,7 +48,7 @@ def prediction_parts(model: Model, device: Device, letters: str = "") -> Predict
         letters: its layers in a hybrid model; empty for a layer like the model's last one.
     """
     parts = layer_costs(_inside(model, letters), device)
-    layer, states = parts.layers[0].plus(*parts.layers[1:]), model.message_bytes
+    layer, states = parts.layers[0].plus(*parts.layers[1:]), model.state_bytes
     dense = layer_costs(replace(model, layers=(1,), experts=None, pattern="", adapters=None, frozen=0), device).layers[
         0
     ]

@@ -146,7 +146,7 @@ def output_layer(m: Model) -> LayerWork:
     """Compute the figures of the output layer: logits in 4 bytes for the loss, their bf16 gradient, and the input."""
     operations = 2.0 * m.tokens * m.hidden * m.vocab_size
     logits = m.tokens * m.vocab_size / m.tensor_parallel
-    states, trained = m.message_bytes, m.adapters is None
+    states, trained = m.state_bytes, m.adapters is None
     return LayerWork(
         operations,
         operations,

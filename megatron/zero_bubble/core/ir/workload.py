@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,6 +39,11 @@ class Workload(NamedTuple):
     def crossings(self) -> int:
         """How often activations or gradients of a whole sequence go from rank to rank in an iteration."""
         return 2 * self.num_microbatches * sum(a != b for a, b in pairwise(self.placement.stage_to_rank))
+
+    def crossing(self, widths: Sequence[float]) -> float:
+        """As ``crossings``, in messages, if ``widths`` has the size of what each stage hands on."""
+        hops = zip(pairwise(self.placement.stage_to_rank), widths, strict=False)
+        return 2 * self.num_microbatches * sum(width for (a, b), width in hops if a != b)
 
     @property
     def num_messages(self) -> int:

@@ -30,6 +30,9 @@ class TensorSpec(NamedTuple):
     def num_bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    def __str__(self) -> str:
+        return f"{self.shape} in {str(self.dtype).removeprefix('torch.')}"
+
 
 StageOutput: TypeAlias = tuple[TensorSpec, ...]
 """The tensors that a stage hands to the next one. A stage that has several handles them as a tuple."""

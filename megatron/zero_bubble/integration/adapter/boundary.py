@@ -26,7 +26,7 @@ from megatron.zero_bubble.engine.runtime.packing import (
 )
 from megatron.zero_bubble.engine.runtime.transport import Transport
 from megatron.zero_bubble.integration.adapter.lengths import Lengths
-from megatron.zero_bubble.integration.adapter.stage_outputs import UpstreamShapes, outputs_of
+from megatron.zero_bubble.integration.adapter.stage_outputs import DECLARATION, UpstreamShapes, outputs_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,12 @@ class Boundary:
         sizes = seq_length, micro_batch_size, decoder_seq_length
         upstream = UpstreamShapes(config, groups, sizes, get_model_type(chunk), schedule.num_stages)
         outputs = outputs_of(upstream, schedule.placement.stages_of(groups.pp.rank()), adjust, chunk)
+        if schedule.overlaps and any(len(output) > 1 for output in outputs):
+            raise UserError(
+                "in schedules with pairs, every stage must hand on one tensor, because megatron-core's plans of layers "
+                f"take one; got {schedule.name} for a model whose stages hand on {[len(each) for each in outputs]}; "
+                "give a schedule without pairs"
+            )
         length = seq_length if decoder_seq_length is None else decoder_seq_length
         # Sequence parallelism divides every slice among the tensor-parallel ranks.
         slices, parts = schedule.slices, groups.tp.size() if config.sequence_parallel else 1
@@ -90,6 +96,10 @@ class Boundary:
             _hosts: those of the pipeline, if the lengths of microbatches differ.
         """
         return PackedChannels(transport, self.packed) if self.has_packed else transport
+
+    def checked(self, transport: Transport, hosts: Hosts | None) -> Channels:
+        """``channels`` that refuse other tensors than described, for which no receive is posted."""
+        return CheckedChannels(self.channels(transport, hosts), self.specs, _UNDESCRIBED)
 
     def is_packed(self, message: Message) -> bool:
         return len(self.outputs[producing(message)]) > 1
@@ -145,7 +155,10 @@ class ShapedBoundary(Boundary):
         return self.microbatches[message.producer.microbatch].specs(message)
 
     def channels(self, transport: Transport, hosts: Hosts | None) -> Channels:
-        return CheckedChannels(super().channels(transport, hosts), self.specs)
+        """See ``Boundary``; whoever gave the shapes may have erred in any microbatch."""
+        return CheckedChannels(super().channels(transport, hosts), self.specs, _OF_MICROBATCH)
+
+    checked = channels
 
 
 @dataclass(frozen=True)
@@ -158,6 +171,8 @@ class HeaderedBoundary(Boundary):
     def channels(self, transport: Transport, hosts: Hosts | None) -> Channels:
         assert hosts is not None, "microbatches of different lengths have hosts"
         return HeaderedChannels(transport, hosts, self._dtypes, self._new)
+
+    checked = channels
 
     def _dtypes(self, stage: int) -> tuple[torch.dtype, ...]:
         return tuple(each.dtype for each in self.outputs[stage])
@@ -200,10 +215,11 @@ class CheckedChannels:
 
     Args:
         specs: returns the tensors of a message.
+        rule: where the shapes are from, and what to do about others.
     """
 
-    def __init__(self, channels: Channels, specs: Callable[[Message], StageOutput]) -> None:
-        self._channels, self._specs = channels, specs
+    def __init__(self, channels: Channels, specs: Callable[[Message], StageOutput], rule: tuple[str, str]) -> None:
+        self._channels, self._specs, self._rule = channels, specs, rule
         self.post, self.settle = channels.post, channels.settle
 
     def send(self, message: Message, value: Any) -> None:
@@ -212,16 +228,22 @@ class CheckedChannels:
         Raises:
             UserError: other tensors.
         """
-        expected = [tuple(shape) for shape, _ in self._specs(message)]
-        sent = [tuple(each.shape) for each in (value if isinstance(value, tuple) else (value,))]
-        if sent != expected:
+        tensors = value if isinstance(value, tuple) else (value,)
+        sent = tuple(TensorSpec(tuple(each.shape), each.dtype) for each in tensors)
+        expected = self._specs(message)
+        is_buffer = len(expected) > 1 and not isinstance(value, tuple)  # whose content no rank reads, because all stop
+        if sent != expected and not is_buffer:
+            shown, wanted = (" and ".join(map(str, each)) for each in (sent, expected))
+            rule, remedy = self._rule
             raise UserError(
-                "the output of a stage must have the shape given for its microbatch, because receives are posted for "
-                f"it; got {_shown(sent)} from {message.producer} in place of {_shown(expected)} (tokens, sequences, "
-                "hidden size); give the padded lengths that the model gets"
+                f"the output of a stage must have the shape {rule}, because receives are posted for it; got {shown} "
+                f"from {message.producer} in place of {wanted} (tokens, sequences, hidden size); {remedy}"
             )
         self._channels.send(message, value)
 
 
-def _shown(shapes: Sequence[tuple[int, ...]]) -> str:
-    return " and ".join(map(str, shapes))
+_OF_MICROBATCH = "given for its microbatch", "give the padded lengths that the model gets"
+_UNDESCRIBED = (
+    "that its model declares, or else Megatron gives",
+    f"declare it by a method {DECLARATION} of the model, or train without a zero-bubble schedule",
+)

@@ -26,6 +26,7 @@ class Models:
         self._numbers: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._count = 0
         self._checked: list[tuple[weakref.ref[Any], set[Hashable]]] = []
+        self._sent: weakref.WeakKeyDictionary[torch.nn.Module, set[Hashable]] = weakref.WeakKeyDictionary()
         self._placed: weakref.WeakKeyDictionary[torch.nn.Module, Placement] = weakref.WeakKeyDictionary()
 
     def number(self, chunk: torch.nn.Module) -> int:
@@ -46,6 +47,13 @@ class Models:
         if self._placed.get(model) != placement:
             check_chunks(group, prepared.schedule.name, prepared.stages, chunks)
             self._placed[model] = placement
+
+    def sends_first(self, chunk: torch.nn.Module, outputs: Hashable) -> bool:
+        """Whether the model with this first chunk has never been asked for these outputs of its stages before."""
+        before = self._sent.setdefault(chunk, set())
+        is_first = outputs not in before
+        before.add(outputs)
+        return is_first
 
     def is_unchecked(self, config: Any, plan: Hashable) -> bool:
         """Whether the options of a model have not been checked for a plan, which is named by its key."""

@@ -17,6 +17,7 @@ from megatron.zero_bubble.core.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.engine.optimizer.log_sums import counted_in_part
 from megatron.zero_bubble.engine.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
+from megatron.zero_bubble.integration.adapter import several
 from megatron.zero_bubble.integration.adapter.placement import as_pipeline_rank, megatron_rank
 from megatron.zero_bubble.integration.adapter.slices import SlicedChunk
 from megatron.zero_bubble.integration.adapter.versions import set_auxiliary_scales, supported_kwargs
@@ -179,7 +180,7 @@ class MegatronStage:
         """Whether linears defer weight gradients in an F or a backward: if the microbatch has a W."""
         return (work.microbatch, work.slice) not in self._facts.fused
 
-    def _forwarded(self, work: Pass, x: torch.Tensor | None, y: torch.Tensor) -> Sequence[Any]:
+    def _forwarded(self, work: Pass, x: Any, y: Any) -> Sequence[Any]:
         step = self._step
         if self._reports and self._slices.is_last(work):
             self._results.forward_data.append(self._slices.report(self._reports))
@@ -188,25 +189,26 @@ class MegatronStage:
         history = () if self._slices.is_last(work) else (None,)
         if step.forward_only:
             return *output, *history
-        schedules.deallocate_output_tensor(y, step.config.deallocate_pipeline_outputs)
+        if not isinstance(y, tuple):  # of several, one may be an operand of another
+            schedules.deallocate_output_tensor(y, step.config.deallocate_pipeline_outputs)
         return *output, (x, y), *history
 
-    def _leaf(self, inputs: Sequence[Any]) -> torch.Tensor | None:
-        """The input of F as a leaf of autograd; None on the first stage, which reads tokens."""
-        return inputs[0].detach().requires_grad_(not self._step.forward_only) if self._facts.stage else None
+    def _leaf(self, inputs: Sequence[Any]) -> Any:
+        """The input of F as a leaf of autograd, or a list of them; None on the first stage, which reads tokens."""
+        return several.leaves(inputs[0], not self._step.forward_only) if self._facts.stage else None
 
-    def _run_model(self, work: Pass, x: torch.Tensor | None) -> torch.Tensor:
+    def _run_model(self, work: Pass, x: Any) -> Any:
         step = self._step
         return self._forward_step(work, x, step.forward_step_func, self._reports, step.collect_non_loss_data)
 
     def _forward_step(
         self,
         work: Pass,
-        x: torch.Tensor | None,
+        x: Any,
         forward_step_func: Callable[..., Any],
         reports: list[Any],
         collect_non_loss_data: bool,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Call megatron-core's forward step, which also computes the loss on the last stage."""
         step = self._step
         y, num_tokens = schedules.forward_step(
@@ -228,10 +230,12 @@ class MegatronStage:
         )
         if work.slice == 0:  # the number of tokens of the whole microbatch
             self._results.num_tokens += num_tokens
-        return y
+        if isinstance(x, list):
+            (y,) = y
+        return y if self._facts.is_last else several.value_of(y)
 
-    def _output(self, y: torch.Tensor) -> Sequence[Any]:
-        return () if self._facts.is_last else (y.detach(),)
+    def _output(self, y: Any) -> Sequence[Any]:
+        return () if self._facts.is_last else (several.detached(y),)
 
     def _backward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """Returns the gradient of the stage's input, except on the first stage.
@@ -241,19 +245,21 @@ class MegatronStage:
         (x, y), received = self._received(inputs)
         self._before_backward(work)
         if self._slices.is_cut and self._has_experts:
-            self._step.scale_auxiliary_losses(y.device, self._slices.share(work))
+            self._step.scale_auxiliary_losses(self._results.num_tokens.device, self._slices.share(work))
         defers = self._store.defer(work, self._splits(work))
         with self._as_stage_rank(), defers, self._slices.at(work), self._counted(work):
-            grad = self._backward_step(work, x, y, received)
-        return self._backwarded(work, grad)
+            grad = self._backward_step(work, several.differentiable(x), y, received)
+        return self._backwarded(work, several.gradients_of(x, grad) if isinstance(x, list) else grad)
 
     def _before_backward(self, work: Pass) -> None:
         """Enable the reduction of gradients before the last backward."""
         if self._sync is not None and (work.microbatch, work.slice) == self._facts.last_backward:
             self._sync.enable()
 
-    def _backward_step(self, work: Pass, x: torch.Tensor | None, y: torch.Tensor, received: torch.Tensor | None) -> Any:
+    def _backward_step(self, work: Pass, x: Any, y: Any, received: Any) -> Any:
         """Call megatron-core's backward step; returns the gradient of ``x``."""
+        if isinstance(y, tuple):
+            return several.backward(x, y, received)
         of_type = supported_kwargs(schedules.backward_step, model_type=self._model_type)
         return schedules.backward_step(x, y, received, config=self._step.config, **of_type)
 
@@ -263,7 +269,7 @@ class MegatronStage:
         operands, history = ((None,) if work.kind is Kind.B else ()), ((None,) if work.slice else ())
         return *output, *operands, *history
 
-    def _received(self, inputs: Sequence[Any]) -> tuple[tuple[Any, torch.Tensor], torch.Tensor | None]:
+    def _received(self, inputs: Sequence[Any]) -> tuple[tuple[Any, Any], Any]:
         """Input and output of F, and the gradient of the output; None for the loss."""
         return (inputs[0], None) if self._facts.is_last else (inputs[1], inputs[0])
 

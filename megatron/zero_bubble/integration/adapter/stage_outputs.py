@@ -101,7 +101,7 @@ def outputs_of(
     if adjust is not None:
         shapes |= _adjusted(shapes, on_rank, adjust, upstream.hidden)
     times = sequences_after_stages(upstream.config) or (1,) * upstream.num_stages
-    dtype = upstream.config.pipeline_dtype
+    dtype = upstream.config.pipeline_dtype or torch.get_default_dtype()
     return tuple(
         tuple(TensorSpec((times[stage] * length, *rest), dtype) for length, *rest in shapes[stage]) for stage in stages
     )

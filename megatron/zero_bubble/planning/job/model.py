@@ -87,6 +87,7 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
         captured=_captured(args),
         adapters=_adapters(args),
         frozen=getattr(args, "frozen_layers", None) or 0,
+        streams=_streams(args),
         **_window(args),
     )
 
@@ -94,6 +95,17 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
 def _adapters(args: Any) -> Adapters | None:
     rank = getattr(args, "lora_rank", None)
     return Adapters(rank, tuple(args.target_modules)) if rank else None
+
+
+def _streams(args: Any) -> int:
+    """The residual streams of hyper-connections, by the options of Megatron's dev branch, or of its main branch."""
+    for enabled, number in (
+        ("enable_hyper_connections", "num_residual_streams"),
+        ("enable_mhc_connections", "mhc_num_residual_streams"),
+    ):
+        if getattr(args, enabled, False):
+            return int(getattr(args, number))
+    return 1
 
 
 def _window(args: Any) -> dict[str, Any]:

@@ -31,6 +31,12 @@ def add_estimated(parser: argparse.ArgumentParser) -> None:
     add("--frozen-layers", type=int, default=0)  # below all that is trained
     add("--window-size", type=_window)
     add("--window-attn-skip-freq", type=layer_frequency)
+    for enabled, number in (
+        ("--enable-hyper-connections", "--num-residual-streams"),
+        ("--enable-mhc-connections", "--mhc-num-residual-streams"),
+    ):
+        add(enabled, action="store_true")
+        add(number, type=int, default=4)
     add("--tokenizer-model")  # which may say the size of the vocabulary
     add("--vocab-file")  # as well
     add("--padded-vocab-size", type=int)
