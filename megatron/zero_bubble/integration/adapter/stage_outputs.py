@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -98,9 +99,10 @@ def outputs_of(
         outputs = (declared(stage, upstream.num_stages, upstream.hidden) for stage in stages)
         return tuple(tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in output) for output in outputs)
     shapes = dict(enumerate(map(upstream.below, stages)))
+    shapes |= {stage: [upstream.hidden] for stage in stages if _is_normed(upstream.config, stage)}
     if adjust is not None:
         shapes |= _adjusted(shapes, on_rank, adjust, upstream.hidden)
-    times = sequences_after_stages(upstream.config) or (1,) * upstream.num_stages
+    times = (*sequences_after_stages(upstream.config), *(1,) * upstream.num_stages)  # beyond a layout, one
     dtype = upstream.config.pipeline_dtype or torch.get_default_dtype()
     return tuple(
         tuple(TensorSpec((times[stage] * length, *rest), dtype) for length, *rest in shapes[stage]) for stage in stages
@@ -128,6 +130,25 @@ def _adjusted(
     return {producer: each for producer, each in adjusted.items() if producer in shapes}
 
 
+def _is_normed(config: Any, stage: int) -> bool:
+    """Whether a stage hands on states after the final norm, which is behind the last layer if predictions follow.
+
+    Hyper-connections have one state per token there; upstream learns so from headers, not from ``get_tensor_shapes``.
+    """
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if layout is None or not getattr(config, "mtp_num_layers", None):
+        return False
+    later = _stages_of(layout)[stage + 1 :]
+    return "decoder" not in chain.from_iterable(later)
+
+
+def _stages_of(layout: Any) -> list[list[str]]:
+    """The names of the layers of every stage."""
+    chunks = range(layout.virtual_pipeline_model_parallel_size)
+    ranks = range(layout.pipeline_model_parallel_size)
+    return [[layer.name for layer in layout.layout[rank][chunk]] for chunk in chunks for rank in ranks]
+
+
 def sequences_after_stages(config: Any) -> tuple[int, ...]:
     """Sequences that are concatenated in the output of each stage, from ``--pipeline-model-parallel-layout``; empty
     without a layout.
@@ -143,11 +164,9 @@ def sequences_after_stages(config: Any) -> tuple[int, ...]:
     if layout is None:
         return ()
     sequences, counts = 1, []
-    for chunk in range(layout.virtual_pipeline_model_parallel_size):
-        for rank in range(layout.pipeline_model_parallel_size):
-            names = [layer.name for layer in layout.layout[rank][chunk]]
-            sequences += names.count("mtp") - names.count("loss")
-            counts.append(sequences)
+    for names in _stages_of(layout):
+        sequences += names.count("mtp") - names.count("loss")
+        counts.append(sequences)
     if not hasattr(config, "mtp_standalone") and any(count > 1 for count in counts[:-1]):
         raise UserError(
             "multi-token prediction before the last stage needs megatron-core 0.16 or newer; got "
