@@ -21,6 +21,7 @@ from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile, read_costs_file
 from megatron.zero_bubble.core.formats.facts import differences, listed
+from megatron.zero_bubble.core.formats.layout import job_predictions
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.figures import HALVED, Figures
@@ -107,7 +108,7 @@ def job_figures(
     else:
         figures = _equal(sizes, ", ".join(others).capitalize(), bool(predictions))
     message_bytes = model.message_bytes * (1 if args.bf16 or args.fp16 else 2)
-    figures = replace(figures, message_bytes=message_bytes, widths=_widths(predictions), facts=facts)
+    figures = replace(figures, message_bytes=message_bytes, widths=_widths(job_predictions(args)), facts=facts)
     if not estimated:
         return figures
     figures = replace(figures, operations=operations(model, predictions))

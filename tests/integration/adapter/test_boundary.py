@@ -114,11 +114,6 @@ def test_predictions_are_concatenated_until_a_stage_has_their_losses(ranks: Rank
         assert found == [[[(length, 2, 4) for length in lengths]]]
 
 
-def test_streams_end_behind_the_last_layer_if_predictions_follow(ranks: RankPool) -> None:
-    more = {"mtp_standalone": True, "mtp_num_layers": 2, "pipeline_model_parallel_layout": layout("et", "tmm", "", "l")}
-    assert ranks.run(1, outputs, widened, SCHEDULES[2:], more) == [[[(8, 2, 12), (24, 2, 4), (24, 2, 4)]]]
-
-
 def test_layers_in_pairs_hand_on_one_tensor(ranks: RankPool) -> None:
     [(said,)] = ranks.run(1, outputs, of_two, SCHEDULES[2:], {})
     assert said.startswith("in schedules with pairs, every stage must hand on one tensor, ")

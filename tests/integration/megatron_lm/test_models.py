@@ -76,13 +76,6 @@ def test_hyper_connections_equal_stock(checkout: Checkout, pipeline: int, schedu
 
 
 @pytest.mark.parametrize("checkout", of_the_dev_branch(), ids=str)
-def test_hyper_connections_end_before_a_loss_on_its_own(checkout: Checkout) -> None:
-    flags = f"{UNTIED} --enable-hyper-connections --mtp-num-layers 1 --pipeline-model-parallel-layout Et*2|t*2m|L"
-    job = checkout, 3, f"--pipeline-model-parallel-size 3 {flags}"
-    same(pretrain_gpt(*job, "zb-h1"), stock(*job))
-
-
-@pytest.mark.parametrize("checkout", of_the_dev_branch(), ids=str)
 @pytest.mark.parametrize("pipeline", [2, 4])
 def test_hyper_connections_equal_stock_on_a_v(checkout: Checkout, pipeline: int, tmp_path: Path) -> None:
     own, expected = on_a_v_after(checkout, pipeline, with_hyper_connections(pipeline), tmp_path)

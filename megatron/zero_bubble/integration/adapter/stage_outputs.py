@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
@@ -99,7 +98,6 @@ def outputs_of(
         outputs = (declared(stage, upstream.num_stages, upstream.hidden) for stage in stages)
         return tuple(tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in output) for output in outputs)
     shapes = dict(enumerate(map(upstream.below, stages)))
-    shapes |= {stage: [upstream.hidden] for stage in stages if _is_normed(upstream.config, stage)}
     if adjust is not None:
         shapes |= _adjusted(shapes, on_rank, adjust, upstream.hidden)
     times = (*sequences_after_stages(upstream.config), *(1,) * upstream.num_stages)  # beyond a layout, one
@@ -128,18 +126,6 @@ def _adjusted(
         received, sent = (list(shapes.get(producer, [hidden])) for producer in (stage - 1, stage))
         adjusted[stage - 1], adjusted[stage] = adjust(received, sent)
     return {producer: each for producer, each in adjusted.items() if producer in shapes}
-
-
-def _is_normed(config: Any, stage: int) -> bool:
-    """Whether a stage hands on states after the final norm, which is behind the last layer if predictions follow.
-
-    Hyper-connections have one state per token there; upstream learns so from headers, not from ``get_tensor_shapes``.
-    """
-    layout = getattr(config, "pipeline_model_parallel_layout", None)
-    if layout is None or not getattr(config, "mtp_num_layers", None):
-        return False
-    later = _stages_of(layout)[stage + 1 :]
-    return "decoder" not in chain.from_iterable(later)
 
 
 def _stages_of(layout: Any) -> list[list[str]]:
