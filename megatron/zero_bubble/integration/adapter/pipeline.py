@@ -257,10 +257,8 @@ class Pipeline:
         links = self._links(prepared, call)
         if observer is not None:
             observer.planned(prepared.schedule)
-        is_first = self._models.sends_first(chunks[0], boundary.outputs)
-        channels = partial(
-            agreed.channels, partial(boundary.checked if is_first else boundary.channels, links.transport)
-        )
+        move = boundary.checked if self._models.sends_first(chunks[0], boundary.outputs) else boundary.channels
+        channels = partial(agreed.channels, partial(move, links.transport))
         facts = IterationFacts(prepared, call, boundary, links, channels, observer)
         begin = self._unfinished.begin_passes
         iteration = Iteration(facts, results, self.store, self._slicing, self._parts, begin)
