@@ -55,6 +55,7 @@ _SUBJECTS = {
     "sequence slices": SEQ,
     "vocabulary parallelism": f"{H1} --zero-bubble-vocabulary-parallel 2",
     "sharded units": "--zero-bubble-schedule zero-pp --zero-bubble-shard-weights --use-distributed-optimizer",
+    "pairs": "--zero-bubble-schedule interleaved-1f1b --zero-bubble-overlap-experts",
 }
 _CHOICES = {
     exclusions.SCHEDULE_FILE: ("--zero-bubble-schedule-file plan.json", ""),
@@ -86,7 +87,7 @@ def jobs_of_options() -> list[tuple[OptionRule, str]]:
     """One job of Megatron-LM per option that a schedule neither supports nor switches off."""
     found = []
     for rule in OPTIONS:
-        if rule.choice is not exclusions.BALANCE and not rule.is_set:
+        if rule.choice not in (exclusions.BALANCE, exclusions.LENGTHS) and not rule.is_set:
             job, flag = _SUBJECTS.get(rule.choice.words, H1), flag_of(rule.option)
             words = f"{job} {flag} {MEGATRONS_VALUES.get(rule.option, '')}"
             found.append((rule, words if rule.value is not True else job.replace(flag, "").strip()))

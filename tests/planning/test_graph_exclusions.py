@@ -102,6 +102,8 @@ def test_what_a_replay_cannot_repeat_is_refused_with_graphs_of_stages(options: d
         ("local", "--num-experts 8"),
         ("local", "--fp8-format hybrid"),
         ("local", "--fp4-format e2m1"),
+        ("local", "--enable-hyper-connections"),
+        ("transformer_engine", "--enable-mhc-connections"),
         ("local", "--hybrid-layer-pattern M*"),
         ("local", "--recompute-activations --attention-dropout 0.1"),
         ("local", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),

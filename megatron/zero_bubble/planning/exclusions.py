@@ -189,6 +189,9 @@ _OTHER_MODEL = "it divides the vocabulary layers of GPTModel"
 _NO_VOCABULARY = "give --zero-bubble-vocabulary-parallel off"
 _HYBRID = (("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("is_hybrid_model", False))
 """What a hybrid model has: a pattern of layers, by the older flag until core_r0.16, or none, where all have a scan."""
+STREAMS = ("enable_hyper_connections", "enable_mhc_connections")
+"""What adds residual streams: an option of Megatron's dev branch, or of its main branch."""
+_UNTRIED = "they have not been compared with stock where there are several residual streams"
 _EXPERTS = "experts are sharded over other groups, which this version does not support"
 
 
@@ -201,6 +204,10 @@ def _modules_left(modules: Sequence[str]) -> tuple[str, ...]:
     """The flag for the recomputed modules but experts."""
     left = [name for name in modules if name != "moe"]
     return ("--recompute-modules", *left) if left else ()
+
+
+def _is_hybrid(options: Any) -> bool:
+    return any(getattr(options, name, none) not in (None, none) for name, none in _HYBRID)
 
 
 def _has_latent_rotary_embeddings(options: Any) -> bool:
@@ -307,9 +314,19 @@ OPTIONS = (
     OptionRule(BALANCE, "context_parallel_size", 1, "samples are not divided over ranks"),
     OptionRule(BALANCE, "fp8", None, "FP8 needs samples of a multiple of 16 tokens", "drop --fp8-format"),
     OptionRule(BALANCE, "reset_attention_mask", False, "every sample is one document already"),
+    *(OptionRule(choice, name, False, _UNTRIED) for choice in (VOCABULARY, SHARDS, LENGTHS, PAIRS) for name in STREAMS),
 )
 """For each choice, the only values that it supports; None is always supported."""
 RANGES = (
+    *(
+        OptionRule(
+            SCHEDULE,
+            name,
+            Fits("False in a hybrid model", lambda given, options: not (given and _is_hybrid(options))),
+            "its layers have not been compared with stock where there are several residual streams",
+        )
+        for name in STREAMS
+    ),
     OptionRule(
         PAIRS,
         "expert_model_parallel_size",

@@ -15,6 +15,7 @@ from megatron.zero_bubble.planning.exclusions import (
     SCHEDULE,
     SHARDS,
     SLICES,
+    STREAMS,
 )
 from megatron.zero_bubble.planning.rule import Fits, OptionRule
 
@@ -38,6 +39,7 @@ _PYTHON = "Python keeps the maximum of the attention logits, and a replay runs n
 _MASKS = "a graph that computes a forward again would draw another mask"
 _WHOLE = "megatron-core recomputes whole layers in graphs of whole iterations only"
 _NO_BLOCK = "the layers of a hybrid model are no TransformerBlock"
+_OF_STREAMS = "graphs have not been compared with stock where there are several residual streams"
 _EXCLUDING_LOCAL = {
     "num_experts": _SIZES,
     "num_moe_experts": _SIZES,
@@ -105,6 +107,7 @@ GRAPHS = (
         _DROP,
     ),
     *(row for option, why in _EXCLUDING_LOCAL.items() for row in _without(option, why, _OF_LOCAL, _LOCAL)),
+    *(row for option in STREAMS for row in _without(option, _OF_STREAMS)),
     *_without("fine_grained_activation_offloading", _CANNOT_MOVE),
     *_without("qk_clip", _PYTHON, _OF_LOCAL, _LOCAL),
     *_without("log_max_attention_logit", _PYTHON, _OF_LOCAL, _LOCAL),

@@ -26,6 +26,7 @@ from megatron.zero_bubble.planning.exclusions import (
     LENGTHS,
     OPTIONS,
     SHARDS,
+    STREAMS,
     UNTOLD_LENGTHS,
     refuse_excluded,
 )
@@ -54,6 +55,8 @@ UNDER = {
     "sequence slices": RunOptions(Setup(cuts=Cuts(4, "even"))),
     "vocabulary parallelism": RunOptions(Setup(vocabulary=Divided(1))),
     "balanced microbatches": RunOptions(balance=Balance()),
+    "microbatches of different lengths": RunOptions(lengths=("shapes", True)),
+    "pairs": RunOptions(Setup(pairs=True)),
 }
 """What chooses the subject of a rule."""
 ON_A_V = "stages on a V or in a wave"
@@ -85,6 +88,15 @@ def test_options_of_megatron(rule: OptionRule) -> None:
     of_others = (each for each in OPTIONS if each.choice.words not in (*UNDER, ON_A_V))
     if (words in UNDER or words == ON_A_V) and all(each.option != rule.option for each in of_others):
         ask(other, RunOptions())
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("hybrid", [{"hybrid_layer_pattern": "M*"}, {"is_hybrid_model": True}], ids=str)
+def test_streams_of_a_hybrid_model(name: str, hybrid: dict[str, Any]) -> None:
+    check_options(SimpleNamespace(**{name: True}), RunOptions())
+    check_options(SimpleNamespace(**{name: False}, **hybrid), RunOptions())
+    with pytest.raises(UserError, match=f"need {name} to be False in a hybrid model, .*; drop --enable-"):
+        check_options(SimpleNamespace(**{name: True}, **hybrid), RunOptions())
 
 
 @pytest.mark.parametrize(
