@@ -24,8 +24,8 @@ from megatron.zero_bubble.engine.optimizer.log_sums import LogSums
 from megatron.zero_bubble.engine.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.engine.optimizer.step import Outcome, StepMode
 from megatron.zero_bubble.integration.adapter.pipeline import Pipeline
+from megatron.zero_bubble.integration.patching.loop_seams import LoopSeams
 from megatron.zero_bubble.integration.patching.replaced import Replacement, around
-from megatron.zero_bubble.integration.patching.seams import LoopSeams
 
 _Function = Callable[..., Any]
 

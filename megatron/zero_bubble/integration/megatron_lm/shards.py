@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron.zero_bubble.integration.adapter.shards import ShardedUnits
 from megatron.zero_bubble.integration.adapter.whole_weights import copy_weights
+from megatron.zero_bubble.integration.patching.loop_seams import ReaderSeams
 from megatron.zero_bubble.integration.patching.replaced import Replacement, around
-from megatron.zero_bubble.integration.patching.seams import ReaderSeams
 
 _Function = Callable[..., Any]
 

@@ -18,13 +18,13 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron.zero_bubble.core.costs.units import parse_bytes
 from megatron.zero_bubble.core.errors import PatchError
-from megatron.zero_bubble.core.ir import Compute, Kind, Pass, Placement, Schedule
+from megatron.zero_bubble.core.ir import Kind, Placement, Schedule
 from megatron.zero_bubble.core.plan.offload import MoveSelection
 from megatron.zero_bubble.engine.measure.memory import MemoryMeter
 from megatron.zero_bubble.engine.measure.recorder import Recorder
 from megatron.zero_bubble.engine.optimizer.rollback import ROLLBACKS
 from megatron.zero_bubble.engine.platforms import select
-from megatron.zero_bubble.engine.runtime.observer import IterationObserver, IterationStart, Observers, observed
+from megatron.zero_bubble.engine.runtime.observer import IterationObserver, Observers
 from megatron.zero_bubble.engine.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.engine.wgrad.asked import answering
 from megatron.zero_bubble.engine.wgrad.fused import FusedAccumulator
@@ -58,6 +58,7 @@ from megatron.zero_bubble.integration.patching import bodies, dispatchers, trans
 from megatron.zero_bubble.integration.patching.chunk_seams import BLOCK, count_seams, model_seams, segment_seams
 from megatron.zero_bubble.integration.patching.replaced import Replaced, Replacement, around
 from megatron.zero_bubble.integration.patching.seams import installed_seams
+from megatron.zero_bubble.integration.patching.stock_passes import StockPasses
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
 from megatron.zero_bubble.planning.setup import Searched, Validated
@@ -176,7 +177,7 @@ def observe(observers: Sequence[IterationObserver]) -> None:
         PatchError, SeamError: as ``apply``.
     """
     seams = installed_seams()
-    stock = _StockPasses(Observers(observers))
+    stock = StockPasses(Observers(observers))
     _replace(
         [
             (seams.schedule, around(stock.run)),
@@ -366,36 +367,3 @@ def _zeroing_later(pipeline: Pipeline) -> Callable[..., None]:
             zero()
 
     return zero_grad_buffer
-
-
-class _StockPasses:
-    """Number the passes of the stock 1F1B, which runs F and BW each in the order of the microbatches.
-
-    megatron-core's other schedules call the same two functions in other orders; their passes are not observed.
-    """
-
-    def __init__(self, observers: Observers) -> None:
-        self._observers = observers
-        self._next: dict[Kind, int] | None = None
-
-    def run(self, original: Callable[..., Any], **kwargs: Any) -> Any:
-        if kwargs.get("forward_only"):
-            return original(**kwargs)
-        self._next = {Kind.F: 0, Kind.BW: 0}
-        group = parallel_state.get_pipeline_model_parallel_group()
-        try:
-            with observed(self._observers, IterationStart(group, kwargs["num_microbatches"])):
-                return original(**kwargs)
-        finally:
-            self._next = None
-
-    def step(self, kind: Kind, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._next is None:
-            return original(*args, **kwargs)
-        rank = parallel_state.get_pipeline_model_parallel_rank()
-        op = Compute(Pass(rank, kind, self._next[kind]))
-        self._next[kind] += 1
-        self._observers.begin(op)
-        result = original(*args, **kwargs)
-        self._observers.end(op)
-        return result

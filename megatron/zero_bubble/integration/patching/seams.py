@@ -11,55 +11,9 @@ import megatron.core
 
 from megatron.zero_bubble.core.errors import SeamError
 from megatron.zero_bubble.integration.patching import used
+from megatron.zero_bubble.integration.patching.loop_seams import LOOP, READERS, TRAINING, LoopSeams, ReaderSeams
 from megatron.zero_bubble.integration.patching.seam import Seam, Used
 from megatron.zero_bubble.integration.patching.used import SHARDED_UNITS, SHARDED_UNITS_SINCE_0_18
-
-
-@dataclass(frozen=True)
-class LoopSeams:
-    """The functions of Megatron-LM's training loop that are replaced with post-validation.
-
-    Attributes:
-        built: builds the optimizer.
-        step, log: run an iteration, and log it.
-        training: the whole loop.
-        agreed: reduce a figure of the optimizer step over all ranks.
-        timer: reads a timer.
-        settled: read weights, save them, or print a line that must not precede that of an iteration.
-    """
-
-    built: Seam
-    step: Seam
-    log: Seam
-    training: Seam
-    agreed: tuple[Seam, ...]
-    timer: Seam
-    settled: tuple[Seam, ...]
-
-    @property
-    def all(self) -> tuple[Seam, ...]:
-        return (self.built, self.step, self.log, self.training, self.timer, *self.agreed, *self.settled)
-
-
-@dataclass(frozen=True)
-class ReaderSeams:
-    """The functions of Megatron-LM that are replaced if chunks stay shards between iterations.
-
-    Attributes:
-        built: builds the optimizer, and loads a checkpoint.
-        evaluates: may call a function of the script that reads weights.
-        saves: collects what a checkpoint has.
-        reads: read weights.
-    """
-
-    built: Seam
-    evaluates: Seam
-    saves: Seam
-    reads: tuple[Seam, ...]
-
-    @property
-    def all(self) -> tuple[Seam, ...]:
-        return (self.built, self.evaluates, self.saves, *self.reads)
 
 
 @dataclass(frozen=True)
@@ -134,65 +88,6 @@ _FORWARD_BACKWARD = (
     "collect_non_loss_data",
     "first_val_step",
     "adjust_tensor_shapes_fn",
-)
-
-_TRAINING = "megatron.training.training"
-_REPORT_LATE = "writes the line of an iteration when its optimizer step is final"
-_NO_BARRIER = "skips a reduction of figures that are the same on all ranks, because it would stop the pipeline"
-_SETTLE = "makes the pending optimizer step final first"
-_LOOP = LoopSeams(
-    built=Seam(_TRAINING, "setup_model_and_optimizer", (), "wraps the optimizer for steps ahead of their validation"),
-    step=Seam(
-        _TRAINING,
-        "train_step",
-        ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
-        "steps the optimizer ahead of its validation",
-    ),
-    log=Seam(
-        _TRAINING,
-        "training_log",
-        (
-            "loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag",
-            "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad",
-        ),
-        _REPORT_LATE,
-    ),
-    training=Seam(_TRAINING, "train", ("forward_step_func", "model", "optimizer"), "makes the last step final"),
-    agreed=(
-        Seam(_TRAINING, "logical_and_across_model_parallel_group", ("input",), _NO_BARRIER),
-        Seam(_TRAINING, "reduce_max_stat_across_model_parallel_group", ("stat",), _NO_BARRIER),
-    ),
-    timer=Seam("megatron.core.timers", "Timer.elapsed", ("self", "reset", "barrier"), "reads times without a barrier"),
-    settled=tuple(
-        Seam(_TRAINING, name, parameters, _SETTLE)
-        for name, parameters in {
-            "save_checkpoint_and_time": ("iteration", "model", "optimizer"),
-            "save_checkpoint": ("iteration", "model", "optimizer"),
-            "evaluate_and_print_results": ("prefix", "forward_step_func", "data_iterator", "model"),
-            "disable_forward_pre_hook": ("model_chunks", "param_sync"),
-            "check_param_hashes_across_dp_replicas": ("model",),
-            "check_adlr_autoresume_termination": ("iteration", "model", "optimizer"),
-            "calc_params_l2_norm": ("model",),
-            "dummy_train_step": ("data_iterator",),
-            "print_datetime": ("string",),
-        }.items()
-    ),
-)  # fmt: skip
-
-_WHOLE = "gathers weights, which are shards between iterations"
-_READERS = ReaderSeams(
-    built=Seam(_TRAINING, "setup_model_and_optimizer", (), "lets the optimizer step shards"),
-    evaluates=Seam(
-        _TRAINING,
-        "evaluate_and_print_results",
-        ("prefix", "forward_step_func", "data_iterator", "model", "non_loss_data_func"),
-        _WHOLE,
-    ),
-    saves=Seam("megatron.training.checkpointing", "generate_state_dict", ("args", "model", "optimizer"), _WHOLE),
-    reads=(
-        Seam(_TRAINING, "calc_params_l2_norm", ("model",), _WHOLE),
-        Seam(_TRAINING, "check_param_hashes_across_dp_replicas", ("model",), _WHOLE),
-    ),
 )
 
 _SEAMS = Seams(
@@ -333,14 +228,14 @@ _SEAMS = Seams(
         ),
     ),
     data=Seam(
-        _TRAINING,
+        TRAINING,
         "build_train_valid_test_data_iterators",
         ("build_train_valid_test_datasets_provider",),
         "gives data to the model chunks that read them, on the rank where the placement has them",
     ),
     used=(*used.USED, *used.GROUPS),
-    loop=_LOOP,
-    readers=_READERS,
+    loop=LOOP,
+    readers=READERS,
 )
 
 # Since 0.18, models can also be built from a configuration, and the module that parses flags validates them.
