@@ -26,6 +26,7 @@ def add_estimated(parser: argparse.ArgumentParser) -> None:
         add(f"--linear-{name}", type=int)  # of gated delta nets
     add("--moe-router-num-groups", type=int)
     add("--moe-router-group-topk", type=int)
+    add("--moe-latent-size", type=int)
     add("--lora-rank", type=int)  # of adapters, which other trainers add; named as by them
     add("--target-modules", nargs="+", default=LINEARS)
     add("--frozen-layers", type=int, default=0)  # below all that is trained
