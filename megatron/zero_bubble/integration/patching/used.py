@@ -115,7 +115,7 @@ USED: tuple[Used, ...] = (
     *_of("megatron.core.dist_checkpointing", "from_rank_offsets", "ShardedTensor"),
     # graphs of stages
     *_of("megatron.core.transformer.transformer_block", "pre_process input_tensor", "TransformerBlock"),
-    *_of("megatron.core.transformer", "cuda_graph_warmup_steps", "TransformerConfig"),
+    *_of("megatron.core.transformer", "cuda_graph_warmup_steps recompute_granularity", "TransformerConfig"),
     _function(_DISTRIBUTED, "DistributedDataParallel._make_forward_pre_hook", ""),
     # graphs of layers
     *_of("megatron.core.transformer.cuda_graphs", "is_graph_capturing _set_capture_start _set_capture_end"),
