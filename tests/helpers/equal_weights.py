@@ -27,7 +27,7 @@ class EqualStages:
     def of_stages(self, placement: Placement, layout: tuple[int, ...] | None = None) -> StageBytes:
         """Bytes per stage."""
         own = (self.parameters(placement),) * placement.num_stages
-        return StageBytes.of(own, (0.0,) * placement.num_stages, ParameterBytes(2, 4, 12))
+        return StageBytes.of(own, (0.0,) * placement.num_stages, ParameterBytes(2, 4, 12), own)
 
     def of_layers(self) -> EqualStages:
         """They have no vocabulary."""

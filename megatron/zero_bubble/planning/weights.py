@@ -6,7 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron.zero_bubble.core.costs.model import Model
-from megatron.zero_bubble.core.costs.predictions import prediction_expert_weights, prediction_weights
+from megatron.zero_bubble.core.costs.predictions import (
+    prediction_expert_weights,
+    prediction_weights,
+    trained_prediction_weights,
+)
 from megatron.zero_bubble.core.costs.static import ParameterBytes, StageBytes
 from megatron.zero_bubble.core.formats.layout import without_predictions
 from megatron.zero_bubble.core.ir import Placement
@@ -62,25 +66,17 @@ class ModelWeights:
 
     def of_ranks(self, placement: Placement, layout: Layout | None = None) -> tuple[float, ...]:
         """See ``Weights``; experts have replicas of their own."""
-        of_all, of_experts = self.per_parameter
-        of_others = self._held(self.parts.weight, self.replicas[0])
-        if not self.model.is_trained:
-            stages = self.of_stages(placement, layout)
-            return tuple(
-                stages.whole(placement.stages_of(rank), self.replicas[0]) for rank in range(placement.num_ranks)
-            )
-        laid_out, at = self._laid_out(placement, layout)
-        experts = list(laid_out.expert_weights(placement))
-        experts[at] += prediction_expert_weights(self.model, self.predictions)
+        of_all, of_experts = (self._held(0.0, count) for count in self.replicas)
+        weights = self.of_stages(placement, layout).weights
         held = [
-            of_all * (own - expert) + of_experts * expert + of_others * other
-            for own, other, expert in zip(*self._parameters(placement, layout), experts, strict=True)
+            own + of_all * (trained - experts) + of_experts * experts
+            for own, trained, experts in zip(weights, *self._trained(placement, layout), strict=True)
         ]
         return tuple(sum(held[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks))
 
     def of_stages(self, placement: Placement, layout: Layout | None = None) -> StageBytes:
         """See ``Weights``."""
-        trained = None if self.model.is_trained else self._laid_out(placement, layout)[0].trained_weights(placement)
+        trained, _ = self._trained(placement, layout)
         return StageBytes.of(*self._parameters(placement, layout), self.parts, trained)
 
     def of_layers(self) -> ModelWeights:
@@ -94,6 +90,19 @@ class ModelWeights:
         """The parameters of layers, and of the embedding and the output layer, per stage."""
         whole, layers = (own._of_stages(placement, layout) for own in (self, self.of_layers()))
         return layers, [own - part for own, part in zip(whole, layers, strict=True)]
+
+    def _trained(self, placement: Placement, layout: Layout | None) -> tuple[list[float], list[float]]:
+        """The parameters per stage that have gradients and states of the optimizer, and those of experts among them."""
+        laid_out, at = self._laid_out(placement, layout)
+        if self.model.is_trained:
+            whole, experts = self._of_stages(placement, layout), list(laid_out.expert_weights(placement))
+            experts[at] += prediction_expert_weights(self.model, self.predictions)
+            return whole, experts
+        whole, experts = map(list, laid_out.trained_weights(placement))
+        of_predictions, of_their_experts = trained_prediction_weights(self.model, self.predictions)
+        whole[at] += of_predictions
+        experts[at] += of_their_experts
+        return whole, experts
 
     def _of_stages(self, placement: Placement, layout: Layout | None) -> list[float]:
         laid_out, at = self._laid_out(placement, layout)

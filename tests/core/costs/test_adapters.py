@@ -12,8 +12,9 @@ from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.model import Model
+from megatron.zero_bubble.core.costs.operations import operations
 from megatron.zero_bubble.core.costs.precision import PRECISIONS
-from megatron.zero_bubble.core.costs.predictions import prediction_parts
+from megatron.zero_bubble.core.costs.predictions import prediction_parts, trained_prediction_weights
 from megatron.zero_bubble.core.costs.static import ParameterBytes
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.weights import ModelWeights
@@ -33,6 +34,23 @@ def test_w_of_an_adapter_is_as_small_as_its_weights() -> None:
     one = layer_costs(replace(MODEL, adapters=Adapters(16, ("linear_qkv",))), H100).layers[0]
     assert 0 < one.wgrad_ms < lora.wgrad_ms and one.wgrad < lora.wgrad <= whole.wgrad
     assert not layer_costs(replace(MODEL, adapters=Adapters(16, ())), H100).layers[0].wgrad_ms
+
+
+def test_ranks_that_divide_a_layer_divide_what_w_of_adapters_keeps() -> None:
+    one = replace(MODEL, adapters=Adapters(16, ("linear_qkv",)))
+    alone, divided = (
+        layer_costs(of, H100).layers[0].wgrad for of in (one, replace(one, tensor_parallel=4, sequence_parallel=True))
+    )
+    assert alone == pytest.approx(2 * 4096 * (4096 + 6144 + 2 * 16))
+    assert divided == pytest.approx(alone / 4)
+
+
+def test_what_is_frozen_takes_fewer_operations() -> None:
+    whole, lora = operations(MODEL, ("",)), operations(LORA, ("",))
+    assert 2 / 3 * whole < lora < 0.72 * whole, "attention has no W that could be missing"
+    assert operations(replace(MODEL, frozen=4)) == pytest.approx(
+        operations(MODEL) - 2 / 3 * (operations(MODEL) - 6 * MODEL.vocab_size * MODEL.hidden)
+    )
 
 
 def test_the_output_layer_and_predictions_have_no_w() -> None:
@@ -67,3 +85,18 @@ def test_only_what_is_trained_has_gradients_and_states() -> None:
     assert lora.of_ranks(LINE)[0] == pytest.approx(sizes.weights[0] + sizes.gradients[0] + sizes.optimizer[0] / 2)
     frozen = ModelWeights(replace(MODEL, frozen=2), Division(4), each).of_stages(LINE)
     assert frozen.gradients == pytest.approx((0.0, 4.0 * (2 * MODEL.layer_weights + ends)))
+
+
+def test_trained_experts_have_replicas_of_their_own_and_predictions_are_trained() -> None:
+    each, experts = ParameterBytes(2.0, 4.0, 12.0), Experts(8, 2, 4096, parallel=4)
+    model = replace(MODEL, experts=experts, frozen=2)
+    held = ModelWeights(model, Division(4, predictions=(0, 1)), each, (8, 2), ("",))
+    of_predictions, of_their_experts = trained_prediction_weights(model, ("",))
+    assert of_predictions == model.weights_of("experts") + 2 * MODEL.hidden**2
+    of_experts = 3 * model.expert_weights_of("experts")
+    assert of_their_experts == of_experts / 3
+    trained = 2 * model.weights_of("experts") + of_predictions + MODEL.vocab_size * MODEL.hidden
+    states = 12.0 * ((trained - of_experts) / 8 + of_experts / 2)
+    assert held.of_ranks(LINE)[1] == pytest.approx(held.of_stages(LINE).weights[1] + 4.0 * trained + states)
+    lora = replace(LORA, experts=experts)
+    assert 0 < lora.trained_experts_of("experts") < lora.trained_of("experts")

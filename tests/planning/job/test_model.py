@@ -11,7 +11,7 @@ from megatron.zero_bubble.core.costs.model import PARTS
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import stage_layers
 from megatron.zero_bubble.planning.job.arguments.parser import parse, parse_megatron
-from megatron.zero_bubble.planning.job.model import model_of, stated_vocab_size, uneven_layout
+from megatron.zero_bubble.planning.job.model import model_of, stated_vocab_size, uneven_layout, work_of_kinds
 
 SHAPES = "--hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 --num-layers 18"
 LINEAR = Placement.linear(4)
@@ -48,6 +48,27 @@ def test_multi_token_prediction_takes_layers_from_the_last_stage() -> None:
     assert uneven_layout(job(mtp_num_layers=2), LINEAR, 1024) == "Et*5|(t*5|)*2t*3mmL"
     experts = job("--num-experts 8 --moe-router-topk 4 --disable-bias-linear", mtp_num_layers=1)
     assert uneven_layout(experts, LINEAR, 1024).endswith("mL")
+
+
+def test_a_division_knows_no_frozen_layers() -> None:
+    """The run that makes it has no such flags."""
+    plain, frozen = (megatron_job(f"--swiglu {more}") for more in ("", "--frozen-layers 9 --lora-rank 8"))
+    assert uneven_layout(frozen, LINEAR, 32_768) == uneven_layout(plain, LINEAR, 32_768)
+    assert work_of_kinds(frozen, 32_768) == work_of_kinds(plain, 32_768)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--lora-rank 0", "must be 1 or more; got 0"),
+        ("--lora-rank 8 --target-modules linear_qkv q_proj", "got --target-modules q_proj"),
+        ("--frozen-layers 19", "from 0 to the number of layers, 18; got 19"),
+        ("--frozen-layers -1", "got -1"),
+    ],
+)
+def test_adapters_and_frozen_layers_that_there_cannot_be(flags: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        model_of(megatron_job(flags), (9, 9))
 
 
 def test_both_ends_are_on_one_rank_of_a_v() -> None:

@@ -14,7 +14,9 @@ from typing import NamedTuple
 from megatron.zero_bubble.core.costs.layer_work import LayerWork
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""The linear layers that have adapters by default; those of Mamba and of gated delta nets are also in and out_proj."""
+"""The linear layers that have adapters by default."""
+TARGETS = (*LINEARS, "in_proj", "out_proj")
+"""All that can have them; the last two are those of Mamba layers and of gated delta nets."""
 
 
 class Linear(NamedTuple):
@@ -45,16 +47,17 @@ class Adapters:
         """What a part of a layer takes with adapters, and without the W of its linear layers.
 
         Args:
-            tokens: those of a rank that its linear layers compute, such as rows of experts.
+            tokens: those that its linear layers compute, such as rows of experts, on all ranks that divide them.
         """
         more = 2.0 * tokens * self.weights(linears)
-        kept = [2.0 * tokens * (each.inputs + each.outputs + 2 * self.rank) for each in self._targeted(linears)]
+        whole = sum(each.inputs + each.outputs for each in linears)
+        kept = sum(each.inputs + each.outputs + 2 * self.rank for each in self._targeted(linears))
         return replace(
             work,
             forward=work.forward + more,
             backward=work.backward + more,
             wgrad=more,
-            kept_for_wgrad=min(sum(kept), work.kept_for_wgrad),
+            kept_for_wgrad=work.kept_for_wgrad * min(1.0, kept / whole) if linears else 0.0,
             frozen=work.linear,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -217,18 +217,23 @@ class Model:
         """Whether all of it is."""
         return self.adapters is None and not self.frozen
 
-    def trained_weights(self, placement: Placement) -> tuple[float, ...]:
-        """Number of the weights in ``stage_weights`` that are trained.
+    def trained_experts_of(self, kind: str) -> float:
+        """Number of the weights in ``trained_of`` that are of experts, without shared ones."""
+        if self.adapters is None or self.experts_of(kind) is None:
+            return self.expert_weights_of(kind)
+        return self.adapters.weights(self.linears_of("experts", kind)) / self.tensor_parallel
+
+    def trained_weights(self, placement: Placement) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Number of the weights in ``stage_weights``, and in ``expert_weights``, that are trained.
 
         Raises:
             UserError: as ``layers_on``.
         """
-        each = [0.0 if below else self.trained_of(k) for below, k in zip(self.untrained, self.kinds, strict=True)]
-        ends = accumulate(self.layers_on(placement), initial=0)
-        found = [sum(each[start:end]) for start, end in pairwise(ends)]
-        if self.adapters is None:
-            found[-1] += self.vocab_size * self.hidden / self.tensor_parallel
-        return tuple(found)
+        found, experts = (
+            self._sums(placement, of, self.untrained) for of in (self.trained_of, self.trained_experts_of)
+        )
+        head = self.vocab_size * self.hidden / self.tensor_parallel if self.adapters is None else 0.0
+        return (*found[:-1], found[-1] + head), experts
 
     def weights(self, placement: Placement) -> tuple[float, ...]:
         """Number of weights per rank (the part of one tensor-parallel rank); see ``stage_weights``.
@@ -267,9 +272,12 @@ class Model:
         experts = self.experts_of(kind)
         return 0.0 if experts is None else experts.rank_weights(self.hidden, self.gated)
 
-    def _sums(self, placement: Placement, of_kind: Callable[[str], float]) -> tuple[float, ...]:
-        """Add up a figure of the layers of every stage."""
+    def _sums(
+        self, placement: Placement, of_kind: Callable[[str], float], left_out: Sequence[bool] = ()
+    ) -> tuple[float, ...]:
+        """Add up a figure of the layers of every stage, but for those that are left out."""
         ends, each = accumulate(self.layers_on(placement), initial=0), [of_kind(kind) for kind in self.kinds]
+        each = [0.0 if is_out else own for is_out, own in zip(left_out, each, strict=True)] if left_out else each
         return tuple(float(sum(each[start:end])) for start, end in pairwise(ends))
 
     def layers_on(self, placement: Placement) -> tuple[int, ...]:

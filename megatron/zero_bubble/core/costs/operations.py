@@ -11,12 +11,22 @@ from megatron.zero_bubble.core.costs.transformer import output_layer, work_of
 
 def operations(model: Model, predictions: Sequence[str] = ()) -> float:
     """Return them per token: three times those of F, of attention only what a causal mask leaves, and nothing twice.
+    Frozen linear layers have no W, and layers below all that is trained only F.
 
     Args:
         predictions: the letters of each layer of multi-token prediction; empty ones are like the last layer.
     """
-    once, head = replace(model, flash=True, recompute="none"), output_layer(model).forward
-    layers = [work_of(kind, once).forward for kind in model.kinds]
-    inside = sum(work_of(kind, once).forward for letters in predictions for kind in letters or model.kinds[-1:])
-    each = 4.0 * model.tokens * model.hidden**2 + head
-    return 3.0 * (sum(layers) + head + inside + len(predictions) * each) / model.tokens
+    once, passes = replace(model, flash=True, recompute="none"), 3.0 if model.adapters is None else 2.0
+    head, projection = output_layer(model).forward, 4.0 * model.tokens * model.hidden**2
+
+    def trained(kind: str) -> float:
+        work = work_of(kind, once)
+        return 3.0 * work.forward - work.frozen
+
+    layers = [
+        work_of(kind, once).forward if is_below else trained(kind)
+        for is_below, kind in zip(model.untrained, model.kinds, strict=True)
+    ]
+    inside = [trained(kind) for letters in predictions for kind in letters or model.kinds[-1:]]
+    others = head + len(predictions) * (projection + head)
+    return (sum(layers) + sum(inside) + passes * others) / model.tokens

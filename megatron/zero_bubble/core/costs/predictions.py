@@ -109,6 +109,15 @@ def prediction_weights(model: Model, predictions: Sequence[str], stage: int) -> 
     return layers + projections + (model.vocab_size * model.hidden / split if stage else 0.0)
 
 
+def trained_prediction_weights(model: Model, predictions: Sequence[str]) -> tuple[float, float]:
+    """Number of these weights that are trained, where not all of a model is, and those of experts among them."""
+    inside = [(each, kind) for each in (_inside(model, letters) for letters in predictions) for kind in each.kinds]
+    trained = sum(each.trained_of(kind) for each, kind in inside)
+    if model.adapters is None:
+        trained += len(predictions) * 2 * model.hidden**2 / model.tensor_parallel
+    return trained, sum(each.trained_experts_of(kind) for each, kind in inside)
+
+
 def prediction_expert_weights(model: Model, predictions: Sequence[str]) -> float:
     """Number of these weights that are of experts, as ``Model.expert_weights``."""
     inside = (_inside(model, letters) for letters in predictions)

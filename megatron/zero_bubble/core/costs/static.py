@@ -49,18 +49,17 @@ class StageBytes:
         layers: Sequence[float],
         others: Sequence[float],
         each: ParameterBytes,
-        trained: Sequence[float] | None = None,
+        trained: Sequence[float],
     ) -> StageBytes:
         """The bytes of stages.
 
         Args:
             layers, others: numbers of parameters in layers, and in the embedding and the output layer, per stage.
             each: bytes per parameter.
-            trained: those that have gradients and states of the optimizer; None for all.
+            trained: those that have gradients and states of the optimizer.
         """
         weights = tuple(each.of_layers * own + each.weight * more for own, more in zip(layers, others, strict=True))
-        counts = trained or [own + more for own, more in zip(layers, others, strict=True)]
-        return cls(weights, *(tuple(size * count for count in counts) for size in (each.gradient, each.optimizer)))
+        return cls(weights, *(tuple(size * count for count in trained) for size in (each.gradient, each.optimizer)))
 
     def sharded(self, stages: Sequence[int], replicas: int) -> float:
         """Bytes of the shards of ``stages``: everything is divided by the replicas."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from megatron.zero_bubble.core.costs.adapters import Adapters
+from megatron.zero_bubble.core.costs.adapters import TARGETS, Adapters
 from megatron.zero_bubble.core.costs.delta import GatedDelta
 from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.estimate import layer_costs
@@ -86,15 +86,46 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
         joined=_joined(args),
         captured=_captured(args),
         adapters=_adapters(args),
-        frozen=getattr(args, "frozen_layers", None) or 0,
+        frozen=_frozen(args),
         streams=_streams(args),
         **_window(args),
     )
 
 
+def _trained(args: Any, layers: tuple[int, ...]) -> Model:
+    """The model without experts, all of which is trained, because the run that divides it knows no other."""
+    return replace(_without_experts(args, layers), adapters=None, frozen=0)
+
+
 def _adapters(args: Any) -> Adapters | None:
-    rank = getattr(args, "lora_rank", None)
-    return Adapters(rank, tuple(args.target_modules)) if rank else None
+    """The adapters that a job asks for.
+
+    Raises:
+        UserError: a rank below 1, or the name of a linear layer that estimates do not know.
+    """
+    if (rank := getattr(args, "lora_rank", None)) is None:
+        return None
+    if rank < 1:
+        raise UserError(f"--lora-rank must be 1 or more; got {rank}; drop the flag if the job has no adapters")
+    if unknown := [name for name in args.target_modules if name not in TARGETS]:
+        raise UserError(
+            f"adapters are estimated for {', '.join(TARGETS)}; got --target-modules {' '.join(unknown)}; give the "
+            "megatron-core names of the layers that have them"
+        )
+    return Adapters(rank, tuple(args.target_modules))
+
+
+def _frozen(args: Any) -> int:
+    """The number of layers below all that is trained.
+
+    Raises:
+        UserError: a negative one, or more than there are.
+    """
+    number = getattr(args, "frozen_layers", None) or 0
+    most = getattr(args, "num_layers", None) or number
+    if not 0 <= number <= most:
+        raise UserError(f"--frozen-layers must be from 0 to the number of layers, {most}; got {number}; change it")
+    return number
 
 
 def _streams(args: Any) -> int:
@@ -259,7 +290,7 @@ def uneven_layout(args: Any, placement: Placement, vocab_size: int | None) -> st
 
     if vocab_size is None or not all(getattr(args, name, None) for name in _SHAPES):
         return text((1.0,) * args.num_layers, 1.0, 1.0 + 2.0 * predictions)
-    dense = replace(_without_experts(args, (1,)), vocab_size=vocab_size)
+    dense = replace(_trained(args, (1,)), vocab_size=vocab_size)
     device = DEVICES["a100"]
     costs, kinds = layer_costs(dense, device), has_experts(args)
     models = dense, _active(dense, args)
@@ -298,7 +329,7 @@ def work_of_kinds(args: Any, vocab_size: int | None) -> tuple[dict[str, float], 
     """
     if vocab_size is None or not all(getattr(args, name, None) for name in _SHAPES):
         return dict.fromkeys(HYBRID_KINDS, 1.0), 1.0, 1.0
-    dense = replace(_without_experts(args, (5,)), vocab_size=vocab_size, pattern="M*-G+")
+    dense = replace(_trained(args, (5,)), vocab_size=vocab_size, pattern="M*-G+")
     device = DEVICES["a100"]
     costs = layer_costs(dense, device)
     mamba, attention, mlp, delta, latent = (layer.work_ms for layer in costs.layers)
