@@ -24,6 +24,7 @@ from site_parts import (
     flags,
     fork,
     gpu,
+    models,
     offload,
     plan_keys,
     recipes,
@@ -55,6 +56,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **wall_clock.PARTS,
     **estimates.PARTS,
     **recipes.PARTS,
+    **models.PARTS,
 }
 """What writes each part, by its name."""
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -22,7 +22,7 @@ from megatron.zero_bubble.planning.job.flags import add_flags, as_given
 from megatron.zero_bubble.planning.job.settled import settle_options
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Named, Setup
-from site_parts import refusals
+from site_parts import models, refusals
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -119,3 +119,12 @@ def test_every_package_that_refuses_something_is_in_a_table() -> None:
     grouped = [package for packages in refusals.GROUPS.values() for package in packages]
     assert len(grouped) == len(set(grouped))
     assert refusals.packages() <= set(grouped)
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_every_model_is_trained_where_the_page_says_so(name: str) -> None:
+    """By a test that exists, and with choices that no check refuses."""
+    for choice, (_, test) in models.MODELS[name].trained.items():
+        file, _, row = test.partition("::")
+        assert re.search(rf"\b{re.escape(row)}\b", (ROOT / file).read_text(encoding="utf-8")), test
+        assert models.refusal_of(models.MODELS[name], choice) == "", choice

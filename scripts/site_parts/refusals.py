@@ -169,6 +169,12 @@ def of_schedules() -> str:
     return table(("rule", f"message ({_ELLIPSIS}: the pass, rank or number)"), rows)
 
 
+def message(start: str) -> str:
+    """The only message that begins so."""
+    (found,) = {text for texts in _messages().values() for text in texts if text.startswith(start)}
+    return found
+
+
 def packages() -> set[str]:
     """Those that raise messages for a user."""
     return set(_messages())

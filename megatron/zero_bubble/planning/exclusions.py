@@ -186,6 +186,7 @@ _PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches o
 _DROP_LAYERS = "drop --cpu-offloading-num-layers"
 _SCAN = "a slice would need the state of the scan after the slice before it"
 _OTHER_MODEL = "it divides the vocabulary layers of GPTModel"
+_NO_PLANS = "megatron-core plans the layers of GPTModel only"
 _NO_VOCABULARY = "give --zero-bubble-vocabulary-parallel off"
 _HYBRID = (("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("is_hybrid_model", False))
 """What a hybrid model has: a pattern of layers, by the older flag until core_r0.16, or none, where all have a scan."""
@@ -271,6 +272,7 @@ OPTIONS = (
     OptionRule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
     *(OptionRule(SLICES, name, value, _SCAN, "train without slices") for name, value in _HYBRID),
     *(OptionRule(VOCABULARY, name, value, _OTHER_MODEL, _NO_VOCABULARY) for name, value in _HYBRID),
+    *(OptionRule(PAIRS, name, value, _NO_PLANS, "train without pairs") for name, value in _HYBRID),
     OptionRule(VOCABULARY, "mtp_num_layers", None, "its stage also looks up tokens and computes logits"),
     OptionRule(VOCABULARY, "label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss"),
     OptionRule(VOCABULARY, "logits_save_dir", None, "no rank has whole logits"),

@@ -54,6 +54,7 @@ UNDER = {
     "post-validation": RunOptions(Setup(step=Validated())),
     "sequence slices": RunOptions(Setup(cuts=Cuts(4, "even"))),
     "vocabulary parallelism": RunOptions(Setup(vocabulary=Divided(1))),
+    "pairs": RunOptions(Setup(pairs=True)),
     "balanced microbatches": RunOptions(balance=Balance()),
     "microbatches of different lengths": RunOptions(lengths=("shapes", True)),
     "pairs": RunOptions(Setup(pairs=True)),
@@ -277,10 +278,10 @@ def test_exclusions_are_symmetric() -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["sequence slices", "vocabulary parallelism"])
+@pytest.mark.parametrize("how", ["sequence slices", "vocabulary parallelism", "pairs"])
 @pytest.mark.parametrize("name", ["hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"])
 def test_hybrid_models_are_refused_however_a_job_names_them(name: str, how: str) -> None:
-    """Before the start: slices and vocabulary parallelism would find another model only in the first iteration."""
+    """Before the start: slices, shards of the vocabulary and pairs would find another model in the first iteration."""
     with pytest.raises(UserError, match=name.replace("_", "[-_]")):
         check_options(SimpleNamespace(**{name: MEGATRONS_VALUES.get(name, True)}), UNDER[how])
 
