@@ -26,7 +26,7 @@ from megatron.zero_bubble.planning.advice import Advice, Adviser, StartedWith, T
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.change import AdviceRow, Today, need_of
 from megatron.zero_bubble.planning.codecs import difference
-from megatron.zero_bubble.planning.feasibility import Feasibility
+from megatron.zero_bubble.planning.feasibility import ANY_RUN, Feasibility
 from megatron.zero_bubble.planning.job.arguments import parser
 from megatron.zero_bubble.planning.job.changes import JobChanges
 from megatron.zero_bubble.planning.question import Question
@@ -84,6 +84,22 @@ def test_what_needs_more_queues_says_so_or_drops_out() -> None:
     assert all("needs several hardware queues" in each.reason for each in advisers[0].dropped)
     shown = advisers[1].advise(changes).rows
     assert shown and {row.environment for row in shown} == {(SEVERAL,)}
+
+
+@pytest.mark.parametrize(("longer", "environment"), [(False, ()), (True, (SEVERAL,))])
+def test_what_runs_as_planned_only_with_more_queues_says_so(longer: bool, environment: tuple[str, ...]) -> None:
+    """With few queues a job may run a longer plan of the same change."""
+    pipeline, today = random_pipeline(1)
+    settings = StartedWith(ANY_RUN), StartedWith(ANY_RUN, (SEVERAL,))
+
+    def tried(row: AdviceRow) -> Tried:
+        is_other = longer and not row.environment
+        return Tried(today.timeline if is_other else row.plan.timeline, row.need, None)
+
+    changes = [change for change in pipeline.named_changes() if change.is_ours]
+    adviser = Adviser(today, "makespan", None, lambda *_: None, 0.01, settings=settings, tried=tried)
+    best = adviser.advise(changes).best
+    assert best is not None and best.timeline is best.plan.timeline and best.environment == environment
 
 
 def test_a_row_has_the_figures_of_its_dry_run() -> None:
@@ -271,6 +287,13 @@ def test_effort_is_counted_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [(row.change.name, row.ms) for row in slow.rows] == [(row.change.name, row.ms) for row in usual.rows]
     assert slow.left_out == usual.left_out != () and not advised(math.inf).left_out
     assert set(advised(0).left_out) > set(usual.left_out)
+
+
+def test_what_is_refused_does_not_count_as_searched() -> None:
+    pipeline, today = random_pipeline(0)
+    searches = [change for change in pipeline.changes() if change.searches]
+    found = Adviser(today, "makespan", None, lambda *_: Refusal("no"), 0.01, 1).advise(searches)
+    assert len(found.dropped) > 1 and not found.left_out
 
 
 def test_a_job_is_parsed_once(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from megatron.zero_bubble.core.analysis.score import ROUNDING, Goal, length_ms
@@ -41,6 +42,7 @@ _AS_LONG = 1.005
 """Plans that differ by less count as equally long, of which the one with less memory is taken."""
 _ALIKE = 1.01
 """Amounts of memory that differ by less count as equal."""
+_ms = attrgetter("ms")
 
 
 class Barred(NamedTuple):
@@ -121,8 +123,7 @@ class Adviser:
     Args:
         capacity: bytes of a GPU that a plan may take; None if unknown.
         refused: why a job with a change would be refused, given what it then runs; None if it would run.
-        settings: what the job may be started with, the last can run the most; the first that can run a row counts;
-            empty for any plan.
+        settings: what the job may be started with, the first is preferred; empty for any plan.
         tried: plans and proves the job with a row's change as its dry run does; raises ``UserError`` for what is
             refused, ``PlanError`` where another setting may help. None to prove rows as they were planned.
         most_searched: passes of searched plans after which searches are left out. It is a count and no time, so that
@@ -175,8 +176,8 @@ class Adviser:
                 break
         dropped, left_out = tuple(self.dropped), tuple(self.left_out)
         rows = tuple(self._certified(row) for row in chosen)
-        planned = len(self.rows)
-        return Advice(self.today, rows, self.objective, self.worth, dropped, left_out, planned, self._barred(rows))
+        barred = self._barred(rows)
+        return Advice(self.today, rows, self.objective, self.worth, dropped, left_out, len(self.rows), barred)
 
     def _searched(self, least: float, change: Change) -> bool:
         """Make a search unless a row is known that it cannot beat, which is asked again once that row is refused."""
@@ -186,7 +187,6 @@ class Adviser:
         if self.searched >= self.most_searched:
             self.left_out.append(change.name)
         else:
-            self.searched += change.num_searched
             self._plan(change)
         return is_of_use
 
@@ -206,15 +206,21 @@ class Adviser:
             self.rows[place] = replace(as_run, titles=())
 
     def _as_run(self, row: AdviceRow) -> AdviceRow | Refusal:
-        """A row as the job runs it when it is started with the first of ``settings`` that can, or why none can."""
+        """A row with the first of ``settings`` in which it runs as short as planned, else the shortest of them."""
         if not self.settings or not row.change.is_ours:
             return attempted(partial(self._with_figures, row, None))
+        found: list[AdviceRow] = []
         for setting in self.settings:
             started = replace(row, environment=setting.environment)
             as_run = attempted(partial(self._with_figures, started, setting.runs))
-            if not isinstance(as_run, Refusal) or not as_run.is_of_plan:
+            if isinstance(as_run, Refusal):
+                is_last = not as_run.is_of_plan
+            else:
+                is_last = as_run.ms <= row.ms * _AS_LONG
+                found.append(as_run)
+            if is_last:
                 break
-        return as_run
+        return min(found, key=lambda each: (not each.fits, each.ms), default=as_run)
 
     def _with_figures(self, row: AdviceRow, runs: Feasibility | None) -> AdviceRow:
         """A row with the figures of its dry run, which proves its plan. Where that does not have them, because it may
@@ -293,6 +299,8 @@ class Adviser:
     def _plan(self, change: Change) -> None:
         self.tell(change.name)
         refused = self.refused(change, change.setup)
+        if refused is None and change.searches:
+            self.searched += change.num_searched
         make = self._roughly if self.is_quick and change.question.is_named else self._row
         row = attempted(partial(make, change, change.question)) if refused is None else refused
         if isinstance(row, Refusal):
@@ -395,7 +403,3 @@ def _simplest(rows: Sequence[AdviceRow], amount: Callable[[AdviceRow], float]) -
     close = [row for row in rows if amount(row) <= near * min(map(amount, rows))]
     least = _ALIKE * min(row.need.most for row in close)
     return min((row for row in close if row.need.most <= least), key=lambda row: (row.change.effort, row.ms))
-
-
-def _ms(row: AdviceRow) -> float:
-    return row.ms

@@ -59,7 +59,7 @@ class Row:
         ranks, stages, microbatches: of the pipeline, stages per rank.
         bubble: idle time of the pipeline by the closed form for passes of equal length.
         idle: mean idle time of the ranks as a share of the iteration, by estimated costs.
-        change, flags, gain: the best change, the flags to add, and the share of the time that it saves.
+        change, flags, gain: the best change, the variables and flags to add, and the share of the time that it saves.
         seconds: CPU time that the answer took.
     """
 
@@ -144,7 +144,10 @@ def _of_advice(row: Row, options: argparse.Namespace, flags: Sequence[str]) -> R
     timeline, costs, _ = advice.today
     placement, best = timeline.schedule.placement, advice.best
     ranks, stages, count = placement.num_ranks, placement.num_stages // placement.num_ranks, costs.num_microbatches
-    words = None if best is None else words_of_row(best, own.parsed.setup, flags)
+    words: tuple[str, ...] = ()
+    if best is not None:
+        add, leave_out = words_of_row(best, own.parsed.setup, flags)
+        words = (*best.environment, *add, *(f"(without {word})" for word in leave_out))
     return replace(
         row,
         outcome=STAYS if best is None else GAINS,
@@ -153,7 +156,7 @@ def _of_advice(row: Row, options: argparse.Namespace, flags: Sequence[str]) -> R
         bubble=(ranks - 1) / (stages * count + ranks - 1),
         idle=idle_of(timeline, costs.on(placement)[0]).total / timeline.makespan_ms,
         change="" if best is None else best.change.name,
-        flags="" if words is None else " ".join([*words.add, *(f"(without {word})" for word in words.leave_out)]),
+        flags=" ".join(words),
         gain=None if best is None else best.gain,
     )
 
