@@ -76,5 +76,25 @@ def test_slices_that_are_routed_again_have_losses_of_their_own() -> None:
     assert 1e-3 < float((own_gradient - gradient).norm() / gradient.norm()) < 0.5
 
 
+def test_numbers_of_tokens_stay_integers() -> None:
+    """As TransformerEngine's fused loss demands."""
+    from megatron.zero_bubble.integration.adapter.balancing import Balancing
+
+    balancing, numbers = Balancing(), []
+
+    def original(*, probs: torch.Tensor, total_num_tokens: int, **_: object) -> torch.Tensor:
+        numbers.append(total_num_tokens)
+        return probs.sum()
+
+    with balancing.at((1, 7), 0, 3 / 11, True):
+        balancing.routes(5, SimpleNamespace(get_aux_loss_coeff=lambda kind: float(kind == "aux_loss")))
+        probabilities = torch.ones(3, EXPERTS, requires_grad=True)
+        of_slice = {"tokens_per_expert": torch.ones(EXPERTS), "total_num_tokens": 3}
+        loss = balancing.loss(original, probs=probabilities, **of_slice)
+    with balancing.at((1, 7), 0, 1.0, False):
+        loss.backward()
+    assert [(type(number), number) for number in numbers] == [(int, 11), (int, 3)]
+
+
 def test_a_loss_of_all_tokens_so_far_is_that_of_the_slice() -> None:
     assert run(("global_aux_loss",))[0] == pytest.approx(run((), repeats=True)[0], rel=1e-6)

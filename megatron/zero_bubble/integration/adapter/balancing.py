@@ -116,6 +116,8 @@ class _OfSlice(torch.autograd.Function):
         ctx.parts, ctx.loss, ctx.shape = parts, loss, probs.shape
         own = parts[at.slice]
         number = own.number / at.share
+        if isinstance(own.number, int):
+            number = round(number)  # TransformerEngine's fused loss takes no float
         value = loss(own.probabilities, own.tokens, number)
         for earlier in (parts[slice_] for slice_ in range(at.slice)):
             value = value + loss(own.probabilities, earlier.tokens, number)
