@@ -43,8 +43,10 @@ def backward(x: Any, y: tuple[torch.Tensor, ...], gradients: Sequence[torch.Tens
         gradients: those of the outputs that are not integers.
     """
     pairs = zip(filter(torch.is_floating_point, y), gradients, strict=True)
-    outputs, received = zip(*((each, gradient) for each, gradient in pairs if each.requires_grad), strict=True)
-    torch.autograd.backward(outputs, received)
+    trained = [(each, gradient) for each, gradient in pairs if each.requires_grad]
+    if trained:  # a first stage may be frozen
+        outputs, received = zip(*trained, strict=True)
+        torch.autograd.backward(outputs, received)
     return None if x is None else [each.grad for each in x] if isinstance(x, list) else x.grad
 
 
