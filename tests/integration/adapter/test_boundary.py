@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.ir import Message, Value
+from megatron.zero_bubble.core.ir.passes import B, F, Pass
 from megatron.zero_bubble.core.schedules import build
+from megatron.zero_bubble.engine.runtime.packing import TensorSpec
 from tests.helpers.ranks import RankPool
 
 SCHEDULES = ("zb-h1", "interleaved-1f1b", "zb-v")
@@ -118,3 +121,52 @@ def test_layers_in_pairs_hand_on_one_tensor(ranks: RankPool) -> None:
     [(said,)] = ranks.run(1, outputs, of_two, SCHEDULES[2:], {})
     assert said.startswith("in schedules with pairs, every stage must hand on one tensor, ")
     assert said.endswith("got zb-v for a model whose stages hand on [2, 2, 2]; give a schedule without pairs")
+
+
+FORWARD, BACKWARD = (Message(Value(Pass(stage, kind, 0)), 0, 1) for stage, kind in ((0, F), (1, B)))
+STATES, MASK = torch.zeros(8, 2, 4), torch.zeros(8, dtype=torch.int64)
+TENSORS = TensorSpec((8, 2, 4), torch.float32), TensorSpec((8,), torch.int64)
+
+
+class Sent:
+    """Channels that keep what is sent."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.post = self.settle = lambda *_: None
+        self.send = lambda _, value: self.values.append(value)
+
+
+def checked(kind: str, num_tensors: int) -> tuple[Any, Any, Sent]:
+    """A boundary below one stage, its channels in the first iteration, and what they send."""
+    from megatron.zero_bubble.integration.adapter import boundary
+
+    described = getattr(boundary, kind)((8, 2, 4), (TENSORS[:num_tensors],), torch.device("cpu"), (8,))
+    sent = Sent()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boundary, "HeaderedChannels", lambda *_: sent)
+        return described, described.checked(sent, object()), sent
+
+
+def test_a_tensor_in_place_of_several_is_refused() -> None:
+    _, channels, sent = checked("Boundary", 2)
+    with pytest.raises(UserError, match=r"got \(8, 2, 4\) in float32 from .* in place of .* and \(8,\) in int64"):
+        channels.send(FORWARD, STATES)
+    assert not sent.values
+
+
+def test_when_all_ranks_stop_a_buffer_is_sent_in_place_of_tensors() -> None:
+    described, channels, sent = checked("Boundary", 2)
+    for message in (FORWARD, BACKWARD):
+        channels.send(message, described.new_buffer(message))
+    assert len(sent.values) == 2
+
+
+def test_headers_say_shapes_but_no_dtypes() -> None:
+    _, channels, sent = checked("HeaderedBoundary", 1)
+    for value in (STATES[:5], None):
+        channels.send(FORWARD, value)
+    for wrong in (STATES.double(), (STATES, MASK)):
+        with pytest.raises(UserError, match="in place of .* in float32 "):
+            channels.send(FORWARD, wrong)
+    assert len(sent.values) == 2

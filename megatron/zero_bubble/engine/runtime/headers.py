@@ -22,7 +22,15 @@ from megatron.zero_bubble.core.ir import Message
 from megatron.zero_bubble.core.ir.ops import Channel
 from megatron.zero_bubble.engine.runtime.handler import Awaited
 from megatron.zero_bubble.engine.runtime.hosts import Hosts, Numbers
-from megatron.zero_bubble.engine.runtime.packing import StageOutput, TensorSpec, of_message, pack, producing, unpack
+from megatron.zero_bubble.engine.runtime.packing import (
+    StageOutput,
+    TensorSpec,
+    of_message,
+    pack,
+    producing,
+    specs_of,
+    unpack,
+)
 from megatron.zero_bubble.engine.runtime.transport import Transport, not_received, not_sent
 
 TAG = 1
@@ -71,8 +79,7 @@ class HeaderedChannels:
         """
         buffer = pack(value) if isinstance(value, tuple) else value
         if message.is_activation:
-            tensors = () if value is None else value if isinstance(value, tuple) else (value,)
-            sent = tuple(TensorSpec(tuple(each.shape), each.dtype) for each in tensors)
+            sent = () if value is None else specs_of(value)
             header = _header(sent) if sent else [0] * self._length(message)
             self._headers[message] = self._hosts.send(message.channel, header, TAG, partial(not_sent, message))
             self._sent[_output(message)] = sent

@@ -6,7 +6,7 @@ holds for all models. A single tensor is sent as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -50,17 +50,26 @@ def producing(message: Message) -> int:
     return message.producer.stage - (not message.is_activation)
 
 
+def specs_of(value: torch.Tensor | tuple[torch.Tensor, ...]) -> StageOutput:
+    """The specs of what a stage hands on."""
+    tensors = value if isinstance(value, tuple) else (value,)
+    return tuple(TensorSpec(tuple(each.shape), each.dtype) for each in tensors)
+
+
+def buffer_of(specs: StageOutput) -> TensorSpec:
+    """The one buffer for several tensors."""
+    return TensorSpec((list(_ends(specs))[-1],), torch.uint8)
+
+
 def new_buffer(specs: StageOutput, is_packed: bool, device: torch.device) -> torch.Tensor:
     """An uninitialized buffer for a message."""
-    if not is_packed:
-        [(shape, dtype)] = specs
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty(list(_ends(specs))[-1], dtype=torch.uint8, device=device)
+    [(shape, dtype)] = (buffer_of(specs),) if is_packed else specs
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
-def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def pack(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Copy tensors into one new buffer."""
-    specs = tuple(TensorSpec(tuple(each.shape), each.dtype) for each in tensors)
+    specs = specs_of(tensors)
     buffer = new_buffer(specs, True, tensors[0].device)
     for part, tensor in zip(unpack(buffer, specs), tensors, strict=True):
         part.copy_(tensor)

@@ -20,9 +20,11 @@ from megatron.zero_bubble.engine.runtime.packing import (
     PackedChannels,
     StageOutput,
     TensorSpec,
+    buffer_of,
     new_buffer,
     of_message,
     producing,
+    specs_of,
 )
 from megatron.zero_bubble.engine.runtime.transport import Transport
 from megatron.zero_bubble.integration.adapter.lengths import Lengths
@@ -99,7 +101,12 @@ class Boundary:
 
     def checked(self, transport: Transport, hosts: Hosts | None) -> Channels:
         """``channels`` that refuse other tensors than described, for which no receive is posted."""
-        return CheckedChannels(self.channels(transport, hosts), self.specs, _UNDESCRIBED)
+        return CheckedChannels(self.channels(transport, hosts), self.expected, _UNDESCRIBED)
+
+    def expected(self, message: Message, _sent: StageOutput) -> Sequence[StageOutput]:
+        """What may be sent: the tensors described, or a buffer for several that no rank reads, because all stop."""
+        specs = self.specs(message)
+        return (specs, (buffer_of(specs),)) if self.is_packed(message) else (specs,)
 
     def is_packed(self, message: Message) -> bool:
         return len(self.outputs[producing(message)]) > 1
@@ -156,7 +163,7 @@ class ShapedBoundary(Boundary):
 
     def channels(self, transport: Transport, hosts: Hosts | None) -> Channels:
         """See ``Boundary``; whoever gave the shapes may have erred in any microbatch."""
-        return CheckedChannels(super().channels(transport, hosts), self.specs, _OF_MICROBATCH)
+        return CheckedChannels(super().channels(transport, hosts), self.expected, _OF_MICROBATCH)
 
     checked = channels
 
@@ -172,7 +179,12 @@ class HeaderedBoundary(Boundary):
         assert hosts is not None, "microbatches of different lengths have hosts"
         return HeaderedChannels(transport, hosts, self._dtypes, self._new)
 
-    checked = channels
+    def expected(self, message: Message, sent: StageOutput) -> Sequence[StageOutput]:
+        """See ``Boundary``; the shapes are whatever the header says."""
+        specs = self.specs(message)
+        if len(sent) != len(specs):
+            return (specs,)
+        return (tuple(TensorSpec(own.shape, spec.dtype) for own, spec in zip(sent, specs, strict=True)),)
 
     def _dtypes(self, stage: int) -> tuple[torch.dtype, ...]:
         return tuple(each.dtype for each in self.outputs[stage])
@@ -214,32 +226,38 @@ class CheckedChannels:
     """``channels``, for stage outputs that must be as described, because receives are posted for these.
 
     Args:
-        specs: returns the tensors of a message.
+        expected: returns what may be sent, the described first, from a message and what is sent.
         rule: where the shapes are from, and what to do about others.
     """
 
-    def __init__(self, channels: Channels, specs: Callable[[Message], StageOutput], rule: tuple[str, str]) -> None:
-        self._channels, self._specs, self._rule = channels, specs, rule
+    def __init__(
+        self,
+        channels: Channels,
+        expected: Callable[[Message, StageOutput], Sequence[StageOutput]],
+        rule: tuple[str, str],
+    ) -> None:
+        self._channels, self._expected, self._rule = channels, expected, rule
         self.post, self.settle = channels.post, channels.settle
 
     def send(self, message: Message, value: Any) -> None:
-        """See ``Channels``.
+        """See ``Channels``; None says that all ranks stop.
 
         Raises:
             UserError: other tensors.
         """
-        tensors = value if isinstance(value, tuple) else (value,)
-        sent = tuple(TensorSpec(tuple(each.shape), each.dtype) for each in tensors)
-        expected = self._specs(message)
-        is_buffer = len(expected) > 1 and not isinstance(value, tuple)  # whose content no rank reads, because all stop
-        if sent != expected and not is_buffer:
-            shown, wanted = (" and ".join(map(str, each)) for each in (sent, expected))
+        if value is not None:
+            self._check(message, specs_of(value))
+        self._channels.send(message, value)
+
+    def _check(self, message: Message, sent: StageOutput) -> None:
+        expected = self._expected(message, sent)
+        if sent not in expected:
+            shown, wanted = (" and ".join(map(str, each)) for each in (sent, expected[0]))
             rule, remedy = self._rule
             raise UserError(
                 f"the output of a stage must have the shape {rule}, because receives are posted for it; got {shown} "
                 f"from {message.producer} in place of {wanted} (tokens, sequences, hidden size); {remedy}"
             )
-        self._channels.send(message, value)
 
 
 _OF_MICROBATCH = "given for its microbatch", "give the padded lengths that the model gets"
