@@ -57,6 +57,14 @@ def test_packed_tensors_come_back() -> None:
         assert torch.equal(found, tensor)
 
 
+def test_writing_to_a_tensor_does_not_change_the_others_to_autograd() -> None:
+    weights, numbers = unpack(pack((torch.ones(3), torch.arange(4))), (TensorSpec((3,), torch.float32), SPECS[2]))
+    product = (weights.detach().requires_grad_() * (factor := torch.ones(3, requires_grad=True))).sum()
+    numbers.add_(1)
+    product.backward()
+    assert torch.equal(factor.grad, torch.ones(3))
+
+
 def test_a_gradient_has_the_floating_point_tensors_of_the_output_that_it_belongs_to() -> None:
     assert producing(FORWARD) == producing(BACKWARD) == 1
     assert of_message(SPECS, FORWARD) == SPECS

@@ -77,10 +77,10 @@ def pack(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def unpack(buffer: torch.Tensor, specs: StageOutput) -> tuple[torch.Tensor, ...]:
-    """The tensors in a buffer, which share its memory."""
+    """The tensors in a buffer, which share its memory. To autograd, writing to one does not change the others."""
     places = zip(pairwise(_ends(specs)), specs, strict=True)
     return tuple(
-        buffer[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape) for (start, _), spec in places
+        buffer[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape).data for (start, _), spec in places
     )
 
 
