@@ -57,7 +57,6 @@ UNDER = {
     "pairs": RunOptions(Setup(pairs=True)),
     "balanced microbatches": RunOptions(balance=Balance()),
     "microbatches of different lengths": RunOptions(lengths=("shapes", True)),
-    "pairs": RunOptions(Setup(pairs=True)),
 }
 """What chooses the subject of a rule."""
 ON_A_V = "stages on a V or in a wave"
