@@ -128,7 +128,8 @@ def notes_on_replicas(
     Raises:
         UserError: for sharded weights of a model with experts.
     """
-    each = f"({parts.whole} bytes per parameter)"
+    frozen = f"{parts.weight} bytes per parameter, trained ones {parts.whole}"
+    each = f"({parts.whole} bytes per parameter)" if model.is_trained else f"({frozen})"
     if not getattr(options, "shard_weights", False):
         yield f"The memory limit does not include weights and optimizer {each}."
         return

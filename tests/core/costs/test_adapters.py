@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 import pytest
 
 from megatron.zero_bubble import Placement
+from megatron.zero_bubble.cli.shards import notes_on_replicas
 from megatron.zero_bubble.core.costs.adapters import Adapters
 from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.estimate import layer_costs
@@ -100,3 +102,15 @@ def test_trained_experts_have_replicas_of_their_own_and_predictions_are_trained(
     assert held.of_ranks(LINE)[1] == pytest.approx(held.of_stages(LINE).weights[1] + 4.0 * trained + states)
     lora = replace(LORA, experts=experts)
     assert 0 < lora.trained_experts_of("experts") < lora.trained_of("experts")
+
+
+def test_what_is_frozen_is_said() -> None:
+    lora = replace(MODEL, adapters=Adapters(8, ("linear_qkv", "linear_proj")), frozen=2)
+    assert lora.assumed(H100) == (
+        "Nothing is trained but adapters of rank 8 in linear_qkv, linear_proj.",
+        "The embedding and the first 2 layers are frozen.",
+    )
+    options = argparse.Namespace(shard_weights=False)
+    (note,) = notes_on_replicas(options, lora, 8, ParameterBytes(2, 4, 12))
+    assert note.endswith("weights and optimizer (2 bytes per parameter, trained ones 18).")
+    assert not MODEL.assumed(H100)

@@ -39,6 +39,9 @@ class Adapters:
     rank: int
     targets: tuple[str, ...] = LINEARS
 
+    def __str__(self) -> str:
+        return f"adapters of rank {self.rank} in {', '.join(self.targets)}"
+
     def weights(self, linears: Sequence[Linear]) -> int:
         """Number of weights."""
         return sum(self.rank * (each.inputs + each.outputs) for each in self._targeted(linears))

@@ -176,10 +176,14 @@ class Model:
         return self.tensor_parallel == 1 and self.experts is None
 
     def assumed(self, device: Device) -> tuple[str, ...]:
-        """What estimates assume of its experts and its hyper-connections, as sentences."""
-        of_experts = () if self.experts is None else (self.experts.assumed(device),)
+        """What estimates assume of what is trained, its experts and its hyper-connections, as sentences."""
         mixing = f"Hyper-connections hand on {self.streams} streams; mixing these is assumed to take no time or memory."
-        return (*of_experts, mixing) if self.streams > 1 else of_experts
+        return (
+            *((f"Nothing is trained but {self.adapters}.",) if self.adapters is not None else ()),
+            *((f"The embedding and the first {self.frozen} layers are frozen.",) if self.frozen else ()),
+            *((self.experts.assumed(device),) if self.experts is not None else ()),
+            *((mixing,) if self.streams > 1 else ()),
+        )
 
     def experts_of(self, kind: str) -> Experts | None:
         """The experts of a layer of this kind; None if it has none."""
