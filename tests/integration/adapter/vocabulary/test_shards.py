@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 
 from tests.helpers.parity import BASE_FLAGS, Layout, rebuild_process_groups
@@ -61,3 +63,12 @@ def test_every_rank_has_as_many_weights(ranks: RankPool, layout: Layout, tokens:
     schedule = "" if "schedule" in options else "--zero-bubble-schedule zb-h1"
     flags = layout.flags(1, f"--vocab-size {tokens - 1} {schedule} --zero-bubble-vocabulary-parallel 2 {options}")
     assert ranks.run(layout.num_ranks, num_weights, flags) == [rows * HIDDEN] * layout.num_ranks
+
+
+def test_the_output_layer_takes_the_argument_of_megatrons_by_name() -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from megatron.zero_bubble.integration.adapter.vocabulary import shards
+
+    layers = (ColumnParallelLinear, shards.OutputShard, shards._LastOutput)
+    assert {list(signature(layer.forward).parameters)[1] for layer in layers} == {"input_"}

@@ -108,15 +108,15 @@ class OutputShard(torch.nn.Module):
         """Whether the weights are those of the embedding."""
         return "weight" not in self._parameters
 
-    def forward(self, hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+    def forward(self, input_: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """Keep the hidden states, and return them in place of the logits; called by ``GPTModel.forward``.
 
         Without hidden states, the weights, as from ``EmbeddingShard``.
         """
-        if hidden is None:
+        if input_ is None:
             return self._embedding[0](None) if self.is_tied else self.weight
-        self._hidden = hidden
-        return hidden, None
+        self._hidden = input_
+        return input_, None
 
     def sharded_state_dict(self, prefix: str = "", *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """The rows of this rank, for megatron-core's distributed checkpoints; none if the embedding has them."""
@@ -261,9 +261,9 @@ class _LastOutput(torch.nn.Module):
         self._output = (output,)
         self.sequence_parallel = output.sequence_parallel
 
-    def forward(self, hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> tuple[torch.Tensor, None]:
+    def forward(self, input_: torch.Tensor, *_args: Any, **_kwargs: Any) -> tuple[torch.Tensor, None]:
         """See ``OutputShard``."""
-        return self._output[0](hidden)
+        return self._output[0](input_)
 
     def sharded_state_dict(self, prefix: str = "", *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         (output,) = self._output
