@@ -55,7 +55,6 @@ _SUBJECTS = {
     "sequence slices": SEQ,
     "vocabulary parallelism": f"{H1} --zero-bubble-vocabulary-parallel 2",
     "sharded units": "--zero-bubble-schedule zero-pp --zero-bubble-shard-weights --use-distributed-optimizer",
-    "pairs": "--zero-bubble-schedule interleaved-1f1b --zero-bubble-overlap-experts",
 }
 _CHOICES = {
     exclusions.SCHEDULE_FILE: ("--zero-bubble-schedule-file plan.json", ""),

@@ -316,7 +316,7 @@ OPTIONS = (
     OptionRule(BALANCE, "context_parallel_size", 1, "samples are not divided over ranks"),
     OptionRule(BALANCE, "fp8", None, "FP8 needs samples of a multiple of 16 tokens", "drop --fp8-format"),
     OptionRule(BALANCE, "reset_attention_mask", False, "every sample is one document already"),
-    *(OptionRule(choice, name, False, _UNTRIED) for choice in (VOCABULARY, SHARDS, LENGTHS, PAIRS) for name in STREAMS),
+    *(OptionRule(LENGTHS, name, False, _UNTRIED) for name in STREAMS),
 )
 """For each choice, the only values that it supports; None is always supported."""
 RANGES = (

@@ -20,7 +20,6 @@ from megatron.zero_bubble.planning.exclusions import (
     LENGTHS,
     ON_A_V,
     OPTIONS,
-    PAIRS,
     POST_VALIDATION,
     SHARDS,
     SLICES,
@@ -35,7 +34,6 @@ CHOSEN = {
     ON_A_V.words: {"ZERO_BUBBLE_SCHEDULE": "zb-v"},
     SLICES.words: {"ZERO_BUBBLE_SCHEDULE": "seq-zb-h1"},
     VOCABULARY.words: {"ZERO_BUBBLE_VOCABULARY_PARALLEL": "1"},
-    PAIRS.words: {"ZERO_BUBBLE_SCHEDULE": "dualpipe-v", "ZERO_BUBBLE_OVERLAP_EXPERTS": "1"},
 }
 ROWS = [rule for rule in OPTIONS if rule.choice not in (BALANCE, LENGTHS, SHARDS, POST_VALIDATION)]
 """Without those of what a training loop must provide."""

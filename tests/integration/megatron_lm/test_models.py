@@ -5,13 +5,14 @@ Stock runs them on CPU ranks with stand-ins for what TransformerEngine has (``pl
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.megatron_lm import VARIABLE, Checkout, Log, checkouts, gpt_job, pretrain_gpt, running, stock
-from tests.integration.megatron_lm.test_parity import same
+from tests.integration.megatron_lm.test_parity import PLAIN, near, same
 from tests.integration.megatron_lm.test_placements import on_a_v_after
 
 CHECKOUTS = checkouts()
@@ -29,6 +30,11 @@ DEEPSEEK = (
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall "
     "--moe-shared-expert-intermediate-size 64 --mtp-num-layers 1 --bf16"
 )
+EXPERTS = (
+    "--swiglu --disable-bias-linear --num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 "
+    "--moe-token-dispatcher-type alltoall"
+)
+AGAIN = "--recompute-granularity selective --recompute-modules mhc"
 
 
 def at_least(minor: int) -> list[Checkout]:
@@ -65,7 +71,7 @@ def with_hyper_connections(pipeline: int, more: str = "") -> str:
     ("schedule", "more"),
     [
         ("zb-h1", ""),
-        ("zb-h1", "--num-residual-streams 2 --bf16 --recompute-granularity selective --recompute-modules mhc"),
+        ("zb-h1", f"--num-residual-streams 2 --bf16 {AGAIN}"),
         ("interleaved-1f1b", "--num-virtual-stages-per-pipeline-rank 2"),
     ],
     ids=["zb-h1", "zb-h1, two streams, computed again", "interleaved-1f1b"],
@@ -80,6 +86,72 @@ def test_hyper_connections_equal_stock(checkout: Checkout, pipeline: int, schedu
 def test_hyper_connections_equal_stock_on_a_v(checkout: Checkout, pipeline: int, tmp_path: Path) -> None:
     own, expected = on_a_v_after(checkout, pipeline, with_hyper_connections(pipeline), tmp_path)
     same(own, expected)
+
+
+@pytest.mark.parametrize("checkout", of_the_dev_branch(), ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "own", "more"),
+    [
+        ("zb-h2", "--zero-bubble-offload all", ""),
+        ("zb-h1", "--zero-bubble-offload all", f"--num-residual-streams 2 --bf16 {AGAIN}"),
+    ],
+    ids=["plain", "two streams, computed again"],
+)
+def test_hyper_connections_with_offloading_equal_stock(checkout: Checkout, schedule: str, own: str, more: str) -> None:
+    job = checkout, 2, with_hyper_connections(2, more)
+    same(pretrain_gpt(*job, schedule, tuple(own.split())), stock(*job))
+
+
+@pytest.mark.parametrize("checkout", of_the_dev_branch(), ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "own", "more"),
+    [
+        (
+            "zero-pp",
+            "--zero-bubble-shard-weights --zero-bubble-unit-microbatches 64",
+            "--use-distributed-optimizer --global-batch-size 12",
+        ),
+        (
+            "interleaved-1f1b",
+            "--zero-bubble-overlap-experts",
+            f"{EXPERTS} --bf16 --global-batch-size 8",
+        ),
+    ],
+    ids=["sharded units", "pairs"],
+)
+def test_hyper_connections_on_two_replicas_equal_stock(checkout: Checkout, schedule: str, own: str, more: str) -> None:
+    chunks = "--num-residual-streams 2 --num-virtual-stages-per-pipeline-rank 2"
+    job = checkout, 4, with_hyper_connections(2, f"{chunks} {more}")
+    same(pretrain_gpt(*job, schedule, tuple(own.split())), stock(*job))
+
+
+@pytest.mark.parametrize("checkout", of_the_dev_branch(), ids=str)
+@pytest.mark.parametrize("more", ["", f"--bf16 {AGAIN}"], ids=["plain", "computed again"])
+def test_hyper_connections_with_steps_that_are_undone_equal_stock(checkout: Checkout, more: str) -> None:
+    job = checkout, 2, with_hyper_connections(2, f"--num-residual-streams 2 --clip-grad 100 {more}")
+    spoiled = "4:1:1e6,7:0:1e6,8:1:1e6"
+    own = pretrain_gpt(*job, "zb-h2", ("--zero-bubble-post-validation",), spoiled=spoiled)
+    same(own, stock(*job, (), spoiled))
+    assert re.search(r"zero-bubble: post-validation: .*\d+ repeated", own.text), own.of("zero-bubble: ")
+
+
+@pytest.mark.parametrize("checkout", of_the_dev_branch(), ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "own", "more"),
+    [
+        ("seq-zb-h1", "--zero-bubble-num-slices 4", ""),
+        ("seq-1f1b", "--zero-bubble-slice-ends 24,40,56,64", AGAIN),
+        ("zb-h1", "--zero-bubble-vocabulary-parallel 2", ""),
+        ("1f1b", "--zero-bubble-vocabulary-parallel 1", AGAIN),
+    ],
+    ids=["slices", "slices, computed again", "vocabulary", "vocabulary, computed again"],
+)
+def test_hyper_connections_are_near_stock(checkout: Checkout, schedule: str, own: str, more: str) -> None:
+    """Slices and shards of the vocabulary add in another order."""
+    job = checkout, 2, with_hyper_connections(2, f"--num-residual-streams 2 {more}")
+    sliced = pretrain_gpt(*job, schedule, tuple(own.split()))
+    near(sliced, stock(*job), PLAIN.rounding)
+    assert sliced.weights != stock(*job).weights
 
 
 @pytest.mark.parametrize("checkout", at_least(20), ids=str)
