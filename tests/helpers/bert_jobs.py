@@ -1,4 +1,4 @@
-"""Jobs of Megatron-LM's ``pretrain_bert.py`` on CPU ranks, with the tokenizer that needs no other package."""
+"""Jobs of ``pretrain_bert.py`` and ``pretrain_t5.py`` on CPU ranks, with the tokenizer that needs no package."""
 
 from __future__ import annotations
 
@@ -52,3 +52,13 @@ def pretrain_bert(checkout: Checkout, num_ranks: int, flags: str, schedule: str 
     job = replace(job, script=SCRIPT, flags=tuple(words))
     log = job.run(warm=warm)
     return job.run(warm=warm) if log.aborted_at_exit else log
+
+
+def pretrain_t5(checkout: Checkout, num_ranks: int, flags: str, schedule: str | None) -> Log:
+    """Run the checkout's ``pretrain_t5.py`` to its end, with our schedule, or Megatron's own for None."""
+    data = f"--data-path {_data()}/documents --vocab-file {_data()}/vocabulary.txt --split 80,10,10"
+    tokens = "--legacy-tokenizer --tokenizer-type BertWordPieceLowerCase --vocab-extra-ids 20"
+    lengths = "--encoder-seq-length 32 --decoder-seq-length 16 --position-embedding-type learned_absolute"
+    job = gpt_job(checkout, num_ranks, f"{flags} {tokens} {lengths} {data}", schedule)
+    words = re.sub(r"--vocab-size \d+ |--seq-length \d+ ", "", " ".join(job.flags)).split()
+    return replace(job, script=checkout.path / "pretrain_t5.py", flags=tuple(words)).run()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from site_parts.models import NO_PIPELINE_OF_T5
+from tests.helpers.bert_jobs import pretrain_t5
 from tests.helpers.megatron_lm import VARIABLE, Checkout, Log, checkouts, gpt_job, pretrain_gpt, running, stock
 from tests.integration.megatron_lm.test_parity import PLAIN, near, same
 from tests.integration.megatron_lm.test_placements import on_a_v_after
@@ -170,6 +172,23 @@ def test_script_without_virtual_stages_is_refused_on_a_v(checkout: Checkout) -> 
     sentences = [line for line in refused.text.splitlines() if "several stages per rank need a script" in line]
     assert len(sentences) == 2 and all(line.startswith("zero-bubble: ") for line in sentences)
     assert sentences[0].endswith("config, pg_collection; choose a schedule with one stage per rank")
+
+
+@pytest.mark.parametrize("checkout", [each for each in CHECKOUTS if each.minor == "0.16"], ids=str)
+def test_encoder_and_decoder_end_as_megatron_says(checkout: Checkout) -> None:
+    """On all ranks, and before training."""
+    refused = pretrain_t5(checkout, 2, "--pipeline-model-parallel-size 2", "zb-h1")
+    assert refused.exit_codes == (1, 1) and refused.figures == []
+    assert NO_PIPELINE_OF_T5 in refused.text
+
+
+@pytest.mark.parametrize("checkout", [each for each in CHECKOUTS if each.minor == "0.16"], ids=str)
+def test_script_for_images_takes_no_configuration(checkout: Checkout) -> None:
+    """Which Megatron gives every model provider, so that the script cannot start."""
+    assert "def model_provider(pre_process=True, post_process=True):" in (
+        checkout.path / "pretrain_vision_classify.py"
+    ).read_text(encoding="utf-8")
+    assert "config=config," in (checkout.path / "megatron/training/training.py").read_text(encoding="utf-8")
 
 
 def pretrain_vlm(checkout: Checkout, schedule: str | None, flags: str = "") -> Log:

@@ -54,7 +54,6 @@ UNDER = {
     "post-validation": RunOptions(Setup(step=Validated())),
     "sequence slices": RunOptions(Setup(cuts=Cuts(4, "even"))),
     "vocabulary parallelism": RunOptions(Setup(vocabulary=Divided(1))),
-    "pairs": RunOptions(Setup(pairs=True)),
     "balanced microbatches": RunOptions(balance=Balance()),
     "microbatches of different lengths": RunOptions(lengths=("shapes", True)),
 }
