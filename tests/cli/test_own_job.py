@@ -55,7 +55,6 @@ OTHERS = (
     f"{H1} --pipeline-model-parallel-size 1",
     "--zero-bubble-schedule interleaved-1f1b --no-overlap-p2p-communication",
     "--zero-bubble-schedule interleaved-1f1b --num-layers 6 --decoder-last-pipeline-num-layers 3",
-    "--zero-bubble-schedule seq-zb-h1 --moe-router-load-balancing-type seq_aux_loss",
     "--zero-bubble-schedule seq-zb-h1 --zero-bubble-slice-ends 8,31",
     f"{H1} --zero-bubble-record-costs x --zero-bubble-schedule 1f1b",
     f"{H1} --zero-bubble-record-costs x --zero-bubble-costs x",
