@@ -56,6 +56,7 @@ UNDER = {
     "vocabulary parallelism": RunOptions(Setup(vocabulary=Divided(1))),
     "balanced microbatches": RunOptions(balance=Balance()),
     "microbatches of different lengths": RunOptions(lengths=("shapes", True)),
+    "pairs": RunOptions(Setup(pairs=True)),
 }
 """What chooses the subject of a rule."""
 ON_A_V = "stages on a V or in a wave"
