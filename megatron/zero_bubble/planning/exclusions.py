@@ -267,6 +267,7 @@ OPTIONS = (
     ),
     OptionRule(SLICES, "context_parallel_size", 1, "its attention takes no more keys than queries"),
     OptionRule(SLICES, "mtp_use_repeated_layer", False, "its depths would share the keys and values of a sequence"),
+    OptionRule(SLICES, "mtp_hsm", False, "its depths mix hidden states of tokens in the next slice"),
     OptionRule(SLICES, "experimental_attention_variant", None, "its layers do not keep keys and values"),
     OptionRule(SLICES, "sft", False, "its rotary embeddings begin at the first token of a sample"),
     OptionRule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),

@@ -160,6 +160,13 @@ def test_every_row_has_a_case() -> None:
     ZeroBubbleConfig("zb-auto", placement="loop", num_chunks=2)
 
 
+@pytest.mark.parametrize("name", ["mtp_use_repeated_layer", "mtp_hsm"])
+def test_predictions_that_see_more_than_a_slice_are_refused(name: str) -> None:
+    """Before the start: the gradients would be wrong in silence."""
+    with pytest.raises(UserError, match=name.replace("_", "[-_]")):
+        check_options(SimpleNamespace(**{name: True}), UNDER["sequence slices"])
+
+
 EXCLUDED_BY_LENGTHS = {
     "sequence slices": ("num_slices=2", RunOptions(Setup(Named("zb-h1"), cuts=Cuts(2, "even")))),
     "vocabulary parallelism": ("vocabulary=2", RunOptions(Setup(Named("zb-h1"), vocabulary=Divided(2)))),
