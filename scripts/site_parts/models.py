@@ -100,6 +100,9 @@ MODELS = {
         trained={
             "order": (EQUAL, f"{_MEGATRON}/test_models.py::test_hyper_connections_equal_stock"),
             "V": (EQUAL, f"{_MEGATRON}/test_models.py::test_hyper_connections_equal_stock_on_a_v"),
+            "slices": (NEAR, f"{_MEGATRON}/test_models.py::test_hyper_connections_are_near_stock"),
+            "vocabulary": (NEAR, f"{_MEGATRON}/test_models.py::test_hyper_connections_are_near_stock"),
+            "shards": (EQUAL, f"{_MEGATRON}/test_models.py::test_hyper_connections_on_two_replicas_equal_stock"),
         },
     ),
     "Qwen3-235B": Model(
