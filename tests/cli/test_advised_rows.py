@@ -22,7 +22,7 @@ from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.ir.queues import HardwareQueues
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.planning import advice as planning_advice
-from megatron.zero_bubble.planning.advice import Advice, Adviser, StartedWith, Tried
+from megatron.zero_bubble.planning.advice import Adviser, StartedWith, Tried
 from megatron.zero_bubble.planning.answer import Answer, answer
 from megatron.zero_bubble.planning.change import AdviceRow, Today, need_of
 from megatron.zero_bubble.planning.codecs import difference
@@ -31,6 +31,7 @@ from megatron.zero_bubble.planning.job.arguments import parser
 from megatron.zero_bubble.planning.job.changes import JobChanges
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.setup import Searched, Setup, Validated
+from megatron.zero_bubble.planning.worth import Advice
 from tests.cli.test_advise import SMALL, Capture, advice, check_rows, job_of, set_queues
 from tests.cli.test_joint_search import random_pipeline
 from tests.helpers.recipes import RECIPES

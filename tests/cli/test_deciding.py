@@ -17,10 +17,10 @@ from megatron.zero_bubble.cli.deciding import COSTS, DECISION, decided
 from megatron.zero_bubble.cli.job_as_is import read_job
 from megatron.zero_bubble.cli.machine import Gpu
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.planning.advice import Advice
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import AdviceRow, need_of_plan
 from megatron.zero_bubble.planning.job.changes import JobChanges
+from megatron.zero_bubble.planning.worth import Advice
 
 JOB = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 "

@@ -23,7 +23,7 @@ from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.plan import plan_of
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.schedules import build
-from megatron.zero_bubble.planning.advice import Advice, Adviser, StartedWith
+from megatron.zero_bubble.planning.advice import Adviser, StartedWith
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import AdviceRow, Change, Today, need_of
 from megatron.zero_bubble.planning.exclusions import PAIRS, RANGES, refuse_excluded
@@ -35,6 +35,7 @@ from megatron.zero_bubble.planning.job.options import check_options, flag_of
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Named, Setup, Validated
+from megatron.zero_bubble.planning.worth import Advice
 from tests.helpers.rows import some
 
 SMALL = (4, 16, 4)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.zero_bubble.core.errors import Remedy
-from megatron.zero_bubble.planning.advice import Advice
 from megatron.zero_bubble.planning.remedies import remedied
 from megatron.zero_bubble.planning.score import DroppedVariant
+from megatron.zero_bubble.planning.worth import Advice
 
 GRAPHS, STASH = Remedy(drops=("--graphs",)), Remedy(adds=("--stash", "off"))
 NONE: Any = Advice(SimpleNamespace(), (), "makespan", 0.01)  # type: ignore[arg-type]

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabSize, remark
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.search.placements import name_of
-from megatron.zero_bubble.planning.advice import Advice, Barred
 from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Today
 from megatron.zero_bubble.planning.codecs import Difference, difference
 from megatron.zero_bubble.planning.experts import Contender, kind_of, sentence
@@ -20,6 +19,7 @@ from megatron.zero_bubble.planning.job.arguments.parser import misspelt
 from megatron.zero_bubble.planning.remedies import Remedied
 from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.uncertainty import SHARE
+from megatron.zero_bubble.planning.worth import Advice, Barred
 
 _GIB = 2**30
 _MEASURED = 10

@@ -30,7 +30,7 @@ from megatron.zero_bubble.core.errors import Refusal, Remedy, UserError
 from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.core.search.loops import compiled
 from megatron.zero_bubble.engine.runtime.backends import QUEUES
-from megatron.zero_bubble.planning.advice import WORTH, WORTH_ESTIMATED, Advice, Adviser, StartedWith, Tried
+from megatron.zero_bubble.planning.advice import Adviser, StartedWith, Tried
 from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Change, Today
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.idle import idle_of
@@ -40,6 +40,7 @@ from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.remedies import remedied
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.setup import Setup
+from megatron.zero_bubble.planning.worth import WORTH, WORTH_ESTIMATED, Advice
 
 _MOST_SEARCHED = 60_000
 """Passes of searched plans after which searches are left out."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -28,14 +28,8 @@ from megatron.zero_bubble.planning.plans import quick_bound
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.score import DroppedVariant
 from megatron.zero_bubble.planning.setup import Setup
-from megatron.zero_bubble.planning.uncertainty import gains
+from megatron.zero_bubble.planning.worth import Advice, Barred
 
-WORTH = 0.01
-"""The least gain, as a share of the time, that is worth a change by measured costs."""
-WORTH_ESTIMATED = 0.02
-"""The same by estimated costs."""
-_NEARLY = 0.01
-"""The share of the time that a simpler change may lose against the fastest."""
 _EQUAL = 1 + 1e-6
 """Plans that differ by less are equally good, of which the simpler one is taken."""
 _AS_LONG = 1.005
@@ -43,62 +37,6 @@ _AS_LONG = 1.005
 _ALIKE = 1.01
 """Amounts of memory that differ by less count as equal."""
 _ms = attrgetter("ms")
-
-
-class Barred(NamedTuple):
-    """A plan that the job cannot run: its length in ms, and what stands in the way, as a sentence."""
-
-    name: str
-    ms: float
-    why: str
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What to do.
-
-    Attributes:
-        rows: the best changes, the fastest first; empty if nothing can be gained.
-        dropped: changes that are refused or have no plan, with the reason.
-        barred: shorter plans that the job cannot run, by what stands in the way.
-        left_out: the changes that were not planned, because enough had been searched for.
-        num_planned: the changes that have a plan.
-        worth: the least gain that is worth a change, as a share of the time of the job as it is.
-    """
-
-    today: Today
-    rows: tuple[AdviceRow, ...]
-    objective: Metric
-    worth: float
-    dropped: tuple[DroppedVariant, ...] = ()
-    left_out: tuple[str, ...] = ()
-    num_planned: int = 0
-    barred: tuple[Barred, ...] = ()
-
-    @property
-    def is_estimated(self) -> bool:
-        """Whether the costs are estimates."""
-        return self.worth == WORTH_ESTIMATED
-
-    @property
-    def best(self) -> AdviceRow | None:
-        """The change to make: the simplest that is nearly as fast as the fastest; None if none is worth it."""
-        fits = [row for row in self.rows if row.fits and row.gain >= self.worth]
-        fastest = max((row.gain for row in fits), default=0.0)
-        near = (row for row in fits if row.gain > fastest - _NEARLY)
-        return min(near, key=lambda row: (row.change.effort, row.ms), default=None)
-
-    @cached_property
-    def gain_range(self) -> tuple[float, float] | None:
-        """The least and the largest gain of ``best`` if passes or transfers take another time (``uncertainty``); None
-        if there is none, or where all-to-alls, copies or collectives take part.
-        """
-        best, (timeline, costs, _) = self.best, self.today
-        if best is None or not best.plan.is_plain:
-            return None
-        schedules = (timeline.schedule, costs), (best.plan.schedule, best.plan.costs)
-        before, after = ((schedule, of.on(schedule.placement)[0]) for schedule, of in schedules)
-        return None if before[1].has_all_to_alls or after[1].has_all_to_alls else gains(before, after, self.objective)
 
 
 class StartedWith(NamedTuple):

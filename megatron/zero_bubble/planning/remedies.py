@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from megatron.zero_bubble.core.errors import Remedy
-from megatron.zero_bubble.planning.advice import Advice
+from megatron.zero_bubble.planning.worth import Advice
 
 _MOST = 4
 """Options in a row that are looked behind."""
