@@ -170,3 +170,14 @@ def test_headers_say_shapes_but_no_dtypes() -> None:
         with pytest.raises(UserError, match="in place of .* in float32 "):
             channels.send(FORWARD, wrong)
     assert len(sent.values) == 2
+
+
+@pytest.mark.parametrize("declared", [[], [((1, 1, 2, 2, 4), torch.float32)]], ids=["none", "five dimensions"])
+def test_what_a_model_declares_fits_into_a_header(declared: list[Any]) -> None:
+    from megatron.zero_bubble.integration.adapter.stage_outputs import outputs_of
+
+    model: Any = torch.nn.Identity()
+    upstream: Any = SimpleNamespace(num_stages=3, hidden=(8, 2, 4))
+    model.stage_output = lambda stage, *_: [((8, 2, 4), torch.float32)] if stage == 0 else declared
+    with pytest.raises(UserError, match="of at most 4 dimensions each; stage_output of the model gives .* for stage 1"):
+        outputs_of(upstream, (0,), None, model)

@@ -34,8 +34,8 @@ from megatron.zero_bubble.engine.runtime.packing import (
 from megatron.zero_bubble.engine.runtime.transport import Transport, not_received, not_sent
 
 TAG = 1
-_MOST_DIMENSIONS = 4
-_NUMBERS = 1 + _MOST_DIMENSIONS
+MOST_DIMENSIONS = 4
+_NUMBERS = 1 + MOST_DIMENSIONS
 """Numbers of a header per tensor: that of its dimensions and 1, or 0 if nothing follows, and their sizes."""
 
 _Output = tuple[int, int, int]
@@ -183,7 +183,7 @@ class _Expected(Awaited):
 
 
 def _header(sent: StageOutput) -> list[int]:
-    return [number for shape, _ in sent for number in (1 + len(shape), *shape, *(_MOST_DIMENSIONS - len(shape)) * (0,))]
+    return [number for shape, _ in sent for number in (1 + len(shape), *shape, *(MOST_DIMENSIONS - len(shape)) * (0,))]
 
 
 def _output(message: Message) -> _Output:

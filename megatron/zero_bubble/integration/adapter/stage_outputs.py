@@ -15,6 +15,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.engine.runtime.headers import MOST_DIMENSIONS
 from megatron.zero_bubble.engine.runtime.packing import StageOutput, TensorSpec
 from megatron.zero_bubble.integration.adapter.placement import group_as
 from megatron.zero_bubble.integration.adapter.versions import supported_kwargs
@@ -95,8 +96,7 @@ def outputs_of(
     """
     stages = range(upstream.num_stages - 1)
     if (declared := declaration_of(chunk)) is not None:
-        outputs = (declared(stage, upstream.num_stages, upstream.hidden) for stage in stages)
-        return tuple(tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in output) for output in outputs)
+        return tuple(_as_specs(stage, declared(stage, upstream.num_stages, upstream.hidden)) for stage in stages)
     shapes = dict(enumerate(map(upstream.below, stages)))
     if adjust is not None:
         shapes |= _adjusted(shapes, on_rank, adjust, upstream.hidden)
@@ -105,6 +105,17 @@ def outputs_of(
     return tuple(
         tuple(TensorSpec((times[stage] * length, *rest), dtype) for length, *rest in shapes[stage]) for stage in stages
     )
+
+
+def _as_specs(stage: int, declared: Sequence[tuple[Sequence[int], torch.dtype]]) -> StageOutput:
+    """What a model declares of a stage, which must fit into a header."""
+    specs = tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in declared)
+    if not specs or any(len(each.shape) > MOST_DIMENSIONS for each in specs):
+        raise UserError(
+            f"every stage but the last must hand on one tensor or more, of at most {MOST_DIMENSIONS} dimensions each; "
+            f"{DECLARATION} of the model gives {[each.shape for each in specs]} for stage {stage}; reshape them there"
+        )
+    return specs
 
 
 def declaration_of(model: Any) -> Callable[..., Sequence[tuple[Sequence[int], torch.dtype]]] | None:
