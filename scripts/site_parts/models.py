@@ -122,7 +122,10 @@ MODELS = {
     "GPT-OSS": Model(
         "sinks, windows, experts",
         f"{_LAYERS} {_GROUPED} --softmax-type learnable --window-size 15,0 --window-attn-skip-freq 2 {_EXPERTS}",
-        trained={"order": (EQUAL, f"{_JOBS}::megatron-lm gpt-oss")},
+        trained={
+            "order": (EQUAL, f"{_JOBS}::megatron-lm gpt-oss"),
+            "V": (EQUAL, f"{_JOBS}::megatron-lm gpt-oss"),
+        },
     ),
     "Nemotron 3": Model(
         "Mamba, attention, experts",

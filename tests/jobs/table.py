@@ -135,7 +135,7 @@ SCRIPTS = {
         f"{_LLAMA} --bf16 --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 "
         f"--softmax-type learnable --window-size 15,0 --window-attn-skip-freq 2 {_BALANCED} --moe-z-loss-coeff 1e-3 "
         "--moe-router-dtype fp32 --moe-ffn-hidden-size 64",
-        {"zb-h1": same()},
+        {"zb-h1": same(), "zb-v": same()},
     ),
     "megatron-lm llava sft": ScriptJob(
         f"{_LLAMA} --swiglu --freeze-ViT --log-params-norm --log-num-zeros-in-grad",
