@@ -11,6 +11,7 @@ from statistics import median
 from site_parts.markdown import code, table
 
 _CSV = Path(__file__).parent.parent.parent / "docs/catalogue.csv"
+_PROXIES = _CSV.with_name("proxies.csv")
 _FUNCTIONAL, _PERFORMANCE = "/functional_tests/", "/perf_recipes/"
 _LEAST = 0.05
 Row = dict[str, str]
@@ -86,6 +87,23 @@ def _cells(row: Row, name: str) -> tuple[str, ...]:
     )
 
 
+def proxies() -> str:
+    """The large-scale proxies of Megatron-Bridge with the advice of searches, from a table of their own."""
+    with _PROXIES.open(encoding="utf-8") as stream:
+        rows = sorted(csv.DictReader(stream), key=lambda row: -float(row["idle"]))
+    head = ("recipe", "ranks x stages", "microbatches", "idle", "best change", "time", "idle then", "flags")
+    return table(head, map(_proxy, rows))
+
+
+def _proxy(row: Row) -> tuple[str, ...]:
+    idle, gain = float(row["idle"]), float(row["gain"] or 0)
+    then = 1 - (1 - idle) / (1 - gain)  # of as much work
+    name, change = code(_short(row).removesuffix("_large_scale")), row["change"] or "stay"
+    flags = code(row["flags"]) if row["flags"] else ""
+    shape, time = f"{row['ranks']} x {row['stages']}", f"{-gain:.1%}" if gain else ""
+    return name, shape, row["microbatches"], f"{idle:.1%}", change, time, f"{max(0.0, then):.1%}", flags
+
+
 def refused() -> str:
     """The refused and the broken recipes, by option and reason."""
     return table(("outcome", "option", "reason, of the first", "recipes"), _reasons())
@@ -118,5 +136,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "recipe-words": words,
     "recipe-counts": counts,
     "recipe-idle": idle,
+    "recipe-proxies": proxies,
     "recipe-reasons": refused,
 }

@@ -19,7 +19,7 @@ ASSUMPTIONS = (
     "Times are estimates from the peaks and bandwidths of the GPU that a recipe names, or else that of --gpu.",
     "A gain below 2 % is within the error of estimates, and counts as none.",
     "Where a recipe gives no number of GPUs, or too few for its parallelism, the fewest are assumed.",
-    "The best change is that of the quick advice, which plans schedules by name; a search may find more.",
+    "Without --search the best change is that of the quick advice, which plans schedules by name.",
     "A refused recipe has the gain that it would have if only the reason of the refusal were absent.",
 )
 """What the figures assume."""
