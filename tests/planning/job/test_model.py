@@ -153,6 +153,7 @@ def test_parts_in_graphs_join_w_to_b_where_w_cannot_be_a_graph() -> None:
     assert of(**engine | {"add_bias_linear": True}) == (("attention",), ("attention",))
     assert of(**engine, use_transformer_engine_op_fuser=True) == (("attention",), ("attention", "mlp"))
     assert of(cuda_graph_impl="local", add_bias_linear=True) == (PARTS, ())
+    assert of(cuda_graph_impl="full_iteration") == ((), ())
 
 
 @pytest.mark.parametrize(

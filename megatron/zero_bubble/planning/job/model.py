@@ -22,7 +22,7 @@ from megatron.zero_bubble.core.formats.layout_string import HYBRID_KINDS, layout
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.search.cut import cut
 from megatron.zero_bubble.planning.division import Division
-from megatron.zero_bubble.planning.job.graphs import ENGINE, graphs_of
+from megatron.zero_bubble.planning.job.graphs import ENGINE, ITERATION, graphs_of
 from megatron.zero_bubble.planning.job.kept import kept_of, latent_of, linear_precision
 from megatron.zero_bubble.planning.job.pattern import Pattern, pattern_of
 
@@ -158,9 +158,13 @@ def _joined(args: Any) -> tuple[Part, ...]:
 
 
 def _captured(args: Any) -> tuple[Part, ...]:
-    """The parts of layers inside CUDA graphs of layers, or of stages."""
+    """The parts of layers inside CUDA graphs of layers, or of stages. A graph of an iteration reuses memory within it,
+    and no schedule of ours runs in one.
+    """
     graphs = graphs_of(args)
-    return () if graphs is None else tuple(part for part in PARTS if part in graphs.inside)
+    if graphs is None or graphs.implementation == ITERATION:
+        return ()
+    return tuple(part for part in PARTS if part in graphs.inside)
 
 
 def _has_graphs(args: Any, implementation: str) -> bool:
