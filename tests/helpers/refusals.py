@@ -54,6 +54,7 @@ _SUBJECTS = {
     "post-validation": f"{H1} --zero-bubble-post-validation",
     "sequence slices": SEQ,
     "vocabulary parallelism": f"{H1} --zero-bubble-vocabulary-parallel 2",
+    "pairs": "--zero-bubble-schedule dualpipe-v --zero-bubble-overlap-experts",
     "sharded units": "--zero-bubble-schedule zero-pp --zero-bubble-shard-weights --use-distributed-optimizer",
 }
 _CHOICES = {

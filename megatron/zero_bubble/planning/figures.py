@@ -44,7 +44,7 @@ class Figures:
         make: the pass costs and pass memory for the stages of a placement, without what is ``given``.
         memory_given: whether the user gave memory figures; otherwise memory is counted in microbatches.
         message_bytes: bytes of a message between two stages; None if unknown.
-        widths: by stage of the job's placement, the size of what it hands on, in messages; empty if all are alike.
+        widths: by stage of the job's placement, the factor by which what it hands on exceeds a message; empty if none.
         most_layers: the largest number of layers on one rank; None if unknown.
         weights: bytes of weights, gradients and optimizer state; None if unknown.
         notes: the assumptions made, as sentences.

@@ -16,9 +16,12 @@ from tests.helpers.processes import running, until
 LEAVES = "builtin set -m; coproc A { read -t 600 x; }; coproc B { read -t 600 x; }; wait"
 """A script of which two parts wait, in groups of their own."""
 CATALOGUE = """
+import signal
+
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.cli.catalogue import shell
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test in the background inherits that it is ignored
 shell._SECONDS = 600
 main(["catalogue", "."])
 """

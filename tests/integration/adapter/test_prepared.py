@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.integration.adapter.prepared import check_model, check_stepping
-from megatron.zero_bubble.planning.exclusions import BALANCE, LENGTHS, ON_A_V, OPTIONS, SHARDS
+from megatron.zero_bubble.planning.exclusions import BALANCE, LENGTHS, ON_A_V, OPTIONS, PAIRS, SHARDS
 from megatron.zero_bubble.planning.rule import OptionRule
 from megatron.zero_bubble.planning.setup import Cuts, Setup, Validated
 from tests.helpers.refusals import unsupported
@@ -25,9 +25,9 @@ CHOSEN = {
     "sequence slices": Setup(cuts=Cuts(2, "even")),
     "vocabulary parallelism": Setup(vocabulary=Divided(1)),
 }
-ROWS = [rule for rule in OPTIONS if rule.choice not in (BALANCE, LENGTHS, SHARDS, ON_A_V)]
+ROWS = [rule for rule in OPTIONS if rule.choice not in (BALANCE, LENGTHS, SHARDS, ON_A_V, PAIRS)]
 """Loops of one's own have no balanced microbatches, and say in every iteration whether lengths differ; ``check_shards``
-has the rows of sharded units, and a loop builds the chunks of a V itself."""
+has the rows of sharded units, a loop builds the chunks of a V itself, and pairs are refused when they are planned."""
 
 
 class Wrapped(torch.nn.Module):

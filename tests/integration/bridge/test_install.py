@@ -20,6 +20,7 @@ from megatron.zero_bubble.planning.exclusions import (
     LENGTHS,
     ON_A_V,
     OPTIONS,
+    PAIRS,
     POST_VALIDATION,
     SHARDS,
     SLICES,
@@ -35,7 +36,7 @@ CHOSEN = {
     SLICES.words: {"ZERO_BUBBLE_SCHEDULE": "seq-zb-h1"},
     VOCABULARY.words: {"ZERO_BUBBLE_VOCABULARY_PARALLEL": "1"},
 }
-ROWS = [rule for rule in OPTIONS if rule.choice not in (BALANCE, LENGTHS, SHARDS, POST_VALIDATION)]
+ROWS = [rule for rule in OPTIONS if rule.choice not in (BALANCE, LENGTHS, SHARDS, PAIRS, POST_VALIDATION)]
 """Without those of what a training loop must provide."""
 
 

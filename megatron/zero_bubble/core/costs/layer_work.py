@@ -18,7 +18,7 @@ class LayerWork:
         moved_again: bytes that B moves in one sweep, to compute again what selective recomputation drops.
         linear: of the operations of each of F, B and W, those of linear layers.
         reductions: how often F, and B as well, adds its hidden states over tensor-parallel ranks.
-        frozen: of ``linear``, those that W does not have, because weights are not trained.
+        frozen: operations of ``linear`` that W does not have, because weights are not trained.
         repeated: operations of linear layers that B computes again, by selective recomputation.
         permuted, permuted_again: bytes that permutations of tokens move in each of F and B, and that B moves to repeat
             those of F.
