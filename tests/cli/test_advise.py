@@ -176,7 +176,8 @@ def test_sequences_are_cut_by_measured_costs(capsys: Capture, tmp_path: Path) ->
         "1p",
     )
     best = found["advice"][found["best"] - 1]
-    assert best["name"] in ("zb-auto vee, slices", "zb-auto loop x2, slices") and best["gain"] > 0.4  # alike
+    assert best["name"] == "zb-auto loop x2, slices" and best["gain"] > 0.58
+    assert best["environment"] == ["CUDA_DEVICE_MAX_CONNECTIONS=32"], "with fewer queues it is longer"
     assert any(row["name"] == "seq-zb-h1, slices" for row in found["advice"]), "without a search"
     ends = best["flags"][best["flags"].index("--zero-bubble-slices") + 1].split(",")
     assert int(ends[0]) == 256 and int(ends[-1]) == 2048

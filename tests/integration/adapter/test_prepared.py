@@ -13,7 +13,7 @@ from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir.vocabulary import Divided
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.integration.adapter.prepared import check_model, check_stepping
-from megatron.zero_bubble.planning.exclusions import BALANCE, LENGTHS, ON_A_V, OPTIONS, PAIRS, SHARDS
+from megatron.zero_bubble.planning.exclusions import BALANCE, LENGTHS, ON_A_V, OPTIONS, SHARDS
 from megatron.zero_bubble.planning.rule import OptionRule
 from megatron.zero_bubble.planning.setup import Cuts, Setup, Validated
 from tests.helpers.refusals import unsupported
@@ -24,10 +24,11 @@ CHOSEN = {
     "post-validation": Setup(step=Validated()),
     "sequence slices": Setup(cuts=Cuts(2, "even")),
     "vocabulary parallelism": Setup(vocabulary=Divided(1)),
+    "pairs": Setup(pairs=True),
 }
-ROWS = [rule for rule in OPTIONS if rule.choice not in (BALANCE, LENGTHS, SHARDS, ON_A_V, PAIRS)]
+ROWS = [rule for rule in OPTIONS if rule.choice not in (BALANCE, LENGTHS, SHARDS, ON_A_V)]
 """Loops of one's own have no balanced microbatches, and say in every iteration whether lengths differ; ``check_shards``
-has the rows of sharded units, a loop builds the chunks of a V itself, and pairs are refused when they are planned."""
+has the rows of sharded units, and a loop builds the chunks of a V itself."""
 
 
 class Wrapped(torch.nn.Module):
@@ -43,6 +44,7 @@ def settled(config: Any, of_data_parallelism: Any, setup: Setup) -> list[str]:
     if setup == SETUP:
         check_model([Wrapped(config, of_data_parallelism)] * 2, setup, SCHEDULE, said.append)
     else:
+        config.overlap_moe_expert_parallel_comm = setup.pairs  # a model has pairs by its own option
         check_stepping(config, of_data_parallelism, setup, said.append)
     return said
 

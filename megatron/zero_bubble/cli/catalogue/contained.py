@@ -73,7 +73,7 @@ def main(us: int, seconds: float, most: int, command: list[str]) -> None:
     finally:
         _end(running.pid)
     report = json.dumps([why, running.wait()]).encode()
-    with socket.socket(fileno=us) as we, suppress(BrokenPipeError):  # nobody waits for it any more
+    with socket.socket(fileno=us) as we, suppress(BrokenPipeError):  # the keeper may have ended
         we.sendall(report)
 
 

@@ -158,11 +158,8 @@ def _joined(args: Any) -> tuple[Part, ...]:
 
 
 def _captured(args: Any) -> tuple[Part, ...]:
-    """The parts of layers inside CUDA graphs of layers, or of stages. A graph of an iteration reuses memory within it,
-    and no schedule of ours runs in one.
-    """
-    graphs = graphs_of(args)
-    if graphs is None or graphs.implementation == ITERATION:
+    """The parts of layers inside CUDA graphs of layers, or of stages; that of an iteration reuses memory within it."""
+    if (graphs := graphs_of(args)) is None or graphs.implementation == ITERATION:
         return ()
     return tuple(part for part in PARTS if part in graphs.inside)
 
