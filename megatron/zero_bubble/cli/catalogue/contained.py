@@ -73,7 +73,7 @@ def main(us: int, seconds: float, most: int, command: list[str]) -> None:
     finally:
         _end(running.pid)
     report = json.dumps([why, running.wait()]).encode()
-    with socket.socket(fileno=us) as we, suppress(BrokenPipeError):  # the keeper may have ended
+    with socket.socket(fileno=us) as we, suppress(BrokenPipeError):  # the catalogue may have ended
         we.sendall(report)
 
 
