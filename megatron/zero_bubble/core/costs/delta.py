@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble.core.costs.kept import IN_16_BITS, Kept, Tensor, operand
 from megatron.zero_bubble.core.costs.layer_work import LayerWork
+from megatron.zero_bubble.core.costs.recurrence import recurrent_layer
 
 _BLOCK = 64
 """Tokens of a block of the recurrence, within which it is computed like attention."""
@@ -57,30 +58,17 @@ class GatedDelta:
 
         The arguments are those of ``Mamba.work``.
         """
-        matrices = 2.0 * tokens * self.weights(hidden)
         of_heads = self.value_heads * self.key_size  # keys as wide as each value head sees them
         rule = _BLOCK * (5.0 * of_heads + 5.0 * self.values) + 6.0 * self.key_size * self.values
         rule += 2.0 * self.convolution * (2 * self.keys + self.values)
-        tensors = [  # in bf16
-            Tensor(2.0 * tokens * hidden / whole),  # the norm's input
-            operand(2.0 * tokens * hidden / whole),  # its output
+        inside = (
             Tensor(2.0 * tokens * self._projected / split),  # the input of the convolution, and the gate
             Tensor(2.0 * tokens * (2 * self.keys + self.values) / split),  # its output
             Tensor(2.0 * tokens * self.values / split),  # that of the recurrence
             operand(2.0 * tokens * self.values / split),  # what the gated norm makes of it
-        ]
-        found = kept.of(tensors, mask=tokens * hidden / whole)
-        for_wgrad = tokens * ((2 * self._projected + 2 * self.values) / split + 4 * hidden / whole)
-        return LayerWork(
-            matrices + tokens * rule,
-            matrices + 3 * tokens * rule,
-            matrices,
-            found.moved,
-            found.kept,
-            for_wgrad * kept.operand_share,
-            linear=matrices,
-            reductions=1,
         )
+        features = self._projected, self.values
+        return recurrent_layer(tokens, hidden, features, rule, inside, (split, whole), kept)
 
     @property
     def _projected(self) -> int:

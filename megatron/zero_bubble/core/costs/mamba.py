@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble.core.costs.kept import IN_16_BITS, Kept, Tensor, operand
 from megatron.zero_bubble.core.costs.layer_work import LayerWork
+from megatron.zero_bubble.core.costs.recurrence import recurrent_layer
 
 _CONVOLUTION = 4
 """Tokens that the convolution in front of the scan sees."""
@@ -51,29 +52,15 @@ class Mamba:
             kept: what decides which tensors are kept.
         """
         inner, projected = self.inner(hidden), self._projected(hidden)
-        matrices = 2.0 * tokens * self.weights(hidden)
         of_groups = self.groups * self.state
         scan = 2.0 * _BLOCK * (of_groups + inner) + 4.0 * self.state * inner
         scan += 2.0 * _CONVOLUTION * (inner + 2 * of_groups)
-        tensors = [  # in bf16
-            Tensor(2.0 * tokens * hidden / whole),  # the norm's input
-            operand(2.0 * tokens * hidden / whole),  # its output
+        inside = (
             Tensor(2.0 * tokens * projected / split),  # the input of the scan
             Tensor(4.0 * tokens * inner / split),  # its output, before and after the gate
             operand(2.0 * tokens * inner / split),  # what the norm makes of it
-        ]
-        found = kept.of(tensors, mask=tokens * hidden / whole)
-        for_wgrad = tokens * ((2 * projected + 2 * inner) / split + 4 * hidden / whole)
-        return LayerWork(
-            matrices + tokens * scan,
-            matrices + 3 * tokens * scan,
-            matrices,
-            found.moved,
-            found.kept,
-            for_wgrad * kept.operand_share,
-            linear=matrices,
-            reductions=1,
         )
+        return recurrent_layer(tokens, hidden, (projected, inner), scan, inside, (split, whole), kept)
 
     def _projected(self, hidden: int) -> int:
         """Features that the first matrix makes: a gate and an input per head, B and C per group, a step per head."""
