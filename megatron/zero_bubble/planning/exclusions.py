@@ -185,9 +185,7 @@ _COPIES = "TransformerEngine keeps whole copies of the weights in this precision
 _PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches of their replica"
 _DROP_LAYERS = "drop --cpu-offloading-num-layers"
 _SCAN = "a slice would need the state of the scan after the slice before it"
-_OTHER_MODEL = "it divides the vocabulary layers of GPTModel"
 _NO_PLANS = "megatron-core plans the layers of GPTModel only"
-_NO_VOCABULARY = "give --zero-bubble-vocabulary-parallel off"
 _HYBRID = (("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("is_hybrid_model", False))
 """What a hybrid model has: a pattern of layers, by the older flag until core_r0.16, or none, where all have a scan."""
 STREAMS = ("enable_hyper_connections", "enable_mhc_connections")
@@ -205,10 +203,6 @@ def _modules_left(modules: Sequence[str]) -> tuple[str, ...]:
     """The flag for the recomputed modules but experts."""
     left = [name for name in modules if name != "moe"]
     return ("--recompute-modules", *left) if left else ()
-
-
-def _is_hybrid(options: Any) -> bool:
-    return any(getattr(options, name, none) not in (None, none) for name, none in _HYBRID)
 
 
 def _has_latent_rotary_embeddings(options: Any) -> bool:
@@ -272,7 +266,6 @@ OPTIONS = (
     OptionRule(SLICES, "sft", False, "its rotary embeddings begin at the first token of a sample"),
     OptionRule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
     *(OptionRule(SLICES, name, value, _SCAN, "train without slices") for name, value in _HYBRID),
-    *(OptionRule(VOCABULARY, name, value, _OTHER_MODEL, _NO_VOCABULARY) for name, value in _HYBRID),
     *(OptionRule(PAIRS, name, value, _NO_PLANS, "train without pairs") for name, value in _HYBRID),
     OptionRule(VOCABULARY, "mtp_num_layers", None, "its stage also looks up tokens and computes logits"),
     OptionRule(VOCABULARY, "label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss"),
@@ -321,15 +314,6 @@ OPTIONS = (
 )
 """For each choice, the only values that it supports; None is always supported."""
 RANGES = (
-    *(
-        OptionRule(
-            SCHEDULE,
-            name,
-            Fits("False in a hybrid model", lambda given, options: not (given and _is_hybrid(options))),
-            "its layers have not been compared with stock where there are several residual streams",
-        )
-        for name in STREAMS
-    ),
     OptionRule(
         PAIRS,
         "expert_model_parallel_size",

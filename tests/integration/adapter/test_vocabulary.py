@@ -13,6 +13,7 @@ import pytest
 
 from megatron.zero_bubble.__main__ import main
 from tests.helpers.faults import Fault, train_with_faults
+from tests.helpers.hybrid_models import differences_of_hybrid
 from tests.helpers.parity import Layout, Outcome, _under_each, assert_same_bits, run_once, train
 from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
@@ -66,6 +67,14 @@ ROWS = {
 }
 """Layout, number of microbatches, options, schedules."""
 
+HYBRIDS = [
+    ("M*ME", 2, f"{EXPERTS} {UNTIED}"),
+    ("M*M-", 2, ""),
+    ("M*M-M*M-", 4, UNTIED),
+    ("M*M-M*ME", 4, f"{EXPERTS} --calculate-per-token-loss"),
+]
+"""Layers, number of ranks, options."""
+
 STEPS = {
     "tied, dropout, clipped": (Layout(2), 3, f"{DROPOUT} --clip-grad 0.5", FEW),
     "dp=2, distributed optimizer, both overlaps, fused": (
@@ -100,6 +109,17 @@ def check(found: list[list[Difference]]) -> None:
 def test_gradients_equal_those_of_whole_layers(ranks: RankPool, name: str) -> None:
     layout, num_microbatches, options, schedules = ROWS[name]
     check(ranks.run(layout.num_ranks, differences, layout.flags(num_microbatches, options), schedules, timeout=120))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_ranks", "options"),
+    some(HYBRIDS, HYBRIDS[0]),
+)
+def test_gradients_of_hybrids_equal_those_of_whole_layers(
+    ranks: RankPool, pattern: str, num_ranks: int, options: str
+) -> None:
+    flags = Layout(num_ranks, num_layers=len(pattern)).flags(3, options)
+    check(ranks.run(num_ranks, differences_of_hybrid, pattern, flags, FEW, timeout=120))
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,19 @@
-"""Parity of Megatron-LM's scripts for hybrid models with their stock runs: printed figures and weights, bit for bit."""
+"""Parity of Megatron-LM's scripts for hybrid models with their stock runs: printed figures and weights, bit for bit.
+
+With a divided vocabulary, whose sums are rounded in another order, figures are near, as those of a GPT.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.hybrid_jobs import pretrain_hybrid, stock_hybrid
-from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts
-from tests.integration.megatron_lm.test_parity import same
+from tests.helpers.megatron_lm import VARIABLE, Checkout, Log, checkouts
+from tests.integration.megatron_lm.test_models import of_the_dev_branch
+from tests.integration.megatron_lm.test_parity import near, same
 from tests.integration.megatron_lm.test_shards import UNITS
 
 CHECKOUTS = [checkout for checkout in checkouts() if int(checkout.minor.partition(".")[2]) >= 16]
@@ -25,6 +30,15 @@ ROWS = {
     "experts": ("M*ME|M-ME", EXPERTS),
 }
 """By name: the layers of two stages, and more flags."""
+
+DIVIDED = {
+    "mamba": ("M*M-|M-M*", f"{PIPELINE} --untie-embeddings-and-output-weights", 2),
+    "tied": ("M*M-|M-M*", PIPELINE, 2),
+    "experts": ("M*ME|M*ME", f"{PIPELINE} {EXPERTS} --group-query-attention --num-query-groups 2", 2),
+    "mamba-4": ("M*|M-|M*|M-", f"{PIPELINE.replace('size 2', 'size 4')} --untie-embeddings-and-output-weights", 4),
+    "experts-4": ("M*|ME|M*|ME", f"{PIPELINE.replace('size 2', 'size 4')} {EXPERTS}", 4),
+}
+"""With a divided vocabulary, by name: the layers of the stages, more flags, and the number of ranks."""
 
 FEATURES = {
     "bf16": ("", "--bf16 --use-distributed-optimizer", 2, 1),
@@ -85,6 +99,7 @@ def test_sharded_units_equal_stock(checkout: Checkout) -> None:
 
 
 # With another placement a seed yields other initial weights, and the order of the sum in the gradient norm differs.
+LONGER = "--train-iters 8"
 MOVING = "--clip-grad 1000 --ckpt-format torch_dist"
 
 
@@ -130,3 +145,81 @@ def test_checkpoint_of_a_v_continues_in_stock(checkout: Checkout, tmp_path: Path
         assert end.exit_codes == (0, 0) and len(end.weights) > 10, end.text[-4000:]
         ends.append([*saved.figures, *end.figures, *end.weights])
     assert ends[0] == ends[1]
+
+
+STREAMS = {
+    "mamba": ("M*M-|M-M*", "--enable-hyper-connections", 2, "zb-h1"),
+    "experts": ("M*|ME|M-|ME", f"--enable-hyper-connections --num-residual-streams 2 {EXPERTS}", 2, "interleaved-1f1b"),
+    "mamba-4": ("M*|M-|M*|M-", "--enable-hyper-connections --num-residual-streams 2 --bf16", 4, "zb-h1"),
+}
+"""With several residual streams, by name: the layers of the stages, more flags, the number of ranks, and a schedule."""
+
+
+def _of_ranks(ranks: int, flags: str) -> str:
+    pipeline = PIPELINE.replace("size 2", f"size {ranks}")
+    return f"{pipeline} --untie-embeddings-and-output-weights {flags}"
+
+
+@pytest.mark.parametrize("checkout", [each for each in of_the_dev_branch() if each in DIVIDES], ids=str)
+@pytest.mark.parametrize("name", STREAMS)
+def test_residual_streams_equal_stock(checkout: Checkout, name: str) -> None:
+    pattern, flags, ranks, schedule = STREAMS[name]
+    job = checkout, ranks, pattern, _of_ranks(ranks, flags)
+    same(pretrain_hybrid(*job, schedule), stock_hybrid(*job))
+
+
+@pytest.mark.parametrize("checkout", [each for each in of_the_dev_branch() if each in DIVIDES], ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_residual_streams_on_a_v_equal_stock(checkout: Checkout, ranks: int, tmp_path: Path) -> None:
+    """From a stock checkpoint; with a divided vocabulary, figures are near."""
+    flags = f"{_of_ranks(ranks, '--enable-hyper-connections')} {MOVING} {LONGER}"
+    job = checkout, ranks, "M*M-|M-M*" if ranks == 2 else "M*|M-|M-|M*", flags
+    on_a_v = checkout, ranks, job[2].replace("|", ""), flags
+    begun = tmp_path / "begun"
+    stock_hybrid(*job, _until(2, begun))
+    load = ("--load", str(begun))
+    same(pretrain_hybrid(*on_a_v, "zb-v", load), stock_hybrid(*job, load))
+    near(
+        pretrain_hybrid(*on_a_v, "zb-v", ("--zero-bubble-vocabulary-parallel", "2", *load)),
+        stock_hybrid(*job, load),
+        1e-5,
+    )
+
+
+def _divided(checkout: Checkout, name: str) -> tuple[Checkout, int, str, str]:
+    pattern, flags, ranks = DIVIDED[name]
+    return checkout, ranks, pattern if checkout in DIVIDES else pattern.replace("|", ""), flags
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+@pytest.mark.parametrize("algorithm", ["1", "2"])
+@pytest.mark.parametrize("name", DIVIDED)
+def test_divided_vocabulary_is_near_stock(checkout: Checkout, name: str, algorithm: str) -> None:
+    job = _divided(checkout, name)
+    own = pretrain_hybrid(*job, "zb-h1", ("--zero-bubble-vocabulary-parallel", algorithm))
+    near(own, stock_hybrid(*job), 1e-5)
+    assert own.weights != stock_hybrid(*job).weights, "shards add in another order, so equal weights mean that none ran"
+
+
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+@pytest.mark.parametrize("name", DIVIDED)
+def test_divided_vocabulary_on_a_v_is_near_stock(checkout: Checkout, name: str, tmp_path: Path) -> None:
+    """The V continues from a stock checkpoint, whose vocabulary is whole, and stock from that of the V."""
+    _, ranks, pattern, flags = _divided(checkout, name)
+    job = checkout, ranks, pattern, f"{flags} {MOVING} {LONGER}"
+    on_a_v = checkout, ranks, pattern.replace("|", ""), job[3]
+    begun, middle, divided = tmp_path / "begun", tmp_path / "middle", ("--zero-bubble-vocabulary-parallel", "2")
+    stock_hybrid(*job, _until(2, begun))
+    load = ("--load", str(begun))
+    expected = stock_hybrid(*job, load)
+    near(pretrain_hybrid(*on_a_v, "zb-v", (*divided, *load)), expected, 1e-5)
+    saved = pretrain_hybrid(*on_a_v, "zb-v", (*divided, *load, *_until(4, middle)))
+    assert "exiting program at iteration 4" in saved.text, saved.text[-4000:]
+    end = pretrain_hybrid(*job, None, ("--load", str(middle)))
+    assert end.exit_codes == (0,) * ranks, end.text[-4000:]
+    assert len(losses := _losses(end)) == 4
+    assert losses == pytest.approx(_losses(expected)[-4:], rel=1e-5)
+
+
+def _losses(log: Log) -> list[float]:
+    return [float(found) for found in re.findall(r"iteration +\d+/.*lm loss: (\S+)", "\n".join(log.figures))]

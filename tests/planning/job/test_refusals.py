@@ -26,7 +26,6 @@ from megatron.zero_bubble.planning.exclusions import (
     LENGTHS,
     OPTIONS,
     SHARDS,
-    STREAMS,
     UNTOLD_LENGTHS,
     refuse_excluded,
 )
@@ -88,15 +87,6 @@ def test_options_of_megatron(rule: OptionRule) -> None:
     of_others = (each for each in OPTIONS if each.choice.words not in (*UNDER, ON_A_V))
     if (words in UNDER or words == ON_A_V) and all(each.option != rule.option for each in of_others):
         ask(other, RunOptions())
-
-
-@pytest.mark.parametrize("name", STREAMS)
-@pytest.mark.parametrize("hybrid", [{"hybrid_layer_pattern": "M*"}, {"is_hybrid_model": True}], ids=str)
-def test_streams_of_a_hybrid_model(name: str, hybrid: dict[str, Any]) -> None:
-    check_options(SimpleNamespace(**{name: True}), RunOptions())
-    check_options(SimpleNamespace(**{name: False}, **hybrid), RunOptions())
-    with pytest.raises(UserError, match=f"need {name} to be False in a hybrid model, .*; drop --enable-"):
-        check_options(SimpleNamespace(**{name: True}, **hybrid), RunOptions())
 
 
 @pytest.mark.parametrize(
@@ -284,10 +274,10 @@ def test_exclusions_are_symmetric() -> None:
     )
 
 
-@pytest.mark.parametrize("how", ["sequence slices", "vocabulary parallelism", "pairs"])
+@pytest.mark.parametrize("how", ["sequence slices", "pairs"])
 @pytest.mark.parametrize("name", ["hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model"])
 def test_hybrid_models_are_refused_however_a_job_names_them(name: str, how: str) -> None:
-    """Before the start: slices, shards of the vocabulary and pairs would find another model in the first iteration."""
+    """Before the start: slices and pairs would find another model in the first iteration."""
     with pytest.raises(UserError, match=name.replace("_", "[-_]")):
         check_options(SimpleNamespace(**{name: MEGATRONS_VALUES.get(name, True)}), UNDER[how])
 

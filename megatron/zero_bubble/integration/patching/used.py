@@ -113,6 +113,7 @@ USED: tuple[Used, ...] = (
     ),
     *_of("megatron.core.transformer.module", "Float16Module MegatronModule"),
     *_of("megatron.core.dist_checkpointing", "from_rank_offsets", "ShardedTensor"),
+    *_of("megatron.core.dist_checkpointing.mapping", "ShardedObject"),
     # graphs of stages
     *_of("megatron.core.transformer.transformer_block", "pre_process input_tensor", "TransformerBlock"),
     *_of("megatron.core.transformer", "cuda_graph_warmup_steps recompute_granularity", "TransformerConfig"),

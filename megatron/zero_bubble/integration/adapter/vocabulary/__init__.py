@@ -1,4 +1,4 @@
-"""Runs the passes of vocabulary parallelism (``ir.vocabulary``) on megatron-core's GPTModel."""
+"""Runs the passes of vocabulary parallelism (``ir.vocabulary``) on the language models of megatron-core."""
 
 from megatron.zero_bubble.integration.adapter.vocabulary.transfers import VocabularyTransfers
 

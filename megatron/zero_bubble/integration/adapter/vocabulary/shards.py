@@ -1,4 +1,4 @@
-"""The vocabulary layers of a GPT, divided over all ranks of the pipeline.
+"""The vocabulary layers of a language model, divided over all ranks of the pipeline.
 
 A stock model is built first, and then loses its vocabulary layers: every rank gets as many rows of the embedding and of
 the output layer, as parameters of its first chunk with stock's names. The forward of the model stays megatron-core's.
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.zero_bubble.core.errors import UserError
@@ -28,7 +27,14 @@ from megatron.zero_bubble.engine.kernels import vocabulary
 from megatron.zero_bubble.engine.kernels.vocabulary import ShardRows
 from megatron.zero_bubble.engine.runtime.refusals import refused_together
 from megatron.zero_bubble.engine.wgrad.hooks import has_hooks
-from megatron.zero_bubble.integration.adapter.vocabulary.checkpoint import EMBEDDING, OUTPUT, sharded
+from megatron.zero_bubble.integration.adapter.language_models import is_divisible, unwrapped
+from megatron.zero_bubble.integration.adapter.vocabulary.checkpoint import (
+    EMBEDDING,
+    EXTRA_STATE,
+    OUTPUT,
+    extra_state,
+    sharded,
+)
 
 
 class EmbeddingShard(torch.nn.Module):
@@ -86,7 +92,12 @@ class OutputShard(torch.nn.Module):
         weight: (v, h); None if the output layer is tied to the embedding, whose weights are then used.
         embedding: this rank's rows of the embedding, which has the same rows.
         sequence_parallel: whether hidden states are divided among tensor-parallel ranks along the sequence.
+
+    Attributes:
+        is_last: whether it is in the place of stock's output layer, which is on the last stage.
     """
+
+    is_last = False
 
     def __init__(self, weight: torch.nn.Parameter | None, embedding: EmbeddingShard, sequence_parallel: bool) -> None:
         super().__init__()
@@ -109,7 +120,7 @@ class OutputShard(torch.nn.Module):
         return "weight" not in self._parameters
 
     def forward(self, input_: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
-        """Keep the hidden states, and return them in place of the logits; called by ``GPTModel.forward``.
+        """Keep the hidden states, and return them in place of the logits; called by the forward of the model.
 
         Without hidden states, the weights, as from ``EmbeddingShard``.
         """
@@ -120,12 +131,17 @@ class OutputShard(torch.nn.Module):
 
     def sharded_state_dict(self, prefix: str = "", *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """The rows of this rank, for megatron-core's distributed checkpoints; none if the embedding has them."""
+        found = extra_state(prefix) if self.is_last else {}
         if self.is_tied:
-            return {}
-        return {f"{prefix}weight": sharded(f"{prefix}weight", self.weight, self.rows, self.num_shards)}
+            return found
+        return found | {f"{prefix}weight": sharded(f"{prefix}weight", self.weight, self.rows, self.num_shards)}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        state_dict.pop(f"{prefix}{EXTRA_STATE}", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def keep_labels(self, labels: torch.Tensor, _logits: torch.Tensor) -> torch.Tensor:
-        """In place of ``GPTModel.compute_language_model_loss``: keep the labels, (b, s).
+        """In place of the model's ``compute_language_model_loss``: keep the labels, (b, s).
 
         Returns:
             zeros in the shape of the losses, which L computes later.
@@ -161,7 +177,7 @@ class VocabularyShards(NamedTuple):
         Raises:
             UserError: the vocabulary of this model is not divided over the ranks.
         """
-        model = gpt_of(chunk)
+        model = language_model_of(chunk)
         shards = getattr(model, "vocabulary_shards", None)
         if shards is None:
             raise UserError(
@@ -173,26 +189,24 @@ class VocabularyShards(NamedTuple):
 
 
 class _Embedding(MegatronModule):
-    """In the place of ``GPTModel.embedding`` on ranks without the first stage: only holds the rank's rows."""
+    """In the place of the model's ``embedding`` on ranks without the first stage: only holds the rank's rows."""
 
     def __init__(self, config: Any, word_embeddings: EmbeddingShard) -> None:
         super().__init__(config)
         self.word_embeddings = word_embeddings
 
 
-def gpt_of(chunk: torch.nn.Module) -> Any:
-    """The GPTModel inside a chunk, as wrapped by Megatron.
+def language_model_of(chunk: torch.nn.Module) -> Any:
+    """The language model inside a chunk, as wrapped by Megatron.
 
     Raises:
         UserError: another model.
     """
-    model: Any = chunk
-    while hasattr(model, "module"):  # DDP, and the wrapper of 16-bit models
-        model = model.module
-    if not isinstance(model, GPTModel):
+    model = unwrapped(chunk)
+    if not is_divisible(model):
         raise UserError(
-            "vocabulary parallelism needs a GPTModel of megatron-core, whose vocabulary layers it divides; got a "
-            f"{type(model).__name__}; train with --zero-bubble-vocabulary-parallel off"
+            "vocabulary parallelism needs a GPTModel or a HybridModel of megatron-core, whose vocabulary layers it "
+            f"divides; got a {type(model).__name__}; train with --zero-bubble-vocabulary-parallel off"
         )
     return model
 
@@ -206,9 +220,9 @@ def shard_vocabulary(models: Sequence[torch.nn.Module], placement: Placement) ->
         models: the chunks of this rank, on the device, with the data type of training.
 
     Raises:
-        UserError: the models are no GPTs.
+        UserError: other models than ``language_models.DIVIDED``.
     """
-    chunks = [gpt_of(model) for model in models]
+    chunks = [language_model_of(model) for model in models]
     group = parallel_state.get_pipeline_model_parallel_group()
     first = next((chunk for chunk in chunks if chunk.pre_process), None)
     last = next((chunk for chunk in chunks if chunk.post_process), None)
@@ -236,7 +250,7 @@ def shard_vocabulary(models: Sequence[torch.nn.Module], placement: Placement) ->
     else:
         first.embedding.word_embeddings = embedding
     if not tied:
-        home.output_layer = output
+        home.output_layer, output.is_last = output, home is last
     home.vocabulary_shards = VocabularyShards(embedding, output)
 
 
@@ -268,7 +282,8 @@ class _LastOutput(torch.nn.Module):
     def sharded_state_dict(self, prefix: str = "", *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         (output,) = self._output
         key = f"{prefix.removesuffix(OUTPUT)}{EMBEDDING}weight" if output.is_tied else f"{prefix}weight"
-        return {f"{prefix}weight": sharded(key, output.used_weight, output.rows, output.num_shards, is_copy=True)}
+        weight = sharded(key, output.used_weight, output.rows, output.num_shards, is_copy=True)
+        return {f"{prefix}weight": weight, **extra_state(prefix)}
 
     def _load_from_state_dict(self, *_args: Any, **_kwargs: Any) -> None:
         """Accept the entry."""

@@ -14,7 +14,7 @@ from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.integration.adapter.stage import MegatronStage, StageParts
 from megatron.zero_bubble.integration.adapter.versions import given_to, supported_kwargs
 from megatron.zero_bubble.integration.adapter.vocabulary.batches import ReadAhead
-from megatron.zero_bubble.integration.adapter.vocabulary.shards import EmbeddingShard, OutputShard, gpt_of
+from megatron.zero_bubble.integration.adapter.vocabulary.shards import EmbeddingShard, OutputShard, language_model_of
 
 
 class _Tokens(Exception):
@@ -51,8 +51,8 @@ class FirstStage(MegatronStage):
 
     def read_tokens(self, microbatch: int) -> torch.Tensor:
         """The tokens of a microbatch, (b, s): what the job's forward step passes to the model."""
-        gpt, recomputes = gpt_of(self._model), self._recomputes(microbatch)
-        hook = gpt.register_forward_pre_hook(_stop, with_kwargs=True)
+        model, recomputes = language_model_of(self._model), self._recomputes(microbatch)
+        hook = model.register_forward_pre_hook(_stop, with_kwargs=True)
         more = () if recomputes is None else (recomputes,)
         try:
             with self._as_stage_rank(), self._read_ahead.ahead(microbatch):
