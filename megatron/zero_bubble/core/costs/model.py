@@ -15,6 +15,7 @@ from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.kept import IN_16_BITS, Kept
 from megatron.zero_bubble.core.costs.mamba import Mamba
 from megatron.zero_bubble.core.costs.precision import BF16, Precision
+from megatron.zero_bubble.core.costs.sparse import Indexer
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
 
@@ -23,15 +24,18 @@ Part = Literal["attention", "mlp", "mamba", "delta", "router", "shared experts",
 """A part of a layer, with its norm; ``mlp`` is that of a layer without experts."""
 PARTS: tuple[Part, ...] = ("attention", "mlp", "mamba", "delta", "router", "shared experts", "experts")
 
-ESTIMATED_KINDS = "MG*+-E"
+ESTIMATED_KINDS = "MG*+D-E"
 """The kinds of layers of hybrid models that are estimated."""
 DENSE, WITH_EXPERTS = "dense", "experts"
 """The kinds of transformer layers."""
+_LATENT = "+D"
+"""The kinds of layers of hybrid models with latent attention."""
 _PARTS_OF: dict[str, tuple[Part, ...]] = {
     "M": ("mamba",),
     "G": ("delta",),
     "*": ("attention",),
     "+": ("attention",),
+    "D": ("attention",),
     "-": ("mlp",),
     "E": ("router", "shared experts", "experts"),
     DENSE: ("attention", "mlp"),
@@ -48,12 +52,12 @@ class Model:
     ``sequence_parallel``; ``overlaps_tensor`` runs its collectives beneath the products (``--tp-comm-overlap``).
     ``sequence`` is the part of a rank, of which there are ``context_parallel``. Linear layers compute in ``precision``.
     ``pattern`` has the kind of every layer of a hybrid model, in model order: ``M`` for Mamba, whose shapes are
-    ``mamba``, ``G`` for a gated delta net, ``*`` for attention, ``+`` for latent attention, ``-`` for an MLP, and ``E``
-    for experts. Other models with ``experts`` have these instead of the MLP in some layers or all. ``latent`` has the
-    shapes of latent attention, which has neither groups nor one size of heads; next to ``+`` layers, ``*`` layers are
-    without it. ``kept`` says what low precision and recomputation change in memory; its modules count only with
-    selective recomputation. The ``joined`` parts of layers compute their weight gradients in B, and the ``captured``
-    ones are inside CUDA graphs, which keep their memory.
+    ``mamba``, ``G`` for a gated delta net, ``*`` for attention, ``+`` for latent attention, ``D`` for the same with an
+    ``indexer``, ``-`` for an MLP, and ``E`` for experts. Other models with ``experts`` have these instead of the MLP in
+    some layers or all. ``latent`` has the shapes of latent attention, which has neither groups nor one size of heads;
+    next to ``+`` or ``D`` layers, ``*`` layers are without it. ``kept`` says what low precision and recomputation
+    change in memory; its modules count only with selective recomputation. The ``joined`` parts of layers compute their
+    weight gradients in B, and the ``captured`` ones are inside CUDA graphs, which keep their memory.
     With ``adapters``, only these are trained; of the first ``frozen`` layers and the embedding, nothing is.
     In a share ``windowed`` of the layers, a token attends to at most ``window`` tokens. With hyper-connections, layers
     hand on ``streams`` hidden states per token.
@@ -81,6 +85,7 @@ class Model:
     delta: GatedDelta = field(default_factory=GatedDelta)
     experts: Experts | None = None
     latent: Latent | None = None
+    indexer: Indexer | None = None
     kept: Kept = IN_16_BITS
     joined: tuple[Part, ...] = ()
     captured: tuple[Part, ...] = ()
@@ -115,13 +120,22 @@ class Model:
 
     @property
     def attention(self) -> Attention:
-        return self.attention_of("+" if "+" in self.pattern else DENSE)
+        return self.attention_of(next((kind for kind in _LATENT if kind in self.pattern), DENSE))
 
     def attention_of(self, kind: str) -> Attention:
         """The attention of a layer of this kind."""
-        if self.latent is not None and not (kind == "*" and "+" in self.pattern):
+        if self.latent is not None and not (kind == "*" and {*_LATENT} & {*self.pattern}):
             return self.latent.of(self.hidden, self.heads)
         return Attention.of_heads(self.hidden, self.heads, self.groups, self.head_size)
+
+    def indexer_of(self, kind: str) -> Indexer | None:
+        """What picks the tokens that a layer of this kind attends to; None if it attends to all."""
+        return self.indexer if kind == "D" else None
+
+    @property
+    def indexed(self) -> int:
+        """The features that an indexer makes its queries of."""
+        return (None if self.latent is None else self.latent.query_rank) or self.hidden
 
     @property
     def keeping(self) -> Kept:
@@ -163,8 +177,10 @@ class Model:
         split = self.tensor_parallel
         if kind in "MG":
             return (self.mamba if kind == "M" else self.delta).weights(self.hidden) / split
-        has_attention = kind in (DENSE, WITH_EXPERTS, "*", "+")
+        has_attention = kind in (DENSE, WITH_EXPERTS, "*", *_LATENT)
         attention = self.attention_of(kind).rank_weights(split) if has_attention else 0.0
+        if (indexer := self.indexer_of(kind)) is not None:
+            attention += indexer.weights(self.hidden, self.indexed)
         if (experts := self.experts_of(kind)) is not None:
             others = experts.other_weights(self.hidden, self.gated, split)
             return attention + others + experts.rank_weights(self.hidden, self.gated)

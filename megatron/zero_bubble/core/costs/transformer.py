@@ -33,10 +33,10 @@ def _computed(kind: str, model: Model) -> LayerWork:
         return _as("mamba", kind, model, model.mamba.work(model.tokens, model.hidden, *model.divisions, model.keeping))
     if kind == "G":
         return _as("delta", kind, model, model.delta.work(model.tokens, model.hidden, *model.divisions, model.keeping))
-    attention = _as("attention", kind, model, _attention(model, kind))
+    attention = _as("attention", kind, model, _attention(model, kind) + _index(model, kind))
     if (experts := model.experts_of(kind)) is None:
         mlp = _as("mlp", kind, model, _mlp(model))
-        return attention if kind in "*+" else mlp if kind == "-" else attention + mlp
+        return attention if kind in "*+D" else mlp if kind == "-" else attention + mlp
     shared = _mlp(replace(model, ffn=experts.shared), (SHARED_EXPERTS, MOE), of_experts=True)
     shared = _as("shared experts", kind, model, shared)
     scores = experts.scores(model.tokens, model.hidden, model.divisions[1], model.keeping)
@@ -68,7 +68,8 @@ def _attention(m: Model, kind: str) -> LayerWork:
     """
     own, (split, whole) = m.attention_of(kind), m.divisions
     is_latent = bool(own.compressed)
-    matrices, scores = 2.0 * m.tokens * own.weights, 2.0 * m.tokens * m.attended * (own.queries + own.outputs)
+    attended, width = _scored(m, kind)
+    matrices, scores = 2.0 * m.tokens * own.weights, 2.0 * m.tokens * attended * width
     again = (scores / 2 if m.flash else 0.0) + (scores if m.keeping.repeats(CORE_ATTENTION) else 0.0)
     up = 2.0 * m.tokens * own.up_weights if m.keeping.repeats(UP_PROJECTION) else 0.0
 
@@ -80,7 +81,7 @@ def _attention(m: Model, kind: str) -> LayerWork:
         operand(states) if not is_latent else Tensor(states, (LAYER_NORM,)),
         Tensor(inside * own.made, () if not is_latent else (UP_PROJECTION,)),  # q, k and v: 6h
         Tensor(inside * own.outputs, of_product=True),  # the input of the last product, which attention keeps, too: 2h
-        *([] if m.flash else [Tensor(5.0 * m.heads * m.attended * m.tokens / split, (CORE_ATTENTION,))]),
+        *([] if m.flash else [Tensor(5.0 * m.heads * attended * m.tokens / split, (CORE_ATTENTION,))]),
     ]
     if own.compressed:
         compressed = 2.0 * m.tokens * own.compressed / whole
@@ -101,6 +102,25 @@ def _attention(m: Model, kind: str) -> LayerWork:
         repeated=up,
         reductions=1,
     )
+
+
+def _scored(m: Model, kind: str) -> tuple[float, int]:
+    """The tokens that attention computes for each one, and the features of keys and values that it takes of each.
+
+    The kernels of sparse attention take latent features, which all heads share, in place of their keys and values.
+    """
+    own, indexer = m.attention_of(kind), m.indexer_of(kind)
+    if indexer is None or m.latent is None:
+        return m.attended, own.queries + own.outputs
+    return indexer.attended(m.sequence * m.context_parallel), m.heads * (2 * m.latent.rank + m.latent.position_size)
+
+
+def _index(m: Model, kind: str) -> LayerWork:
+    """Compute the figures of the indexer of sparse attention; nothing for other layers."""
+    if (indexer := m.indexer_of(kind)) is None:
+        return LayerWork(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    sequence, target = m.sequence * m.context_parallel, m.attention_of(kind).queries
+    return indexer.work(m.tokens, sequence, m.hidden, m.indexed, target, m.tensor_parallel)
 
 
 def _mlp(m: Model, modules: tuple[str, ...] = (MLP,), of_experts: bool = False) -> LayerWork:

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.zero_bubble.core.costs.attention import Latent
 from megatron.zero_bubble.core.costs.kept import CORE_ATTENTION, Kept
 from megatron.zero_bubble.core.costs.precision import BF16, PRECISIONS, Precision
+from megatron.zero_bubble.core.costs.sparse import Indexer
 
 _LATENT = {
     "query_rank": "q_lora_rank",
@@ -41,6 +42,15 @@ def kept_of(args: Any) -> Kept:
         linear_precision(args).operand_bytes,
         getattr(args, "hidden_dropout", 0.1) > 0,
     )
+
+
+def indexer_of(args: Any) -> Indexer | None:
+    """Return the shapes of a job's indexers; None if it has none."""
+    heads, size, picked = (getattr(args, f"dsa_indexer_{name}", None) for name in ("n_heads", "head_dim", "topk"))
+    if not (heads and size and picked):
+        return None
+    is_trained = bool(getattr(args, "dsa_indexer_loss_coeff", None))
+    return Indexer(heads, size, picked, is_trained, bool(getattr(args, "dsa_indexer_use_sparse_loss", False)))
 
 
 def latent_of(args: Any) -> Latent | None:

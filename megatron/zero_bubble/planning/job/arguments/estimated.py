@@ -24,6 +24,10 @@ def add_estimated(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=int, default=size)
     for name in ("num-key-heads", "num-value-heads", "key-head-dim", "value-head-dim", "conv-kernel-dim"):
         add(f"--linear-{name}", type=int)  # of gated delta nets
+    for name in ("n-heads", "head-dim", "topk"):
+        add(f"--dsa-indexer-{name}", type=int)  # of sparse attention
+    add("--dsa-indexer-loss-coeff", type=float)
+    add("--dsa-indexer-use-sparse-loss", action="store_true")
     add("--moe-router-num-groups", type=int)
     add("--moe-router-group-topk", type=int)
     add("--moe-latent-size", type=int)
