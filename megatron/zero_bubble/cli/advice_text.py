@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.cli.assumed_vocabulary import OtherVocabSize, remark
+from megatron.zero_bubble.core.formats.pattern import Pattern
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.change import NUMBERS, AdviceRow, Today
@@ -16,6 +17,8 @@ from megatron.zero_bubble.planning.codecs import Difference, difference
 from megatron.zero_bubble.planning.experts import Contender, kind_of, sentence
 from megatron.zero_bubble.planning.idle import Idle, idle_of
 from megatron.zero_bubble.planning.job.arguments.parser import misspelt
+from megatron.zero_bubble.planning.job.pattern import FLAG as PATTERN
+from megatron.zero_bubble.planning.job.pattern import pattern_in
 from megatron.zero_bubble.planning.remedies import Remedied
 from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.uncertainty import SHARE
@@ -71,10 +74,24 @@ def words_of(setup: Setup, adds: Sequence[str], drops: Sequence[str], own: Setup
         adds, drops: flags of Megatron's own that it adds and leaves out besides.
         own: what the job runs now.
     """
-    add, obsolete = difference(own, setup)
+    add, obsolete = _spelled(difference(own, setup), pattern_in(argv))
     words = (*add, *adds)
     all_drops = dict.fromkeys((*drops, *obsolete))
     return Difference(words, tuple(given_of([flag for flag in all_drops if flag not in words], argv)))
+
+
+def _spelled(found: Difference, pattern: Pattern | None) -> Difference:
+    """The same with the stages of a hybrid model in its pattern, which a job always has."""
+    add = list(found.add)
+    if pattern is None or _LAYOUT not in (*add, *found.leave_out):
+        return found
+    layout = None
+    if _LAYOUT in add:
+        at = add.index(_LAYOUT)
+        layout = add[at + 1]
+        del add[at : at + 2]
+    left = tuple(flag for flag in found.leave_out if flag != _LAYOUT)
+    return Difference((*add, pattern.flag, pattern.laid_out(layout)), left)
 
 
 def words_of_row(row: AdviceRow, own: Setup, argv: Sequence[str]) -> Difference:
@@ -244,7 +261,7 @@ def _table(found: Advice, own: Setup, argv: Sequence[str]) -> Iterator[str]:
         if words.leave_out:
             yield f"   leave out {' '.join(words.leave_out)}"
         yield f"   numbers: {NUMBERS[row.change.numbers]}"
-        if _LAYOUT in words.add:
+        if _LAYOUT in words.add or PATTERN in words.add:
             yield "   checkpoints: ranks save other layers than now, because the layout differs"
         if row.gap is not None:
             yield f"   time: within {row.gap:.1%} of a lower bound on such plans"

@@ -27,6 +27,7 @@ from megatron.zero_bubble.cli.planned_job import planned_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.core.costs.units import positive_figure
 from megatron.zero_bubble.core.errors import Refusal, Remedy, UserError
+from megatron.zero_bubble.core.formats.layout_string import FLAG as LAYOUT_FLAG
 from megatron.zero_bubble.core.ir.garbage import without_gc
 from megatron.zero_bubble.core.search.loops import compiled
 from megatron.zero_bubble.engine.runtime.backends import QUEUES
@@ -36,6 +37,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.idle import idle_of
 from megatron.zero_bubble.planning.job.changes import JobChanges
 from megatron.zero_bubble.planning.job.overlaps import enabled_overlaps, switched_off
+from megatron.zero_bubble.planning.job.pattern import pattern_in, pattern_of
 from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.remedies import remedied
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
@@ -175,6 +177,7 @@ def advised(
         options.effort,
         (own.replicas, bandwidth_to_replicas(own.groups, device_of(options))),
         own.parsed.setup,
+        pattern_of(own.parsed.args),
     )
     worth = WORTH if options.costs else WORTH_ESTIMATED
 
@@ -276,7 +279,10 @@ def _changes_of(
     variant: SizeVariant, options: argparse.Namespace, argv: Sequence[str], limit: float
 ) -> Iterator[Change]:
     """The changes of a job with other sizes."""
-    other = read_job(options, changed(argv, variant.flags, variant.drops))
+    flags, pattern = variant.flags, pattern_in(argv)
+    if pattern is not None and LAYOUT_FLAG in variant.drops:
+        flags = (*flags, pattern.flag, pattern.laid_out(None))
+    other = read_job(options, changed(argv, flags, variant.drops))
     for change in _pipeline_of(other, options, limit).quick_changes(other.today.timeline.schedule):
         numbers = max(variant.numbers, change.numbers, key=list(NUMBERS).index)
         change = replace(change, name=f"{variant.name}, {change.name}", numbers=numbers, reorders=False)
@@ -302,7 +308,9 @@ def _with_remedy(
 def _pipeline_of(job: JobAsIs, options: argparse.Namespace, limit: float) -> JobChanges:
     """The changes of another job on the same GPUs."""
     placement, bandwidth = job.today.timeline.schedule.placement, options.host_bandwidth * 1e6
-    return JobChanges(placement, job.costs, limit, bandwidth, setup=job.parsed.setup)
+    return JobChanges(
+        placement, job.costs, limit, bandwidth, setup=job.parsed.setup, pattern=pattern_of(job.parsed.args)
+    )
 
 
 def _with_flags(change: Change, adds: Sequence[str], drops: Sequence[str]) -> Change:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.zero_bubble.cli.break_even import BreakEven
 from megatron.zero_bubble.cli.compared_row import ComparedRow, gib_cell
 from megatron.zero_bubble.cli.divisions import division_lines, mark
+from megatron.zero_bubble.cli.layouts import layout_flag
 from megatron.zero_bubble.cli.plan_text import SLOW
 from megatron.zero_bubble.cli.vocabulary import GainOverLayouts
 from megatron.zero_bubble.core.analysis.score import length_ms
@@ -92,7 +93,7 @@ def table_text(table: Table, costs: Figures, about_limit: str | None = None) -> 
     for bounds in table.bounds:
         schedule = f"schedule{bounds.of or whole} within the limit"
         lines += (f"no {on} {schedule} has a {table.objective} below {ms:.3f} ms" for on, ms in bounds.ms.items())
-    lines += chain(division_lines(table.rows), _layouts(table))
+    lines += chain(division_lines(table.rows, costs), _layouts(table, costs))
     lines += [] if table.break_even is None else [str(table.break_even)]
     lines += (f"not compared: {reason}" for reason in table.absent)
     if not compiled():
@@ -113,11 +114,11 @@ def _legend(table: Table) -> Iterator[str]:
         yield f"{FITTED}: passes reordered for these costs, in the memory of the published order"
 
 
-def _layouts(table: Table) -> Iterator[str]:
+def _layouts(table: Table, costs: Figures) -> Iterator[str]:
     """Yield the layouts by cost and their schedules, and what is gained over the best."""
     laid_out = sorted((row for row in table.rows if row.layout is not None), key=lambda row: str(row.layout))
     for layout, rows in groupby(laid_out, key=lambda row: row.layout):
-        yield f"--pipeline-model-parallel-layout '{layout}': {', '.join(row.schedule for row in rows)}"
+        yield f"{layout_flag(str(layout), costs)}: {', '.join(row.schedule for row in rows)}"
     yield from table.gain.lines
 
 

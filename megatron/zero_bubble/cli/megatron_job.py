@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
-from megatron.zero_bubble.core.formats.layout import layout_text
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.integration.megatron_lm import checks
 from megatron.zero_bubble.integration.megatron_lm.batches import (
@@ -24,7 +23,7 @@ from megatron.zero_bubble.planning.codecs import parse
 from megatron.zero_bubble.planning.job.effects import Job
 from megatron.zero_bubble.planning.job.flags import as_given, given_in
 from megatron.zero_bubble.planning.job.overlaps import enabled_overlaps, switched_off
-from megatron.zero_bubble.planning.job.pattern import pattern_of
+from megatron.zero_bubble.planning.job.pattern import pattern_of, set_layout
 from megatron.zero_bubble.planning.job.planned import other_options, run_of
 from megatron.zero_bubble.planning.job.rules import check_costs_file, check_job
 from megatron.zero_bubble.planning.job.sequence_parallel import without_sequence_parallelism
@@ -73,7 +72,8 @@ class ParsedJob:
     @cached_property
     def setup(self) -> Setup:
         """What it runs, of a job that has been checked."""
-        return parse(self.arguments)
+        own, pattern = parse(self.arguments), pattern_of(self.args)
+        return own if pattern is None else replace(own, layout=pattern.layout)
 
     def checked(self) -> MegatronJob:
         """Check the job as it is.
@@ -101,7 +101,7 @@ class ParsedJob:
         from megatron.zero_bubble.planning.job.arguments.parser import with_megatron_flags
 
         args = with_megatron_flags(self.args, adds, drops)
-        args.pipeline_model_parallel_layout = setup.layout
+        set_layout(args, setup.layout)
         return _checked(args, values_of(setup) | other_options(self.given), self)
 
     def refused(self, setup: Setup, adds: Sequence[str], drops: Sequence[str]) -> Refusal | None:
@@ -172,9 +172,8 @@ def _checked(args: argparse.Namespace, given: Mapping[str, Any], job: ParsedJob)
 def _read_pattern(args: argparse.Namespace) -> None:
     """Convert the pattern of a hybrid model, where it divides the layers, to a layout."""
     pattern = pattern_of(args)
-    if pattern is not None and len(pattern.stages) > 1:
-        layout = layout_text([len(stage) for stage in pattern.stages])
-        args.pipeline_model_parallel_layout = layout[:-1] + "m" * len(pattern.predictions) + "L"
+    if pattern is not None and pattern.layout is not None:
+        args.pipeline_model_parallel_layout = pattern.layout
 
 
 def _place(args: argparse.Namespace) -> list[str]:

@@ -154,7 +154,7 @@ def plan(options: argparse.Namespace) -> str:
     if options.format == "json":
         return written(made)
     divided = division_text(costs, timeline.schedule.placement)
-    text = plan_text(timeline, costs) + (divided if layouts is None else layout_summary(layouts))
+    text = plan_text(timeline, costs) + (divided if layouts is None else layout_summary(layouts, costs))
     divides = made.question.setup.running(Setup.of(timeline.schedule)).divides
     text += imbalance_text(timeline, costs, layouts is not None, divides or timeline.schedule.overlaps)
     text += "".join(f"{each}\n" for each in made.dropped)

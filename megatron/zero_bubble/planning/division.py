@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron.zero_bubble.core.formats.layout import layout_text, stage_layers
+from megatron.zero_bubble.core.formats.pattern import Pattern
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.search.cut import even
 
@@ -23,6 +24,7 @@ class Division:
         given: the layers per stage of a known layout, for every placement with as many stages.
         predictions: layers of multi-token prediction per stage of the job, which count together as one part of a model
             (``LayerCosts.predictions``); with another number of stages, they are on the last one.
+        pattern: the letters of a hybrid model, which Megatron itself divides for one stage per rank only.
         otherwise: divides layers that do not divide evenly (default: ``even``, where the embedding and the output layer
             count as one layer each).
     """
@@ -35,6 +37,7 @@ class Division:
     given: tuple[int, ...] = ()
     otherwise: Callable[[Placement], tuple[int, ...]] | None = field(default=None, compare=False)
     predictions: tuple[int, ...] = ()
+    pattern: Pattern | None = None
 
     def on(self, placement: Placement) -> tuple[int, ...]:
         """The layers of every stage, in model order.
@@ -46,7 +49,7 @@ class Division:
             return self.given
         if (found := self._by_flags(placement)) is not None:
             return found
-        if self.otherwise is None or self.num_layers % placement.num_stages == 0:
+        if self.otherwise is None or (self._is_by_megatron(placement) and self.num_layers % placement.num_stages == 0):
             return even(placement, self.num_layers)
         return self.otherwise(placement)
 
@@ -70,7 +73,13 @@ class Division:
 
     def _by_flags(self, placement: Placement) -> tuple[int, ...] | None:
         """The layers per stage by Megatron's flags, if these can divide them."""
+        if not self._is_by_megatron(placement):
+            return None
         found = stage_layers(
             placement, self.num_layers, first=self.first, last=self.last, embedding=self.embedding, loss=self.loss
         )
         return found if sum(found) == self.num_layers and min(found[1:-1], default=1) > 0 <= min(found) else None
+
+    def _is_by_megatron(self, placement: Placement) -> bool:
+        """Whether Megatron divides these layers itself, as far as it can."""
+        return self.pattern is None or placement.num_stages == placement.num_ranks

@@ -17,6 +17,7 @@ from megatron.zero_bubble.core.costs.units import BYTES, checked_figure, parse_m
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.costs import CostsFile
 from megatron.zero_bubble.core.formats.facts import Facts
+from megatron.zero_bubble.core.formats.pattern import layout_words
 from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.core.search.cut import even
@@ -157,6 +158,10 @@ class Figures:
     def needed_layout(self, placement: Placement) -> str | None:
         """The ``--pipeline-model-parallel-layout`` that gives a job these layers per stage; None if it needs none."""
         return None if self.division is None else self.division.needed_layout(placement)
+
+    def layout_words(self, layout: str) -> tuple[str, str]:
+        """The flag, and its value, that give a job a layout."""
+        return layout_words(layout, None if self.division is None else self.division.pattern)
 
     def evenly(self) -> Figures:
         """Return the costs of the layout that a job gets without another one; layouts by cost are made from these.

@@ -145,3 +145,8 @@ def test_work_of_each_kind() -> None:
     assert 0 < embedding < min(work.values()) and loss > 0
     assert set(work_of_kinds(SimpleNamespace(**SHAPES), None)[0].values()) == {1.0}
     assert unestimated_kinds(job("M-GE*+D")) == ("experts", "latent attention", "sparse attention")
+    sizes = {"dsa_indexer_n_heads": 4, "dsa_indexer_head_dim": 8, "dsa_indexer_topk": 16}
+    sparse = SimpleNamespace(**SHAPES, **sizes, multi_latent_attention=True)
+    assert work_of_kinds(sparse, 8000)[0]["D"] != work_of_kinds(sparse, 8000)[0]["+"]
+    sparse.hybrid_layer_pattern = "D-"
+    assert unestimated_kinds(sparse) == ()

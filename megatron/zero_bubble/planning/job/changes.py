@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.pattern import Pattern
 from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import Placement, Schedule
 from megatron.zero_bubble.core.ir.vocabulary import Divided
@@ -21,6 +22,7 @@ from megatron.zero_bubble.planning.change import MESSAGES, NUMBERS, ORDER, ROUND
 from megatron.zero_bubble.planning.cuts import least_tokens, with_candidates
 from megatron.zero_bubble.planning.decisions import DECISIONS
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.job.pattern import FLAG as PATTERN
 from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.question import Offloading, Question
@@ -78,6 +80,7 @@ class JobChanges:
         most_activations: limit of activation memory alone, in the unit of the costs.
         effort: of searches, relative to the default.
         setup: what the job runs now.
+        pattern: the layers of a hybrid model.
     """
 
     placement: Placement
@@ -88,6 +91,7 @@ class JobChanges:
     effort: float = 1.0
     replicas: tuple[int, float] = (1, math.inf)
     setup: Setup = STOCK
+    pattern: Pattern | None = None
 
     def quick_changes(self, schedule: Schedule) -> Iterator[Change]:
         """Yield its own schedule, those by name, with pairs too, and searches without and with two stages per rank."""
@@ -110,7 +114,7 @@ class JobChanges:
         yield from self.named_changes()
         searches = list(self._searched())
         yield from searches
-        yield from map(self._laid_out, searches if self.costs.layers is not None else ())
+        yield from map(self._laid_out, searches if self._takes_layouts else ())
         yield from self._divided(searches)
         yield from self._sliced(searches)
         if self.costs.in_bytes:
@@ -122,8 +126,19 @@ class JobChanges:
         return self.placement.num_stages // self.placement.num_ranks
 
     @property
+    def _takes_stages(self) -> bool:
+        """Whether every version of Megatron with the flags of the job can give it other stages."""
+        return self.pattern is None or self.pattern.flag == PATTERN
+
+    @property
+    def _takes_layouts(self) -> bool:
+        return self.costs.layers is not None and self._takes_stages
+
+    @property
     def _counts(self) -> list[int]:
         """Numbers of stages per rank above 1 that a rank of the job has layers for."""
+        if not self._takes_stages:
+            return []
         layers = self.costs.most_layers or _MOST_STAGES
         return list(range(2, max(min(_MOST_STAGES, layers), self._own_stages) + 1))
 
@@ -134,7 +149,10 @@ class JobChanges:
             on = Placement.interleaved(ranks, count)
             if on != self.placement:
                 question = self._asking(Named("interleaved-1f1b", count, equal_passes=True), on)
-                setup, adds = Setup(layout=self._layout_on(on)), (_STAGES, str(count))
+                setup = Setup(layout=self._layout_on(on))
+                adds: tuple[str, ...] = _STAGES, str(count)
+                if self.pattern is not None:  # which has to have them
+                    setup, adds = replace(setup, layout=setup.layout or self.costs.needed_layout(on)), ()
                 yield Change(f"Megatron's interleaving x{count}", question, setup, on, adds, self._drops(on), ORDER)
 
     def _named(self) -> Iterator[Change]:
@@ -145,6 +163,8 @@ class JobChanges:
     def _of_recipe(self, recipe: Recipe) -> Iterator[Change]:
         for count in self._counts if recipe.shape == "interleaved" else (None,):
             on = recipe.placement(self.costs.num_ranks, recipe.num_chunks(count))
+            if on.num_stages > on.num_ranks and not self._takes_stages:
+                continue
             question = self._asking(Named(recipe.name, count, equal_passes=True), on)
             title = recipe.name if count is None else f"{recipe.name} x{count}"
             yield self._change(title, question, self._named_on(recipe, on), on)
@@ -177,7 +197,7 @@ class JobChanges:
         numbers = max(ORDER, change.numbers, key=list(NUMBERS).index)
 
         def of_plan(setup: Setup, plan: Answer) -> Setup:
-            return _laid_out(change.of_plan(setup, plan), plan)
+            return self._with_layout(change.of_plan(setup, plan), plan)
 
         return replace(own, numbers=numbers, reorders=False, of_plan=of_plan)
 
@@ -217,7 +237,7 @@ class JobChanges:
                 own = replace(search, name=f"{search.name}, slices", question=question)
                 own = replace(own, numbers=ROUNDED, reorders=False, of_plan=self._cut)
                 yield own
-                if self.costs.layers is not None:
+                if self._takes_layouts:
                     yield self._laid_out(own)
 
     def _sharded(self) -> Iterator[Change]:
@@ -254,10 +274,15 @@ class JobChanges:
 
     def _drops(self, on: Placement) -> tuple[str, ...]:
         """The flags that give the job another number of stages."""
+        if self.pattern is not None and on.num_stages > on.num_ranks:
+            return (*_VIRTUAL, *_LAYERS)  # only its pattern gives a rank several of them
         return () if self._keeps_stages(on) else _VIRTUAL
 
     def _layout_on(self, on: Placement) -> str | None:
-        return self.setup.layout if on == self.placement or self._keeps_stages(on) else None
+        is_own = on == self.placement or self._keeps_stages(on)
+        if self.pattern is not None:  # which is divided alike for all placements with as many stages
+            is_own = on.num_stages == self.placement.num_stages
+        return self.setup.layout if is_own else None
 
     def _keeps_stages(self, on: Placement) -> bool:
         return keeps_stages(self.placement, on)
@@ -295,21 +320,19 @@ class JobChanges:
         assert self.costs.sequence is not None, "slices are planned for known sequences"
         return replace(setup, cuts=Cuts(None, plan.schedule.slices.in_tokens(self.costs.sequence)))
 
+    def _with_layout(self, setup: Setup, plan: Answer) -> Setup:
+        """With the layout, unless the job has these layers without one; the pattern of a hybrid model always has it."""
+        laid_out = plan.part(LayoutPlan)
+        assert laid_out is not None, "the layout was asked for"
+        best, evenly, on = laid_out.best, plan.question.costs, plan.schedule.placement
+        is_own = evenly.needed_layout(on) is None and tuple(best.layout) == tuple(evenly.layout(on))
+        return setup if is_own and self.pattern is None else replace(setup, layout=best.text)
+
 
 def _deciding(change: Change, name: str, **decisions: Any) -> Change:
     """A change that also decides something else, which its job and its question have alike."""
     question, setup = change.question.deciding(**decisions), replace(change.setup, **decisions)
     return replace(change, name=name, question=question, setup=setup)
-
-
-def _laid_out(setup: Setup, plan: Answer) -> Setup:
-    """With the layout, unless the job has these layers without one."""
-    laid_out = plan.part(LayoutPlan)
-    assert laid_out is not None, "the layout was asked for"
-    best, evenly, on = laid_out.best, plan.question.costs, plan.schedule.placement
-    if evenly.needed_layout(on) is None and tuple(best.layout) == tuple(evenly.layout(on)):
-        return setup
-    return replace(setup, layout=best.text)
 
 
 def _sharded(setup: Setup, plan: Answer) -> Setup:

@@ -10,10 +10,11 @@ from typing import Any
 
 from megatron.zero_bubble.core.errors import UserError, as_flag
 from megatron.zero_bubble.core.formats.layout import stage_layers
+from megatron.zero_bubble.core.formats.pattern import Pattern
 from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.planning.job.model import hybrid_layers, stated_vocab_size
-from megatron.zero_bubble.planning.job.pattern import FLAG, Pattern, name_of, pattern_of
+from megatron.zero_bubble.planning.job.pattern import FLAG, name_of, pattern_of
 from megatron.zero_bubble.planning.job.runnable import is_megatrons_own
 
 _OTHER_DIVISIONS = (

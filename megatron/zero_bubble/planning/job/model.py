@@ -19,12 +19,13 @@ from megatron.zero_bubble.core.costs.predictions import prediction_parts
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout import layout_text
 from megatron.zero_bubble.core.formats.layout_string import HYBRID_KINDS, layout_layers, predictions_of
+from megatron.zero_bubble.core.formats.pattern import Pattern
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.search.cut import cut
 from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.planning.job.graphs import ENGINE, ITERATION, graphs_of
-from megatron.zero_bubble.planning.job.kept import kept_of, latent_of, linear_precision
-from megatron.zero_bubble.planning.job.pattern import Pattern, pattern_of
+from megatron.zero_bubble.planning.job.kept import indexer_of, kept_of, latent_of, linear_precision
+from megatron.zero_bubble.planning.job.pattern import pattern_of
 
 GPT2_VOCAB_SIZE = 50_304
 """Size of GPT-2's vocabulary, padded to a multiple of 128."""
@@ -82,6 +83,7 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
         mamba=mamba_of(args),
         delta=delta_of(args),
         latent=latent_of(args),
+        indexer=indexer_of(args),
         kept=kept_of(args),
         joined=_joined(args),
         captured=_captured(args),
@@ -216,7 +218,7 @@ def experts_of(args: Any) -> Experts | None:
 def unestimated_kinds(args: Any) -> tuple[str, ...]:
     """Return the kinds of a hybrid model's layers whose costs are not estimated, in words."""
     pattern = pattern_of(args)
-    needed = {"E": _num_experts(args), "+": latent_of(args)}
+    needed = {"E": _num_experts(args), "+": latent_of(args), "D": latent_of(args) and indexer_of(args)}
     estimated = {kind for kind in ESTIMATED_KINDS if needed.get(kind, True)}
     kinds = () if pattern is None else {*pattern.layers, *"".join(pattern.predictions)} - estimated
     return tuple(sorted(HYBRID_KINDS[kind] for kind in kinds))
@@ -249,6 +251,7 @@ def division_of(args: Any, vocab_size: int | None) -> Division:
         () if layout is None else layout_layers(layout),
         otherwise,
         predictions if pattern is None else (),  # of a hybrid model, they are on the last stage
+        pattern,
     )
 
 
@@ -321,8 +324,8 @@ def delta_of(args: Any) -> GatedDelta:
 def work_of_kinds(args: Any, vocab_size: int | None) -> tuple[dict[str, float], float, float]:
     """Return the work of a hybrid model's layers by letter, of the embedding and of the output layer, in any unit.
 
-    Layers with experts count as their active part. Sparse attention, which is not estimated, counts as attention.
-    Without shapes or ``vocab_size``, all count as one layer.
+    Layers with experts count as their active part, sparse attention without an indexer as attention. Without shapes
+    or ``vocab_size``, all count as one layer.
 
     Args:
         args: the flags of a Megatron-LM job.
@@ -330,12 +333,10 @@ def work_of_kinds(args: Any, vocab_size: int | None) -> tuple[dict[str, float], 
     """
     if vocab_size is None or not all(getattr(args, name, None) for name in _SHAPES):
         return dict.fromkeys(HYBRID_KINDS, 1.0), 1.0, 1.0
-    dense = replace(_trained(args, (5,)), vocab_size=vocab_size, pattern="M*-G+")
-    device = DEVICES["a100"]
+    dense, device = replace(_trained(args, (6,)), vocab_size=vocab_size, pattern="M*-G+D"), DEVICES["a100"]
     costs = layer_costs(dense, device)
-    mamba, attention, mlp, delta, latent = (layer.work_ms for layer in costs.layers)
-    experts = layer_costs(replace(_active(dense, args), pattern="-"), device).layers[0].work_ms
-    work = {"M": mamba, "G": delta, "*": attention, "D": attention, "+": latent, "-": mlp, "E": experts}
+    work = {kind: layer.work_ms for kind, layer in zip(dense.kinds, costs.layers, strict=True)}
+    work["E"] = layer_costs(replace(_active(dense, args), pattern="-"), device).layers[0].work_ms
     return work, _EMBEDDING * min(work.values()), costs.loss.work_ms
 
 

@@ -1,43 +1,15 @@
-"""The layers of a hybrid model, one letter each: ``--hybrid-layer-pattern M-M*|M-ME`` for two stages."""
+"""The pattern of a job that trains a hybrid model: ``--hybrid-layer-pattern M-M*|M-ME`` for two stages."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 from megatron.zero_bubble.core.formats.layout_string import read_hybrid
+from megatron.zero_bubble.core.formats.pattern import Pattern
 
 FLAG, OLD_FLAG = "--hybrid-layer-pattern", "--hybrid-override-pattern"
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """The layers of a hybrid model.
-
-    Attributes:
-        flag: the flag that has the pattern.
-        text: the pattern as it was given.
-        stages: the letters of each stage, or all of them if the pattern leaves the division to Megatron.
-        predictions: the letters of each layer of multi-token prediction.
-    """
-
-    flag: str
-    text: str
-    stages: tuple[str, ...]
-    predictions: tuple[str, ...]
-
-    @property
-    def layers(self) -> str:
-        """The letters of all layers, in model order."""
-        return "".join(self.stages)
-
-    def cut(self, counts: Sequence[int]) -> str:
-        """Write the pattern with these numbers of layers per stage."""
-        ends = accumulate(counts, initial=0)
-        stages = "|".join(self.layers[start:end] for start, end in pairwise(ends))
-        return "/".join((stages, *self.predictions))
 
 
 def pattern_of(args: Any) -> Pattern | None:
@@ -52,10 +24,26 @@ def pattern_of(args: Any) -> Pattern | None:
     return None
 
 
+def pattern_in(words: Sequence[str]) -> Pattern | None:
+    """Read the pattern in the words of a job; None if they have none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in (FLAG, OLD_FLAG):
+        parser.add_argument(flag)
+    return pattern_of(parser.parse_known_args(list(words))[0])
+
+
 def contents(args: Any, layers: Sequence[int]) -> Sequence[int | str]:
     """Return what each stage has of the layers: its letters in a hybrid model, else its number, as in ``layers``."""
     pattern = pattern_of(args)
     return layers if pattern is None else pattern.cut(layers).partition("/")[0].split("|")
+
+
+def set_layout(args: Any, layout: str | None) -> None:
+    """Give a job the stages of a layout, by the flag that it has for them."""
+    if (pattern := pattern_of(args)) is None:
+        args.pipeline_model_parallel_layout = layout
+    else:
+        setattr(args, name_of(pattern.flag), pattern.laid_out(layout))
 
 
 def name_of(flag: str) -> str:
