@@ -62,3 +62,19 @@ def test_weights_of_layers_may_have_a_size_of_their_own() -> None:
     sizes, plain = own.sizes_on(ON), costs.sizes_on(ON)
     assert sizes is not None and plain is not None and sizes.gradients == plain.gradients
     assert sum(sizes.weights) == pytest.approx(sum(plain.weights) + 2.0 * 12 * MODEL.layer_weights)
+
+
+def test_predictions_have_no_copy_of_a_divided_embedding() -> None:
+    """Rows travel to their stage instead, in messages that are twice as large."""
+    costs = figures()
+    assert isinstance(costs.weights, ModelWeights) and costs.layers is not None
+    division = replace(Division(12), predictions=(1,))
+    layers = replace(costs.layers, layers=(*costs.layers.layers, costs.layers.layers[0]), predictions=1)
+    weights = replace(costs.weights, division=division, predictions=("",))
+    whole = replace(costs, layers=layers, division=division, weights=weights)
+    (variant,) = variants(whole, Divided(2))
+    undivided, divided = whole.weights_on(ON), variant.costs.weights_on(ON)
+    assert undivided is not None and divided is not None
+    copy = 18.0 * MODEL.vocab_size * MODEL.hidden
+    assert sum(undivided) - sum(divided) == pytest.approx(copy)
+    assert (whole.widths_on(ON), variant.costs.widths_on(ON)) == ((), (2.0, 2.0, 2.0, 1.0))

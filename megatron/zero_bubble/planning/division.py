@@ -59,11 +59,18 @@ class Division:
         Raises:
             UserError: as ``on``.
         """
-        counts, found = self.predictions, list(self.on(placement))
-        if any(counts):
-            known = len(counts) == placement.num_stages
-            found[max(stage for stage, count in enumerate(counts) if count) if known else -1] += 1
+        found = list(self.on(placement))
+        if (stage := self.predicting(placement)) is not None:
+            found[stage] += 1
         return tuple(found)
+
+    def predicting(self, placement: Placement) -> int | None:
+        """The stage with multi-token prediction; None without it."""
+        counts = self.predictions
+        if not any(counts):
+            return None
+        is_known = len(counts) == placement.num_stages
+        return max(stage for stage, count in enumerate(counts) if count) if is_known else placement.num_stages - 1
 
     def needed_layout(self, placement: Placement) -> str | None:
         """The ``--pipeline-model-parallel-layout`` that gives these layers; None if the flags or a known layout do."""

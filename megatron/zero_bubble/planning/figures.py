@@ -106,8 +106,15 @@ class Figures:
         return self._made[placement]
 
     def widths_on(self, placement: Placement) -> tuple[float, ...]:
-        """``widths`` for the stages of a placement; empty if the job has others."""
-        return self.widths if len(self.widths) == placement.num_stages else ()
+        """``widths`` for the stages of a placement; empty if the job has others, or all are 1. Rows of a divided
+        embedding travel with the hidden states to multi-token prediction.
+        """
+        own = self.widths if len(self.widths) == placement.num_stages else ()
+        is_divided = self.layers is not None and self.layers.is_divided
+        at = self.division.predicting(placement) if is_divided and self.division is not None else None
+        if at is None:
+            return own
+        return tuple(width + (stage < at) for stage, width in enumerate(own or (1.0,) * placement.num_stages))
 
     @property
     def of_ranks(self) -> tuple[PassCosts, PassMemory]:

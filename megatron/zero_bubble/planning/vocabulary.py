@@ -145,7 +145,7 @@ def divided_costs(costs: Figures, divided: Divided) -> Figures:
         layers=layers,
         notes=(*costs.notes, note),
         base=costs.base or costs,
-        weights=None if costs.weights is None else DividedWeights(costs.weights),
+        weights=None if costs.weights is None else DividedWeights(costs.weights.without_copies()),
     )
 
 

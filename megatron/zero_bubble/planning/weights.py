@@ -31,6 +31,9 @@ class Weights(Protocol):
     def of_layers(self) -> Weights:
         """Those without the embedding and the output layer."""
 
+    def without_copies(self) -> Weights:
+        """Those without the copy of the embedding that multi-token prediction has on a stage of its own."""
+
 
 @dataclass(frozen=True)
 class ModelWeights:
@@ -41,6 +44,7 @@ class ModelWeights:
         parts: bytes per parameter.
         replicas: those that divide the optimizer state of a parameter, and of a parameter of experts.
         predictions: the letters of each layer of multi-token prediction, as in ``prediction_parts``.
+        copies: whether their stage has a copy of the embedding.
     """
 
     model: Model
@@ -48,6 +52,7 @@ class ModelWeights:
     parts: ParameterBytes
     replicas: tuple[int, int] = (1, 1)
     predictions: tuple[str, ...] = ()
+    copies: bool = True
 
     @property
     def per_parameter(self) -> tuple[float, float]:
@@ -83,6 +88,10 @@ class ModelWeights:
         """See ``Weights``."""
         return replace(self, model=replace(self.model, vocab_size=0))
 
+    def without_copies(self) -> ModelWeights:
+        """See ``Weights``."""
+        return replace(self, copies=False)
+
     def _held(self, weight: float, replicas: int) -> float:
         return weight + self.parts.gradient + self.parts.optimizer / replicas
 
@@ -107,7 +116,7 @@ class ModelWeights:
     def _of_stages(self, placement: Placement, layout: Layout | None) -> list[float]:
         laid_out, at = self._laid_out(placement, layout)
         found = list(laid_out.stage_weights(placement))
-        found[at] += prediction_weights(self.model, self.predictions, at)
+        found[at] += prediction_weights(self.model, self.predictions, has_copy=self.copies and at > 0)
         return found
 
     def _laid_out(self, placement: Placement, layout: Layout | None) -> tuple[Model, int]:
@@ -141,6 +150,10 @@ class DividedWeights:
         """See ``Weights``."""
         return self.undivided.of_layers()
 
+    def without_copies(self) -> DividedWeights:
+        """See ``Weights``."""
+        return self
+
 
 @dataclass(frozen=True)
 class PlannedWeights:
@@ -165,3 +178,7 @@ class PlannedWeights:
     def of_layers(self) -> Weights:
         """See ``Weights``."""
         return self.stages.of_layers()
+
+    def without_copies(self) -> PlannedWeights:
+        """See ``Weights``."""
+        return replace(self, stages=self.stages.without_copies())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.zero_bubble import Placement
@@ -51,3 +53,12 @@ def test_estimated_softmax_is_in_float32() -> None:
     whole = layer_costs(MODEL, DEVICES["a100"])
     assert divide(whole, 8, Divided(1)).logits == ((4 * 2048 * 256_000 / 8 + 2 * 2048 * 3072),) * 8
     assert whole.on((4,) * 8)[0].num_stages == Placement.linear(8).num_stages
+
+
+def test_predictions_keep_states_of_all_depths_and_their_rows_travel() -> None:
+    """Two heads: S keeps both hidden states, and every message has the rows of the tokens too."""
+    heads = LayerFigures(8.0, 12.0, 16.0, activation=40.0, wgrad=16.0)
+    predicting = replace(WHOLE, layers=(*WHOLE.layers, WHOLE.layers[0]), loss=heads, predictions=1, comm_ms=0.5)
+    shards = divide(predicting, 4, Divided(1), throughput=1.0)
+    assert shards.logits == ((40.0 - 8.0) / 4 + 4.0,) * 4
+    assert shards.comm_ms == 1.0 and divide(replace(WHOLE, comm_ms=0.5), 4, Divided(1)).comm_ms == 0.5

@@ -105,7 +105,7 @@ def test_layers_of_prediction_have_the_experts_of_the_last_layer() -> None:
     assert costs.experts[1].layers == 3 and costs.experts[0].layers == 0
     assert costs.experts[1].whole == pytest.approx(costs.forward_ms[1] + costs.backward_ms[1] + costs.wgrad_ms[1])
     assert prediction_expert_weights(some, ("",)) == pytest.approx(some.expert_weights(LINE)[1] / 2)
-    assert prediction_weights(some, ("",), 1) > prediction_expert_weights(some, ("",))
+    assert prediction_weights(some, ("",), True) > prediction_expert_weights(some, ("",))
     first = replace(some, experts=replace(some.experts, layers=(True, True, True, False)))  # type: ignore[type-var]
     assert not any(prediction_parts(first, H100).experts) and not prediction_expert_weights(first, ("",))
 

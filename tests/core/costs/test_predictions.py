@@ -52,8 +52,8 @@ def test_predictions_of_a_hybrid_model_have_its_letters_and_are_on_the_last_stag
     assert whole.layers == plain.layers and not whole.predictions
     assert whole.loss.work_ms == pytest.approx(plain.loss.work_ms + parts.work_ms)
     assert parts.layer.forward_ms == pytest.approx(prediction_parts(MODEL, A100).layer.forward_ms), "a whole layer"
-    weights = prediction_weights(hybrid, ("*-",), 1)
-    assert weights == prediction_weights(MODEL, ("",), 1) > prediction_weights(hybrid, ("*",), 1)
+    weights = prediction_weights(hybrid, ("*-",), True)
+    assert weights == prediction_weights(MODEL, ("",), True) > prediction_weights(hybrid, ("*",), True)
 
 
 def test_layers_are_averaged_without_predictions() -> None:
@@ -65,6 +65,6 @@ def test_layers_are_averaged_without_predictions() -> None:
 
 def test_weights_of_prediction() -> None:
     embedding, layer = 50_304 * 1024, MODEL.layer_weights + 2 * 1024**2
-    assert prediction_weights(MODEL, ("",), 1) == layer + embedding
-    assert prediction_weights(MODEL, ("", ""), 0) == 2 * layer
-    assert prediction_weights(MODEL, (), 1) == 0
+    assert prediction_weights(MODEL, ("",), True) == layer + embedding
+    assert prediction_weights(MODEL, ("", ""), False) == 2 * layer
+    assert prediction_weights(MODEL, (), True) == 0

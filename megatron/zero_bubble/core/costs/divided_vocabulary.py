@@ -46,7 +46,7 @@ def divide(whole: LayerCosts, num_ranks: int, divided: Divided, throughput: floa
     s = loss.forward_ms + (loss.backward_ms if algorithm == 2 else 0.0)
     t = loss.wgrad_ms + (loss.backward_ms if algorithm == 1 else 0.0) + (loss.forward_ms if again else 0.0)
     # An undivided output layer keeps the hidden states twice: as its input, and as that of the final norm.
-    states = min(whole.input_memory, loss.activation / 2)
+    states = min((1 + whole.predictions) * whole.input_memory, loss.activation / 2)
     kept = states + (0.0 if again else (loss.activation - 2 * states) / num_ranks)
     times = VocabularyCosts.uniform(
         num_ranks,
@@ -55,5 +55,9 @@ def divide(whole: LayerCosts, num_ranks: int, divided: Divided, throughput: floa
         embedding.forward_ms / num_ranks,
         (embedding.backward_ms + embedding.wgrad_ms) / num_ranks,
     )
+    # The rows of the tokens travel with the hidden states to the layers of multi-token prediction.
+    travelling = 2 if whole.predictions else 1
+    links = {ends: ms * travelling for ends, ms in whole.links.items()}
+    divided_costs = replace(whole, comm_ms=whole.comm_ms * travelling, links=links)
     nothing = LayerFigures()
-    return replace(whole, embedding=nothing, loss=nothing, vocabulary=times, logits=(kept,) * num_ranks)
+    return replace(divided_costs, embedding=nothing, loss=nothing, vocabulary=times, logits=(kept,) * num_ranks)

@@ -96,9 +96,9 @@ def _inside(model: Model, letters: str) -> Model:
     return replace(model, layers=(1,), pattern="", experts=own, frozen=0)
 
 
-def prediction_weights(model: Model, predictions: Sequence[str], stage: int) -> float:
+def prediction_weights(model: Model, predictions: Sequence[str], has_copy: bool) -> float:
     """Number of weights (the part of one tensor-parallel rank) that layers of multi-token prediction add to a stage:
-    projections, layers, and a copy of the embedding on a stage that does not have it.
+    projections, layers, and a copy of the embedding, which the first stage does not need.
     """
     if not predictions:
         return 0.0
@@ -106,7 +106,7 @@ def prediction_weights(model: Model, predictions: Sequence[str], stage: int) -> 
     inside = [_inside(model, letters) for letters in predictions]
     layers = sum(each.weights_of(kind) for each in inside for kind in each.kinds)
     projections = len(predictions) * 2 * model.hidden**2 / split
-    return layers + projections + (model.vocab_size * model.hidden / split if stage else 0.0)
+    return layers + projections + (model.vocab_size * model.hidden / split if has_copy else 0.0)
 
 
 def trained_prediction_weights(model: Model, predictions: Sequence[str]) -> tuple[float, float]:
