@@ -92,6 +92,10 @@ MODELS = {
                 NEAR,
                 f"{_MEGATRON}/test_slices.py::test_experts_with_latent_attention_and_prediction_are_near_stock",
             ),
+            "vocabulary": (
+                NEAR,
+                f"{_MEGATRON}/test_vocabulary.py::test_experts_with_latent_attention_and_prediction_are_near_stock",
+            ),
         },
     ),
     "DeepSeek-V4": Model(
@@ -154,6 +158,7 @@ MODELS = {
         trained={
             "order": (EQUAL, f"{_JOBS}::verl deepseek-671b"),
             "V": (EQUAL, f"{_JOBS}::moe-modelzoo kimi-k2"),
+            "vocabulary": (NEAR, f"{_ADAPTER}/test_vocabulary_models.py::Kimi K2: latent attention, experts"),
         },
     ),
     "Kimi K3": Model(

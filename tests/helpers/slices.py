@@ -54,7 +54,7 @@ class Difference(NamedTuple):
     @classmethod
     def between(cls, found: Gradients, reference: Gradients) -> Difference:
         assert len(found.losses) == len(reference.losses), "one report per microbatch"
-        assert found.of.keys() == reference.of.keys()
+        assert found.of.keys() == reference.of.keys(), found.of.keys() ^ reference.of.keys()
         pairs = zip(chain(*found.losses), chain(*reference.losses), strict=True)
         off = max((abs(own - other) / abs(other) for own, other in pairs), default=0.0)
         worst = max(float((found.of[n] - g).abs().max() / g.abs().max()) for n, g in reference.of.items())

@@ -267,7 +267,7 @@ OPTIONS = (
     OptionRule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
     *(OptionRule(SLICES, name, value, _SCAN, "train without slices") for name, value in _HYBRID),
     *(OptionRule(PAIRS, name, value, _NO_PLANS, "train without pairs") for name, value in _HYBRID),
-    OptionRule(VOCABULARY, "mtp_num_layers", None, "its stage also looks up tokens and computes logits"),
+    OptionRule(VOCABULARY, "mtp_detach_heads", False, "T adds the gradients of all depths to the output layer"),
     OptionRule(VOCABULARY, "label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss"),
     OptionRule(VOCABULARY, "logits_save_dir", None, "no rank has whole logits"),
     OptionRule(VOCABULARY, "logits_load_dir", None, "no rank has whole logits"),
@@ -275,11 +275,7 @@ OPTIONS = (
     OptionRule(VOCABULARY, "use_mup", False, "its scaled logits are not supported"),
     OptionRule(VOCABULARY, "init_model_with_meta_device", False, "initial weights are cut into shards"),
     OptionRule(
-        SHARDS,
-        "use_distributed_optimizer",
-        True,
-        "each replica steps its own shard",
-        "give --use-distributed-optimizer",
+        SHARDS, "use_distributed_optimizer", True, "replicas step their own shards", "give --use-distributed-optimizer"
     ),
     OptionRule(SHARDS, "optimizer", "adam", "the state of no other is divided", "give --optimizer adam"),
     OptionRule(SHARDS, "use_precision_aware_optimizer", False, "shards are stepped with gradients in float32"),
@@ -352,6 +348,21 @@ RANGES = (
         Fits("1 or less", lambda number, _: number <= 1),
         "megatron-core's plans of layers have one prediction at most",
         "lower --mtp-num-layers",
+    ),
+    OptionRule(
+        VOCABULARY,
+        "context_parallel_size",
+        Fits("1 with mtp_num_layers", lambda size, options: size == 1 or not getattr(options, "mtp_num_layers", None)),
+        "the tokens that follow a rank's part of a sequence are looked up in other pipelines",
+    ),
+    OptionRule(
+        VOCABULARY,
+        "mtp_num_layers",
+        Fits(
+            "0 in a hybrid model",
+            lambda number, options: not number or all(getattr(options, name, no) in (None, no) for name, no in _HYBRID),
+        ),
+        "its predictions have not been compared with stock",
     ),
     OptionRule(
         PAIRS,

@@ -10,7 +10,8 @@ from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.core.formats.trace import read_trace_file
 from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts, pretrain_gpt, stock
-from tests.integration.megatron_lm.test_parity import COMBINED, PLAIN, Row, job_of, near
+from tests.integration.megatron_lm.test_parity import COMBINED, PLAIN, Row, job_of, near, until
+from tests.integration.megatron_lm.test_slices import DEEPSEEK, at_least
 
 CHECKOUTS = checkouts()
 pytestmark = [
@@ -47,8 +48,46 @@ def test_logs_on_a_v_are_near_those_with_whole_layers(checkout: Checkout) -> Non
     )
 
 
+@pytest.mark.parametrize("checkout", at_least(16), ids=str)
+@pytest.mark.parametrize(("schedule", "algorithm"), SCHEDULES)
+def test_experts_with_latent_attention_and_prediction_are_near_stock(
+    checkout: Checkout, schedule: str, algorithm: str
+) -> None:
+    """The log has the losses of the prediction."""
+    job = job_of(checkout, 2, DEEPSEEK)
+    own = pretrain_gpt(*job, schedule, ("--zero-bubble-vocabulary-parallel", algorithm))
+    near(own, stock(*job), DEEPSEEK.rounding)
+    assert all("mtp_1 loss" in figures for figures in own.figures if figures.startswith("iteration"))
+    assert own.weights != stock(*job).weights
+
+
+@pytest.mark.parametrize("checkout", at_least(16), ids=str)
+def test_predictions_on_a_v_are_near_those_with_whole_layers(checkout: Checkout) -> None:
+    job = job_of(checkout, 2, DEEPSEEK)
+    near(
+        pretrain_gpt(*job, "zb-v", ("--zero-bubble-vocabulary-parallel", "2")),
+        pretrain_gpt(*job, "zb-v"),
+        DEEPSEEK.rounding,
+    )
+
+
+@pytest.mark.parametrize("checkout", at_least(16), ids=str)
+def test_checkpoint_of_predictions_continues_with_whole_layers(checkout: Checkout, tmp_path: Path) -> None:
+    """And one of whole layers with a divided vocabulary, whose embedding has no copy."""
+    job = job_of(checkout, 2, DEEPSEEK, "--ckpt-format torch_dist")
+    divided, folders = ("--zero-bubble-vocabulary-parallel", "2"), [tmp_path / "divided", tmp_path / "whole"]
+    saved = pretrain_gpt(*job, "zb-h1", (*divided, *until(4, folders[0]))), stock(*job, until(4, folders[1]))
+    assert all("exiting program at iteration 4" in log.text for log in saved), saved[0].text[-2000:]
+    for folder in folders:
+        load = ("--load", str(folder))
+        near(pretrain_gpt(*job, "zb-h1", (*divided, *load)), stock(*job, load), DEEPSEEK.rounding)
+
+
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-@pytest.mark.parametrize(("flags", "message"), [("--mtp-num-layers 1", "mtp_num_layers")])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [("--mtp-num-layers 1 --context-parallel-size 2", "context_parallel_size to be 1 with mtp_num_layers")],
+)
 def test_what_it_does_not_support_is_refused(checkout: Checkout, flags: str, message: str) -> None:
     own = pretrain_gpt(*job_of(checkout, 2, PLAIN, flags), "zb-h1", ("--zero-bubble-vocabulary-parallel", "2"))
     assert all(own.exit_codes)
@@ -90,3 +129,12 @@ def test_search_measures_a_divided_vocabulary(checkout: Checkout) -> None:
     own = pretrain_gpt(*job, "zb-auto", ("--zero-bubble-vocabulary-parallel", "2"))
     near(own, stock(*job), PLAIN.rounding)
     assert "zb-auto: iteration 6, zb-h1 (vocabulary 2): predicted" in own.text, own.text[-3000:]
+
+
+@pytest.mark.parametrize("checkout", at_least(16), ids=str)
+def test_search_measures_predictions(checkout: Checkout) -> None:
+    """With recomputed logits, because other options are above."""
+    job = job_of(checkout, 2, DEEPSEEK)
+    own = pretrain_gpt(*job, "zb-auto", ("--zero-bubble-vocabulary-parallel", "1", "--zero-bubble-recompute-logits"))
+    near(own, stock(*job), DEEPSEEK.rounding)
+    assert "zb-auto: iteration 6, zb-h1 (vocabulary 1): predicted" in own.text, own.text[-3000:]

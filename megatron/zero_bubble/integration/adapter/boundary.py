@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_type
 from megatron.zero_bubble.core.costs.lengths import SequenceShape
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Message, Schedule
+from megatron.zero_bubble.core.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.engine.runtime.handlers import Channels
 from megatron.zero_bubble.engine.runtime.headers import HeaderedChannels
 from megatron.zero_bubble.engine.runtime.hosts import Hosts
@@ -28,7 +29,7 @@ from megatron.zero_bubble.engine.runtime.packing import (
 )
 from megatron.zero_bubble.engine.runtime.transport import Transport
 from megatron.zero_bubble.integration.adapter.lengths import Lengths
-from megatron.zero_bubble.integration.adapter.stage_outputs import DECLARATION, UpstreamShapes, outputs_of
+from megatron.zero_bubble.integration.adapter.stage_outputs import DECLARATION, UpstreamShapes, outputs_of, with_rows
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class Boundary:
         sizes = seq_length, micro_batch_size, decoder_seq_length
         upstream = UpstreamShapes(config, groups, sizes, get_model_type(chunk), schedule.num_stages)
         outputs = outputs_of(upstream, schedule.placement.stages_of(groups.pp.rank()), adjust, chunk)
+        if algorithm_of(schedule) is not None:
+            outputs = with_rows(outputs, upstream.hidden, config, groups, schedule.num_stages)
         if schedule.overlaps and any(len(output) > 1 for output in outputs):
             raise UserError(
                 "in schedules with pairs, every stage must hand on one tensor, because megatron-core's plans of layers "

@@ -227,7 +227,8 @@ def _copies_of_embedding(model: Sequence[torch.nn.Module]) -> list[Any]:
     if len(model) == 1:  # of any class, which need not have a method that returns the weight
         return []
     chunks = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in model]
-    copies = [chunk.shared_embedding_or_output_weight() for chunk in chunks if _has_embedding(chunk)]
+    weights = [chunk.shared_embedding_or_output_weight() for chunk in chunks if _has_embedding(chunk)]
+    copies = [weight for weight in weights if weight is not None]  # a divided embedding has none
     return copies if chunks[0].pre_process and len(copies) > 1 else []
 
 

@@ -170,3 +170,42 @@ def sequences_after_stages(config: Any) -> tuple[int, ...]:
             f"--pipeline-model-parallel-layout {layout}; put every m of the layout into its last stage"
         )
     return tuple(counts)
+
+
+def stage_of_predictions(config: Any, num_stages: int) -> int | None:
+    """The stage with the layers of multi-token prediction; None without them."""
+    if not getattr(config, "mtp_num_layers", None):
+        return None
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    return num_stages - 1 if layout is None else next(n for n, names in enumerate(_stages_of(layout)) if "mtp" in names)
+
+
+def looked_up_tokens(hidden: Sequence[int], config: Any, groups: Any) -> int:
+    """The tokens per sequence that the passes of a divided vocabulary look up: with multi-token prediction, token 0
+    too, with which megatron-core fills the ends of the sequences that it rolls, once per part of a sequence.
+    """
+    num_parts = groups.tp.size() if config.sequence_parallel else 1
+    return (hidden[0] + bool(getattr(config, "mtp_num_layers", None))) * num_parts
+
+
+def with_rows(
+    outputs: tuple[StageOutput, ...], hidden: Sequence[int], config: Any, groups: Any, num_stages: int
+) -> tuple[StageOutput, ...]:
+    """Outputs of stages whose embedding is divided: up to the stage of multi-token prediction, they also have the rows
+    of the tokens, and the tokens.
+
+    Raises:
+        UserError: a stage before the predictions hands on several tensors.
+    """
+    predicting = stage_of_predictions(config, num_stages)
+    if predicting is None:
+        return outputs
+    if any(len(output) > 1 for output in outputs[:predicting]):
+        raise UserError(
+            "with vocabulary parallelism and multi-token prediction, every stage must hand on one tensor, with which "
+            f"rows of the embedding travel; got {[len(output) for output in outputs[:predicting]]}; train with "
+            "--zero-bubble-vocabulary-parallel off"
+        )
+    tokens = TensorSpec((hidden[1], looked_up_tokens(hidden, config, groups)), torch.int64)
+    rows = TensorSpec((hidden[0] + 1, *hidden[1:]), config.params_dtype), tokens
+    return tuple((*output, *rows) if stage < predicting else output for stage, output in enumerate(outputs))

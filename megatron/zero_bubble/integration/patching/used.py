@@ -97,7 +97,7 @@ USED: tuple[Used, ...] = (
     *_of("megatron.core.transformer.transformer_layer", "TransformerLayer"),
     *_of(
         "megatron.core.transformer",
-        "context_parallel_size fp8 hidden_size tensor_model_parallel_size",
+        "context_parallel_size fp8 hidden_size params_dtype tensor_model_parallel_size",
         "TransformerConfig",
     ),
     # vocabulary parallelism
@@ -109,8 +109,10 @@ USED: tuple[Used, ...] = (
     *_of(
         "megatron.core.tensor_parallel",
         "gather_from_sequence_parallel_region reduce_from_tensor_model_parallel_region "
-        "reduce_scatter_to_sequence_parallel_region set_tensor_model_parallel_attributes",
+        "reduce_scatter_to_sequence_parallel_region scatter_to_sequence_parallel_region "
+        "set_tensor_model_parallel_attributes",
     ),
+    *_of("megatron.core.transformer.multi_token_prediction", "MultiTokenPredictionBlock"),
     *_of("megatron.core.transformer.module", "Float16Module MegatronModule"),
     *_of("megatron.core.dist_checkpointing", "from_rank_offsets", "ShardedTensor"),
     *_of("megatron.core.dist_checkpointing.mapping", "ShardedObject"),

@@ -30,11 +30,12 @@ class VocabularyStage:
         step: arguments of the forward-backward function.
         facts: properties of the passes that follow from the schedule.
         shards: the rank's rows of embedding and output layer.
-        shapes: shapes of a microbatch.
+        shapes: shapes of the hidden states of a microbatch at the output layer.
         tensor: the tensor-parallel ranks.
         logits: computes logits, and their gradients.
         saved: notes what S saves for T.
-        loss_of: on the rank of the last stage, returns the loss of a microbatch from those of its tokens, (b, s).
+        loss_of: on the rank of the last stage, returns the loss of a microbatch from those of its tokens, (b, s), and
+            the totals of their statistics.
         read_tokens: on the rank of the first stage, returns the tokens of a microbatch, (b, s).
         accumulate: accumulates the gradients of the weights.
         sync: gradient synchronization of the chunk with the shards; None if data parallelism reduces after the passes.
@@ -49,7 +50,7 @@ class VocabularyStage:
         tensor: TensorParallel,
         logits: Logits,
         saved: SavedForT,
-        loss_of: Callable[[int, torch.Tensor], torch.Tensor] | None,
+        loss_of: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] | None,
         read_tokens: Callable[[int], torch.Tensor] | None,
         accumulate: GradAccumulator,
         sync: GradSync | None,
@@ -88,7 +89,7 @@ class VocabularyStage:
         assert self._loss_of is not None, "L runs where the last stage is"
         step, scaled = self._step, self._step.config.grad_scale_func
         leaf = losses.t().contiguous().requires_grad_(not step.forward_only)
-        loss = self._loss_of(work.microbatch, leaf)
+        loss = self._loss_of(work.microbatch, leaf, total.t())
         if step.forward_only:
             return ()
         if scaled is not None:

@@ -12,14 +12,17 @@ job's forward step that passes arguments to the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NamedTuple
 
+import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
@@ -53,7 +56,8 @@ class EmbeddingShard(torch.nn.Module):
         self.rows = rows
         self.num_shards = num_shards
         self._scatters = scatters
-        self._delivered: torch.Tensor | None = None
+        self._delivered: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._are_sums = False
 
     def forward(self, ids: torch.Tensor | None) -> torch.Tensor:
         """The rows of ``ids`` that are on this rank, (b, s, h), with zeros for the others; while rows are delivered,
@@ -64,21 +68,28 @@ class EmbeddingShard(torch.nn.Module):
         if ids is None:
             return self.weight
         if self._delivered is None:
+            assert not torch.is_grad_enabled(), "a model gets its rows delivered; only I looks up those of its rank"
             return vocabulary.look_up(self.weight, ids, self.rows)
+        rows = self._delivered(ids)
         if self._scatters:
-            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(
-                self._delivered.transpose(0, 1).contiguous()
-            )
-        return tensor_parallel.reduce_from_tensor_model_parallel_region(self._delivered)
+            scatter = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+            if self._are_sums:
+                scatter = tensor_parallel.scatter_to_sequence_parallel_region
+            return scatter(rows.transpose(0, 1).contiguous())
+        return rows if self._are_sums else tensor_parallel.reduce_from_tensor_model_parallel_region(rows)
 
     def sharded_state_dict(self, prefix: str = "", *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         """The rows of this rank, for megatron-core's distributed checkpoints."""
         return {f"{prefix}weight": sharded(f"{prefix}weight", self.weight, self.rows, self.num_shards)}
 
     @contextmanager
-    def delivering(self, rows: torch.Tensor) -> Iterator[None]:
-        """Context around the forward of the first stage, in which the embedding returns ``rows``, (b, s, h)."""
-        self._delivered = rows
+    def delivering(self, rows_of: Callable[[torch.Tensor], torch.Tensor], are_sums: bool = False) -> Iterator[None]:
+        """Context around the forward of a stage with an embedding, which returns ``rows_of(ids)``, (b, s, h).
+
+        Args:
+            are_sums: whether these are sums over the tensor-parallel ranks already.
+        """
+        self._delivered, self._are_sums = rows_of, are_sums
         try:
             yield
         finally:
@@ -87,6 +98,9 @@ class EmbeddingShard(torch.nn.Module):
 
 class OutputShard(torch.nn.Module):
     """This rank's rows of the output layer.
+
+    Attributes:
+        gather_output: as of ``ColumnParallelLinear``: what it returns is not divided among tensor-parallel ranks.
 
     Args:
         weight: (v, h); None if the output layer is tied to the embedding, whose weights are then used.
@@ -104,10 +118,11 @@ class OutputShard(torch.nn.Module):
         if weight is not None:
             self.weight = weight
         self.rows, self.num_shards = embedding.rows, embedding.num_shards
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.gather_output = sequence_parallel, True
         self._embedding = (embedding,)  # a tuple, so that the embedding is no module of this one
         self._hidden: torch.Tensor | None = None
         self._labels: torch.Tensor | None = None
+        self._answer: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def used_weight(self) -> torch.nn.Parameter:
@@ -126,6 +141,8 @@ class OutputShard(torch.nn.Module):
         """
         if input_ is None:
             return self._embedding[0](None) if self.is_tied else self.weight
+        if self._answer is not None:
+            return self._answer(input_), None
         self._hidden = input_
         return input_, None
 
@@ -148,6 +165,19 @@ class OutputShard(torch.nn.Module):
         """
         self._labels = labels
         return torch.zeros_like(labels, dtype=torch.float32)
+
+    def keep(self, hidden: torch.Tensor, labels: torch.Tensor) -> None:
+        """Keep hidden states and labels that the model does not bring here itself."""
+        self._hidden, self._labels = hidden, labels
+
+    @contextmanager
+    def answering(self, logits_of: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """Context in which nothing is kept, and the result is ``logits_of(hidden states)``."""
+        self._answer = logits_of
+        try:
+            yield
+        finally:
+            self._answer = None
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states and labels of the forward that has just run; they are not kept any longer.
@@ -230,28 +260,69 @@ def shard_vocabulary(models: Sequence[torch.nn.Module], placement: Placement) ->
     roots = placement.stage_to_rank[0], placement.stage_to_rank[-1]
     config, home = chunks[0].config, chunks[0]
     words = None if first is None else first.embedding.word_embeddings
+    predicting = next((chunk for chunk in chunks if getattr(chunk, "mtp_process", False)), None)
+    copied = None if predicting is None else predicting.embedding.word_embeddings
     with refused_together(group):
-        _check_hooks(words, None if last is None else last.output_layer)
+        _check_hooks(words, copied, None if last is None else last.output_layer)
+        if last is not None and getattr(last.config, "mtp_num_layers", None):
+            check_predictions(last)
     weight, rows = _own_rows(None if words is None else words.weight, home, roots[0], group)
-    scatters = bool(words is not None and words.reduce_scatter_embeddings)
+    scatters = any(layer is not None and layer.reduce_scatter_embeddings for layer in (words, copied))
     num_shards = group.size() * parallel_state.get_tensor_model_parallel_group().size()
     embedding = EmbeddingShard(weight, rows, num_shards, scatters)
     own = None
     if not tied:
         own, _ = _own_rows(None if last is None else last.output_layer.weight, home, roots[1], group)
     output = OutputShard(own, embedding, config.sequence_parallel)
-    for chunk in chunks:
-        chunk.share_embeddings_and_output_weights = False  # their gradients are complete without a reduction
+    for chunk in chunks:  # their gradients are complete without a reduction
+        chunk.share_embeddings_and_output_weights = False
+        chunk.shared_embedding_or_output_weight = _no_weight
     if last is not None:
         last.compute_language_model_loss = output.keep_labels
         last.output_layer = _LastOutput(output)
-    if first is None:
-        home.embedding = _Embedding(config, embedding)
-    else:
+    if predicting is not None:
+        predicting.embedding.word_embeddings = embedding if predicting is home else _DeliveredEmbedding(embedding)
+        _describe_embedding_once(predicting)
+    if first is not None:
         first.embedding.word_embeddings = embedding
+    elif predicting is not home:
+        home.embedding = _Embedding(config, embedding)
     if not tied:
         home.output_layer, output.is_last = output, home is last
     home.vocabulary_shards = VocabularyShards(embedding, output)
+
+
+def check_predictions(gpt: Any) -> None:
+    """Check that a model computes the losses of multi-token prediction where it computes the others, and not in the
+    layers of the predictions.
+
+    Raises:
+        UserError: the version and the remedy.
+    """
+    if not hasattr(gpt, "_postprocess") or "output_layer" in signature(MultiTokenPredictionBlock.forward).parameters:
+        raise UserError(
+            "vocabulary parallelism with multi-token prediction needs a GPTModel of megatron-core 0.14 or newer, whose "
+            f"predictions do not compute their losses themselves; got a {type(gpt).__name__} of megatron-core "
+            f"{megatron.core.__version__}; drop --mtp-num-layers, or train with --zero-bubble-vocabulary-parallel off"
+        )
+
+
+def _no_weight() -> None:
+    """In place of ``GPTModel.shared_embedding_or_output_weight``: no weight has a copy."""
+
+
+def _describe_embedding_once(gpt: Any) -> None:
+    """Have a chunk with multi-token prediction describe no copy of the embedding, which it has in stock."""
+    describe = gpt.sharded_state_dict
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        gpt.mtp_process = False
+        try:
+            return describe(*args, **kwargs)
+        finally:
+            gpt.mtp_process = True
+
+    gpt.sharded_state_dict = sharded_state_dict
 
 
 def _check_hooks(*layers: torch.nn.Module | None) -> None:
@@ -261,6 +332,23 @@ def _check_hooks(*layers: torch.nn.Module | None) -> None:
             "got hooks on the old ones, which would be lost; register them on the new ones, once the model is built, "
             "or train with --zero-bubble-vocabulary-parallel off"
         )
+
+
+class _DeliveredEmbedding(torch.nn.Module):
+    """The embedding for multi-token prediction where the first chunk of the rank has the weights."""
+
+    def __init__(self, embedding: EmbeddingShard) -> None:
+        super().__init__()
+        self._embedding = (embedding,)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """See ``EmbeddingShard``, to which rows must be delivered."""
+        rows: torch.Tensor = self._embedding[0](ids)
+        return rows
+
+    def sharded_state_dict(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        """Nothing: the first chunk has the entry."""
+        return {}
 
 
 class _LastOutput(torch.nn.Module):
@@ -273,7 +361,7 @@ class _LastOutput(torch.nn.Module):
     def __init__(self, output: OutputShard) -> None:
         super().__init__()
         self._output = (output,)
-        self.sequence_parallel = output.sequence_parallel
+        self.sequence_parallel, self.gather_output = output.sequence_parallel, output.gather_output
 
     def forward(self, input_: torch.Tensor, *_args: Any, **_kwargs: Any) -> tuple[torch.Tensor, None]:
         """See ``OutputShard``."""

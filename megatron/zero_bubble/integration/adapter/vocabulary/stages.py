@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from megatron.zero_bubble.core.ir.vocabulary import Algorithm
 from megatron.zero_bubble.integration.adapter.stage import MegatronStage, StageParts
 from megatron.zero_bubble.integration.adapter.versions import given_to, supported_kwargs
 from megatron.zero_bubble.integration.adapter.vocabulary.batches import ReadAhead
+from megatron.zero_bubble.integration.adapter.vocabulary.looked_up import rows_among, with_token_0
+from megatron.zero_bubble.integration.adapter.vocabulary.predictions import PredictedLosses
 from megatron.zero_bubble.integration.adapter.vocabulary.shards import EmbeddingShard, OutputShard, language_model_of
+from megatron.zero_bubble.integration.adapter.vocabulary.tensor_parallel import TensorParallel
 
 
 class _Tokens(Exception):
@@ -72,11 +76,54 @@ class FirstStage(MegatronStage):
 
     def _run_model(self, work: Pass, x: torch.Tensor | None) -> torch.Tensor:
         assert x is not None, "the first stage takes rows of the embedding"
-        with self._read_ahead.again(work.microbatch), self._embedding.delivering(x):
+        with self._read_ahead.again(work.microbatch), self._embedding.delivering(self._rows_of(work, x)):
             return super()._run_model(work, None)
+
+    def _rows_of(self, _work: Pass, rows: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What the embedding returns for the tokens with which the model calls it."""
+        return lambda _: rows
 
     def _input_gradient(self, gradient: torch.Tensor) -> Sequence[Any]:
         return ((gradient,),)
+
+
+class ReadingStage(FirstStage):
+    """A first stage whose rows another one uses too, or itself: that of multi-token prediction.
+
+    Args:
+        tensor: the tensor-parallel ranks.
+        passes: whether another stage uses them, to which they travel with the tokens, as ``looked_up`` describes.
+    """
+
+    def __init__(self, parts: StageParts, embedding: EmbeddingShard, tensor: TensorParallel, passes: bool) -> None:
+        super().__init__(parts, embedding)
+        self._tensor, self._passes = tensor, passes
+        self._tokens: dict[int, torch.Tensor] = {}  # of the microbatches between I and F
+
+    def read_tokens(self, microbatch: int) -> torch.Tensor:
+        """The tokens of a microbatch, and token 0."""
+        self._tokens[microbatch] = ids = with_token_0(super().read_tokens(microbatch), self._tensor.num_parts)
+        return ids
+
+    def _rows_of(self, work: Pass, rows: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return rows_among(rows, self._tokens[work.microbatch])
+
+    def _forward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
+        outputs, tokens = super()._forward(work, inputs), self._tokens.pop(work.microbatch)
+        if not self._passes:
+            return outputs
+        (rows,), (hidden, *more) = inputs[0], outputs
+        with torch.no_grad():
+            passed = self._tensor.added(rows.transpose(0, 1).contiguous())
+        return (hidden, passed, tokens), *more
+
+    def _backward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
+        if not self._passes:
+            return super()._backward(work, inputs)
+        (gradient, passed), *others = inputs
+        ((own,), *more) = super()._backward(work, (gradient, *others))
+        with torch.no_grad():
+            return (own + self._tensor.whole_sequence(passed).transpose(0, 1),), *more
 
 
 class LastStage(MegatronStage):
@@ -86,23 +133,33 @@ class LastStage(MegatronStage):
     Args:
         output: the rank's shard of the output layer.
         algorithm: that of the schedule.
+        predicted: the losses of multi-token prediction; None without it.
     """
 
-    def __init__(self, parts: StageParts, output: OutputShard, algorithm: Algorithm) -> None:
+    def __init__(
+        self, parts: StageParts, output: OutputShard, algorithm: Algorithm, predicted: PredictedLosses | None
+    ) -> None:
         super().__init__(parts)
         self._shard = output
         self._algorithm = algorithm
+        self._predicted = predicted
         self._loss_functions: dict[int, Any] = {}  # of the microbatches between F and L
         self._labels: torch.Tensor | None = None
 
-    def loss(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
+    def loss(self, microbatch: int, losses: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         """The loss of a microbatch, from those of its tokens, (b, s).
 
         megatron-core's forward step computes, scales, counts and reports it, and takes ``losses`` for the output of a
         model: not all versions have a function for the loss alone.
+
+        Args:
+            total: the statistic of all shards, (b, s).
         """
-        step, output = self._step, (losses, self._loss_functions.pop(microbatch))
+        step, function = self._step, self._loss_functions.pop(microbatch)
         with self._as_stage_rank():
+            if self._predicted is not None:
+                losses = self._predicted.losses(microbatch, losses, total.log())
+            output = losses, function
             loss, num_tokens = schedules.forward_step(
                 lambda *_: output,
                 None,
@@ -120,7 +177,8 @@ class LastStage(MegatronStage):
 
     def _run_model(self, work: Pass, x: torch.Tensor | None) -> torch.Tensor:
         def forward_step(*args: Any) -> tuple[torch.Tensor, Any]:
-            _, self._loss_functions[work.microbatch] = self._step.forward_step_func(*args)
+            with nullcontext() if self._predicted is None else self._predicted.forward(work.microbatch):
+                _, self._loss_functions[work.microbatch] = self._step.forward_step_func(*args)
             hidden, self._labels = self._shard.take()
             return hidden, _no_loss
 

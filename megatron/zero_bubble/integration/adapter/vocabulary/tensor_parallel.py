@@ -32,6 +32,15 @@ class TensorParallel(NamedTuple):
             return tensor_parallel.reduce_scatter_to_sequence_parallel_region(hidden)
         return tensor_parallel.reduce_from_tensor_model_parallel_region(hidden)
 
+    def part(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The part of (s, b, h) that this rank has of hidden states."""
+        return hidden.chunk(self.num_parts)[self.group.rank()].contiguous() if self.divides_sequence else hidden
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts of a sequence there are."""
+        return self.group.size() if self.divides_sequence else 1
+
     def combined(self, own: torch.Tensor) -> torch.Tensor:
         """The statistics over the rows of all ranks, (3, s, b), from those over the rows of this rank."""
         if self.group.size() == 1:

@@ -84,12 +84,16 @@ class VocabularyTransfers:
     If the ranks have stopped, the contents do not matter, but every rank still takes part.
 
     Args:
+        shapes: those at the output layer.
+        of_embedding: those at the embedding, of whose tokens there may be more or fewer.
         num_ranks: the ranks of the pipeline.
         prepares_gradient: whether S computes parts of the gradient of the hidden states: algorithm 2, in training.
     """
 
-    def __init__(self, shapes: Shapes, num_ranks: int, algorithm: Algorithm, trains: bool) -> None:
-        self._shapes, self._num_ranks = shapes, num_ranks
+    def __init__(
+        self, shapes: Shapes, of_embedding: Shapes, num_ranks: int, algorithm: Algorithm, trains: bool
+    ) -> None:
+        self._shapes, self._of_embedding, self._num_ranks = shapes, of_embedding, num_ranks
         self._prepares_gradient = algorithm == 2 and trains
 
     def spread(self, value: Value, held: Any, root: int) -> Transfer:
@@ -188,9 +192,9 @@ class VocabularyTransfers:
         if name == FACTORS:
             return (shapes.empty_of_tokens(3),)
         if name == TOKENS:
-            return (shapes.empty_tokens(),)
+            return (self._of_embedding.empty_tokens(),)
         assert name == ROWS, f"{name} is no value for all ranks"
-        return (shapes.empty_rows(),)
+        return (self._of_embedding.empty_rows(),)
 
     def _parts(self, kind: Kind) -> Tensors:
         """Uninitialized tensors in place of a part that was not computed."""
@@ -198,7 +202,7 @@ class VocabularyTransfers:
         if kind is Kind.S:
             gradient = (shapes.empty_hidden(torch.float32), shapes.empty_hidden()) if self._prepares_gradient else ()
             return shapes.empty_of_tokens(3), *gradient
-        return (shapes.empty_hidden(torch.float32) if kind is Kind.T else shapes.empty_rows(),)
+        return (shapes.empty_hidden(torch.float32) if kind is Kind.T else self._of_embedding.empty_rows(),)
 
 
 def _losses(whole: torch.Tensor) -> Tensors:
