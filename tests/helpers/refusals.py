@@ -68,6 +68,7 @@ _CHOICES = {
     exclusions.COLLECTIVES: ("--zero-bubble-shard-weights", ""),
     exclusions.POST_VALIDATION: ("--zero-bubble-post-validation", ""),
     exclusions.PAIRS: ("--zero-bubble-overlap-experts", "--pairs"),
+    exclusions.EARLY: ("", "--early-recompute"),
     exclusions.RECORDED_COSTS: ("--zero-bubble-record-costs x", ""),
     exclusions.BALANCE: ("--zero-bubble-balance-microbatches", ""),
     exclusions.LENGTHS: ("--zero-bubble-balance-microbatches", ""),

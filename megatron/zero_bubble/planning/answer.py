@@ -19,6 +19,7 @@ from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, Feasibility
 from megatron.zero_bubble.planning.offer import Ask, Chooser, Offer, score
 from megatron.zero_bubble.planning.plans import bound, peak_memory
 from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.recompute import recomputing_bound
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, attempt, best
 from megatron.zero_bubble.planning.vocabulary import divided_in
 
@@ -52,8 +53,11 @@ class Answer(Offer):
         limit, objective = self.question.limit, self.question.objective
         if limit is None or self.question.replicas is not None or self.schedule.overlaps:
             return None
-        moves = self.question.setup.offload is not None
-        least = bound(self.costs, Workload.of(self.schedule), self.question.goal, moves)
+        work, goal = Workload.of(self.schedule), self.question.goal
+        if self.schedule.recomputed:
+            least = recomputing_bound(self.costs, work, goal)
+        else:
+            least = bound(self.costs, work, goal, self.question.setup.offload is not None)
         return Certificate(objective, limit, limit / self.costs.microbatch, least, self.seconds)
 
 

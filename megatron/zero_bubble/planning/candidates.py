@@ -23,6 +23,7 @@ from megatron.zero_bubble.planning.experts import WITH_OVERLAP, WITH_PAIRS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import bound
 from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.recompute import WITH_R
 from megatron.zero_bubble.planning.score import DroppedVariant, attempt
 from megatron.zero_bubble.planning.setup import BY_COST, Cuts, Named, Searched, Setup, Shards
 from megatron.zero_bubble.planning.shards import Replicas
@@ -162,6 +163,8 @@ class Comparison:
         if self.setup.cuts is not None and has_whole:
             yield from self.sliced(costs, with_candidates(self.setup.cuts, costs))
         yield from divided
+        if self.setup.early_recompute:
+            yield from self.recomputing(costs)
         if self.setup.layout == BY_COST:
             both = divided if self.divides or not has_whole else []
             yield from self.laid_out((*whole, *both, *hidden, *of_units))
@@ -239,6 +242,10 @@ class Comparison:
         """Yield them with the passes of vocabulary parallelism; searches for these have more to choose from."""
         suffix = f" (vocabulary {variant.algorithm})"
         return (way.row(suffix, vocabulary=variant.divided) for way in self._ways(variant.costs))
+
+    def recomputing(self, costs: Figures) -> Iterator[Candidate]:
+        """Yield them with recomputation as a pass of its own."""
+        return (way.row(f" {WITH_R}", early_recompute=True) for way in self._ways(costs))
 
     def sliced(self, costs: Figures, cuts: Cuts) -> Iterator[Candidate]:
         """Yield one candidate per schedule of slices, each with the best of the cuts."""

@@ -24,6 +24,7 @@ from megatron.zero_bubble.planning.offer import Ask, Chooser, Offer, score
 from megatron.zero_bubble.planning.offload import AUTO, plan_offload
 from megatron.zero_bubble.planning.plans import fitted, with_units
 from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.recompute import recomputing
 from megatron.zero_bubble.planning.score import Best, DroppedVariant, Score, attempt, best
 from megatron.zero_bubble.planning.setup import DEFAULT_CUTS, Cuts, Named, Searched
 from megatron.zero_bubble.planning.shard_search import Maker, plan_shards
@@ -204,9 +205,14 @@ def schedules(question: Question, _ask: Ask) -> Offers:
     if question.is_search:
         choices, dropped = with_costs(question.costs, _placements(question))
         yield from dropped
-    variant = Variant(question.setup.vocabulary, question.costs)
-    for schedule in _made(question, variant, choices):
-        yield Offer(inserted(schedule, variant, question.goal), question.costs)
+
+    def make(asked: Question) -> Iterator[Schedule]:
+        variant = Variant(asked.setup.vocabulary, asked.costs)
+        for schedule in _made(asked, variant, choices):
+            yield inserted(schedule, variant, asked.goal)
+
+    for schedule in recomputing(question, make) if question.setup.early_recompute else make(question):
+        yield Offer(schedule, question.costs)
 
 
 def with_costs(

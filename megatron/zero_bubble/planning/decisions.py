@@ -343,6 +343,22 @@ LAYOUT = Decision(
 """The decision for which a job has a flag of Megatron's own."""
 OF_PLANS = (
     Decision(
+        "early-recompute",
+        "advanced",
+        SWITCH,
+        "recomputation of whole layers as a pass of its own",
+        path="early_recompute",
+        plan=PlanFlag(
+            "early-recompute",
+            SWITCH,
+            None,
+            "with full recomputation: compute layers again in a pass of its own (R), which does not wait for the "
+            "gradient of the next stage, instead of at the start of each layer's backward; it keeps the activations of "
+            "these layers from R to B; needs --config of such a job, or costs with recompute_ms; a job runs it from "
+            "the plan's file",
+        ),
+    ),
+    Decision(
         "equal-passes",
         "advanced",
         SWITCH,

@@ -76,6 +76,11 @@ def _pairs(run: RunOptions) -> Iterator[Shown]:
         yield "schedule_file", run.setup.name
 
 
+def _early(run: RunOptions) -> Iterator[Shown]:
+    if run.setup.early_recompute:
+        yield ("early_recompute", True) if run.setup.plan is None else ("schedule_file", run.setup.name)
+
+
 def _lengths(run: RunOptions) -> Iterator[Shown]:
     if run.lengths is not None:
         yield run.lengths
@@ -137,6 +142,7 @@ RECORDED_COSTS = Choice("recorded costs", _recorded_costs)
 UNTOLD_LENGTHS = Choice("microbatches of different lengths", _lengths)
 LENGTHS = Choice(UNTOLD_LENGTHS.words, lambda run: [*_lengths(run), *BALANCE.shown_by(run)])
 PAIRS = Choice("pairs", _pairs, "schedules that hide the all-to-all of experts")
+EARLY = Choice("early recomputation", _early)
 SCHEDULE = Choice("a zero-bubble schedule", lambda run: [("schedule", run.setup.name)], "zero-bubble schedules")
 """What is always chosen where options are checked."""
 ON_A_V = Choice("stages on a V or in a wave", SCHEDULE.shown_by)
@@ -171,6 +177,9 @@ EXCLUSIONS = (
     Exclusion(PAIRS, VOCABULARY, "the passes of the vocabulary would be part of pairs"),
     Exclusion(PAIRS, SHARDS, "their collectives would compete with the all-to-alls of experts"),
     Exclusion(PAIRS, RECORDED_COSTS, "the two passes of a pair have no times of their own"),
+    Exclusion(EARLY, PAIRS, "megatron-core's plans of layers do not recompute whole layers"),
+    Exclusion(EARLY, OFFLOAD, "what is recomputed is on the device until its backward"),
+    Exclusion(EARLY, SHARDS, "this version gathers weights for F and B only"),
     Exclusion(LENGTHS, PAIRS, "this version pairs only microbatches of equal length"),
     Exclusion(UNTOLD_LENGTHS, RECORDED_COSTS, "passes of different lengths have no common times", _TO_ONE_LENGTH),
 )
@@ -334,6 +343,10 @@ RANGES = (
         flags=lambda _: Remedy(
             ("--recompute-granularity", "selective"), ("--recompute-method", "--recompute-num-layers"), True
         ),
+    ),
+    *(
+        OptionRule(EARLY, name, Fits("None", lambda kind, _: not kind), "TransformerEngine's own checkpoint runs in B")
+        for name in ("fp8", "fp4")
     ),
     OptionRule(
         PAIRS,

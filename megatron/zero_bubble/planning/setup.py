@@ -224,6 +224,7 @@ class Setup:
             job's other flags.
         pairs: whether the all-to-all of experts runs beneath computation.
         step: when the optimizer steps.
+        early_recompute: whether recomputation of whole layers is a pass of its own, before the backward.
         exact: whether each weight gradient is rounded as stock Megatron does.
         messages: how they are transferred.
     """
@@ -237,6 +238,7 @@ class Setup:
     layout: str | None = None
     pairs: bool = False
     step: Synchronous | Validated = Synchronous()
+    early_recompute: bool = False
     exact: bool = False
     messages: Messages = Messages()
 
@@ -289,8 +291,10 @@ class Setup:
 
     @property
     def inserts(self) -> bool:
-        """Whether its schedules have passes of a divided vocabulary, or pairs, once their order is made."""
-        return self.vocabulary is not None or self.pairs
+        """Whether its schedules have passes of a divided vocabulary or of recomputation, or pairs, once their order is
+        made.
+        """
+        return self.vocabulary is not None or self.pairs or self.early_recompute
 
     @property
     def divides(self) -> bool:
@@ -304,10 +308,13 @@ class Setup:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Setup:
-        """What a schedule decides besides its order: slices, passes of the vocabulary, and pairs."""
+        """What a schedule decides besides its order: slices, passes of the vocabulary, recomputation, and pairs."""
         algorithm = algorithm_of(schedule)
         divided = None if algorithm is None else Divided(algorithm)
-        return cls(cuts=Cuts(among=(schedule.slices,)), vocabulary=divided, pairs=schedule.overlaps)
+        again = bool(schedule.recomputed)
+        return cls(
+            cuts=Cuts(among=(schedule.slices,)), vocabulary=divided, pairs=schedule.overlaps, early_recompute=again
+        )
 
     @classmethod
     def of_plan(cls, plan: PlanFile) -> Setup:
@@ -317,6 +324,7 @@ class Setup:
             cuts=Cuts(plan.schedule.num_slices, "even", among=(plan.schedule.slices,)),
             vocabulary=plan.divided,
             offload=None if share is None else Offload(share),
+            early_recompute=bool(plan.schedule.recomputed),
         )
         if sharding is None:
             return setup
@@ -336,6 +344,7 @@ class Setup:
             cuts=Cuts(number, "even", among=among) if number > 1 else None,
             vocabulary=decided.vocabulary and (self.vocabulary or decided.vocabulary),
             pairs=decided.pairs,
+            early_recompute=decided.early_recompute,
         )
 
     def alone(self, asked: Setup, decided: Setup) -> Setup:

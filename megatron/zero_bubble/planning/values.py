@@ -126,7 +126,7 @@ def placed(values: Mapping[str, Any], spelled: Spell, of_plan: bool = False) -> 
         "exact": bool(known.get("exact")) or values.get("fuse_wgrad") is False,
         **{top: _section(top, known, spelled, misplaced) for top in _SECTIONS},
     }
-    rows = (row for row in ROWS if row.name in known and row.path.partition(".")[0] not in made)
+    rows = (row for row in _ALL if row.name in known and row.path.partition(".")[0] not in made)
     return Setup(**made, **{row.path: known[row.name] for row in rows}), tuple(misplaced)
 
 

@@ -42,6 +42,7 @@ def peaks_in_order(schedule: Schedule, memory: PassMemory) -> tuple[float, ...]:
     """Return what ``most_kept`` does of any timeline of ``schedule`` without other ops: the peak of a rank depends only
     on the order of its passes.
     """
+    memory = memory.recomputing(schedule.recomputed)
     if not any(memory.captured):
         slices = schedule.slices
         return tuple(highest(change for p in row for change in memory.changes(p, slices)) for row in schedule.order)
@@ -131,7 +132,7 @@ def _curve(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[Memory
 
 def _changes(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[tuple[float, float]]:
     """Return the times and sizes of a rank's memory changes. At equal times, memory is freed before it is added."""
-    slices = timeline.schedule.slices
+    slices, memory = timeline.schedule.slices, memory.recomputing(timeline.schedule.recomputed)
     changes = _of_passes(timeline.spans[rank], memory, slices)
     if any(memory.captured):
         graphs = in_graphs((span.pass_ for span in timeline.spans[rank]), memory)

@@ -50,7 +50,7 @@ class _Passes:
 
     def __init__(self, schedule: Schedule, costs: PassCosts, memory: PassMemory) -> None:
         self._number = {p: number for number, p in enumerate(schedule.passes())}
-        times, slices = of_schedule(costs, schedule)
+        (times, slices), memory = of_schedule(costs, schedule), memory.recomputing(schedule.recomputed)
         rank_of, stages_of = schedule.placement.stage_to_rank, schedule.placement.stages_of
         self._duration = [times.duration(p, slices) for p in self._number]
         self._changes = [[change for change in memory.changes(p, slices) if change] for p in self._number]

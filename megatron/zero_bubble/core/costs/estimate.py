@@ -84,7 +84,7 @@ def _experts(kind: str, model: Model, device: Device) -> ExpertParts:
     if (own := model.experts_of(kind)) is None:
         return NO_EXPERTS
     sent = own.all_to_all_ms(model.state_bytes * own.width(model.hidden) / model.hidden, device)
-    f, b, w = _milliseconds(routed(kind, model, own), model, device)
+    f, b, w, _ = _milliseconds(routed(kind, model, own), model, device)
     again = 2.0 if model.recompute == "full" or model.keeping.repeats(MOE) else 1.0  # B repeats those of F
     parts = {"dispatch": sent, "combine": sent, "combine_grad": again * sent, "dispatch_grad": again * sent}
     return NO_EXPERTS._replace(layers=1.0, experts=f, experts_grad=b, experts_wgrad=w, **parts)
@@ -98,13 +98,14 @@ def _with_all_to_alls(part: LayerFigures, own: ExpertParts) -> LayerFigures:
         part,
         forward_ms=forward,
         backward_ms=backward,
+        recompute_ms=part.recompute_ms and part.recompute_ms + own.dispatch + own.combine,
         forward_attention=part.forward_attention and part.forward_attention * part.forward_ms / forward,
         backward_attention=part.backward_attention and part.backward_attention * part.backward_ms / backward,
     )
 
 
 def _part(work: LayerWork, model: Model, device: Device) -> LayerFigures:
-    rate, (f, b, w) = _rate(model, device) / device.pace, _milliseconds(work, model, device)
+    rate, (f, b, w, again) = _rate(model, device) / device.pace, _milliseconds(work, model, device)
     return LayerFigures(
         f,
         b,
@@ -115,6 +116,8 @@ def _part(work: LayerWork, model: Model, device: Device) -> LayerFigures:
         forward_attention=work.forward_scores and work.forward_scores / rate / f,
         backward_attention=work.backward_scores and work.backward_scores / rate / b,
         captured=work.captured,
+        recompute_ms=again,
+        rebuilt=work.rebuilt if again else 0.0,
     )
 
 
@@ -123,7 +126,8 @@ def _rate(model: Model, device: Device, precision: Precision = BF16) -> float:
     return device.reached(precision) * 1e9 * model.tensor_parallel
 
 
-def _milliseconds(layer: LayerWork, model: Model, device: Device) -> tuple[float, float, float]:
+def _milliseconds(layer: LayerWork, model: Model, device: Device) -> tuple[float, float, float, float]:
+    """Return the time in ms of F, B and W, and of the part of B that repeats F."""
     rate, sweep = _rate(model, device), device.memory_tbs * 1e9  # bytes per ms
     added = 1 / _rate(model, device, model.precision) - 1 / rate  # ms per operation, what the precision adds or saves
     # F quantizes the inputs of linear layers, B the gradients of their outputs: each half of what W takes.
@@ -142,9 +146,10 @@ def _milliseconds(layer: LayerWork, model: Model, device: Device) -> tuple[float
         forward + _FORWARD_SWEEPS * layer.moved / sweep,
         backward + swept / sweep,
         layer.wgrad / rate + deferred * added + launching,
+        again,
     )
-    f, b, w = (device.pace * ms for ms in times)
-    return f, b, w
+    f, b, w, r = (device.pace * ms for ms in times)
+    return f, b, w, r
 
 
 def _reduction_ms(model: Model, device: Device) -> float:

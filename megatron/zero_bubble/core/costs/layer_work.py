@@ -26,6 +26,7 @@ class LayerWork:
         products, grouped: the products of experts in each of F, B and W, and the operations of all of them.
         captured: of ``activation`` and of ``kept_for_wgrad``, the bytes in memory of CUDA graphs.
         other_operands: bytes of operands of weight gradients that are not in ``kept_for_wgrad`` as such.
+        rebuilt: bytes that full recomputation leaves in addition to ``activation``.
         is_recomputed: whether full recomputation repeats F in B.
     """
 
@@ -50,6 +51,7 @@ class LayerWork:
     reductions: int = 0
     captured: float = 0.0
     other_operands: float = 0.0
+    rebuilt: float = 0.0
     is_recomputed: bool = True
 
     def __add__(self, other: LayerWork) -> LayerWork:

@@ -34,6 +34,7 @@ class LayerFigures:
         forward_ms, backward_ms, wgrad_ms: time of F, B and W in ms.
         activation, wgrad, history, captured: memory as in ``PassMemory``: in bytes, or in microbatches.
         forward_attention, backward_attention: shares of attention in F and B, from 0 to 1, as in ``PassCosts``.
+        recompute_ms: of ``backward_ms``, the time in ms to compute activations again; ``rebuilt`` is their memory.
         host_ms: time in ms to copy what F saves to host memory, or back; 0 if unknown.
         gather_ms, reduce_ms: time in ms of each collective of sharded units, as in ``PassCosts``; 0 if unknown.
 
@@ -53,6 +54,8 @@ class LayerFigures:
     gather_ms: float = 0.0
     reduce_ms: float = 0.0
     captured: float = 0.0
+    recompute_ms: float = 0.0
+    rebuilt: float = 0.0
 
     def __post_init__(self) -> None:
         for term in OF_LAYER:

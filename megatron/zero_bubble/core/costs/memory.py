@@ -9,7 +9,7 @@ from megatron.zero_bubble.core.costs.units import refuse_huge, spread
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import WHOLE, Pass, Placement, Slices, Value
 from megatron.zero_bubble.core.ir.flow import OPERANDS, SAVED
-from megatron.zero_bubble.core.ir.passes import BW, VOCABULARY_KINDS, B, F, S, T, W
+from megatron.zero_bubble.core.ir.passes import BW, VOCABULARY_KINDS, B, F, R, S, T, W
 
 MOST_SUMMED_AS_THEY_ARE = 8
 """Most slices whose gradients of keys and values are summed in their own dtype; with more slices, in float32."""
@@ -33,6 +33,9 @@ class PassMemory:
         logits: what S of vocabulary parallelism saves for its T, per rank; empty without vocabulary parallelism.
         captured: of ``activation`` and of ``wgrad``, what is in the memory of CUDA graphs (default: 0). They keep it
             from F until the end of W, and then for other microbatches.
+        rebuilt: what R adds at its start to ``activation``, and the end of B frees (default: 0). A B that computes
+            activations again itself does so layer by layer.
+        apart: the (stage, microbatch, slice) that have an R.
         recomputed: whether ``activation`` lacks the keys and values, because B repeats what makes them.
 
     Raises:
@@ -45,6 +48,8 @@ class PassMemory:
     recomputed: bool = False
     logits: tuple[float, ...] = ()
     captured: tuple[float, ...] = ()
+    rebuilt: tuple[float, ...] = ()
+    apart: frozenset[tuple[int, int, int]] = frozenset()
 
     def __post_init__(self) -> None:
         settle(self, "memory")
@@ -78,6 +83,10 @@ class PassMemory:
         """Convert to the stages of ``placement`` for the same model, as ``PassCosts.fit`` does."""
         return replace(self, **fitted(self, "memory", placement.num_stages))
 
+    def recomputing(self, apart: frozenset[tuple[int, int, int]]) -> PassMemory:
+        """Return the memory of a schedule with an R for each of these (stage, microbatch, slice)."""
+        return self if self.apart == apart else replace(self, apart=apart)
+
     def size(self, value: Value, slices: Slices = WHOLE) -> float:
         """Memory of ``value`` on its rank, in the unit of these figures; messages under way are not counted."""
         producer = value.producer
@@ -99,7 +108,11 @@ class PassMemory:
         activation, wgrad = self.activation[p.stage] * share, self.wgrad[p.stage] * share
         if p.kind is W:
             return 0.0, -wgrad
+        if p.kind is R:
+            return self.rebuilt[p.stage] * share, 0.0
         left = wgrad if p.kind is B else 0.0
+        if self.apart and p.kind is not F and (p.stage, p.microbatch, p.slice) in self.apart:
+            left -= self.rebuilt[p.stage] * share
         if len(slices) == 1 or not (history := self.history[p.stage]):
             return (activation, 0.0) if p.kind is F else (0.0, left - activation)
         # The rows of this slice are part of its activation, but the buffers are allocated and freed as a whole.

@@ -61,7 +61,8 @@ def occupied(costs: PassCosts, placement: Placement) -> PassCosts:
 
 
 def of_schedule(costs: PassCosts, schedule: Schedule) -> tuple[PassCosts, Slices]:
-    """Return what the durations of a schedule's ops depend on: ``costs``, with messages, and with lanes that overlap if
-    the schedule says so, and its slices.
+    """Return what the durations of a schedule's ops depend on: ``costs``, with messages, with lanes that overlap if the
+    schedule says so, and with its recomputation as passes, and its slices.
     """
-    return occupied(costs.overlapping(schedule.overlaps), schedule.placement), schedule.slices
+    own = costs.overlapping(schedule.overlaps).recomputing(schedule.recomputed)
+    return occupied(own, schedule.placement), schedule.slices

@@ -12,7 +12,7 @@ from megatron.zero_bubble.core.costs.units import checked_figure, checked_share,
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts, required
 from megatron.zero_bubble.core.ir import WHOLE, Chain, Pass, Placement, Slices, Value
 from megatron.zero_bubble.core.ir.parts import LanePart
-from megatron.zero_bubble.core.ir.passes import BW, VOCABULARY_KINDS, B, F, W
+from megatron.zero_bubble.core.ir.passes import BW, VOCABULARY_KINDS, B, F, R, W
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,9 @@ class PassCosts:
     ``forward_attention`` and ``backward_attention`` are the shares, per stage, of F and of B that attention takes
     (default: 0). In the slice from x to y of a sequence, attention takes y^2 - x^2 of its time, because a token attends
     to all tokens before it, and everything else takes y - x.
+
+    ``recompute_ms`` is the part per stage of ``backward_ms`` in which B computes activations again (default: 0). A pass
+    of its own (R) takes that time instead for each (stage, microbatch, slice) in ``apart``.
 
     ``host_ms`` is the time per stage to copy what F saves to host memory, and also the time to copy it back; only plans
     that offload need it (default: 0).
@@ -60,6 +63,9 @@ class PassCosts:
     forward_attention: tuple[float, ...] = ()
     backward_attention: tuple[float, ...] = ()
     slice_overhead: float = 0.0
+    # Recomputation.
+    recompute_ms: tuple[float, ...] = ()
+    apart: frozenset[tuple[int, int, int]] = frozenset()
     # Copies to the host, and collectives over replicas.
     host_ms: tuple[float, ...] = ()
     gather_ms: tuple[float, ...] = ()
@@ -124,12 +130,24 @@ class PassCosts:
         """Return the costs of a plan in which the all-to-alls of experts do or do not run beneath computation."""
         return self if self.overlaps == overlaps else replace(self, overlaps=overlaps)
 
+    def recomputing(self, apart: frozenset[tuple[int, int, int]]) -> PassCosts:
+        """Return the costs of a schedule with an R for each of these (stage, microbatch, slice)."""
+        return self if self.apart == apart else replace(self, apart=apart)
+
     def duration(self, p: Pass, slices: Slices = WHOLE) -> float:
         """Milliseconds of ``p``, for the slice of the sequence that it computes."""
         if p.kind in VOCABULARY_KINDS:
             return required(self.vocabulary).duration(p)
+        if self.apart and (p.kind is B or p.kind is BW) and (p.stage, p.microbatch, p.slice) in self.apart:
+            return self._computed(p, slices) - self._computed(p._replace(kind=R), slices)
+        return self._computed(p, slices)
+
+    def _computed(self, p: Pass, slices: Slices) -> float:
+        """As ``duration``, where the backward computes again what F did not keep."""
         if p.kind is F:
             whole, attention = self.forward_ms[p.stage], self.forward_attention[p.stage]
+        elif p.kind is R:
+            whole, attention = self.recompute_ms[p.stage], self.forward_attention[p.stage]
         elif p.kind is W:
             whole, attention = self.wgrad_ms[p.stage], 0.0
         else:

@@ -145,6 +145,15 @@ TERMS = (
         weighed_by="backward_ms",
     ),
     Term(
+        "recompute_ms",
+        "stage",
+        "ms",
+        "passes",
+        "time of R: of B, the part that computes activations again; only schedules in which R is a pass of its own "
+        "need it",
+        of_layer=True,
+    ),
+    Term(
         "host_ms",
         "stage",
         "ms",
@@ -207,6 +216,15 @@ TERMS = (
         "memory",
         "the keys and values of one microbatch: only slices need it",
         of_layer=True,
+    ),
+    Term(
+        "recomputed_activation",
+        "stage",
+        "memory",
+        "memory",
+        "what one microbatch keeps from R to the end of B in addition to `activation`",
+        of_layer=True,
+        name="rebuilt",
     ),
     Term(
         "captured",

@@ -23,7 +23,9 @@ def work_of(kind: str, model: Model) -> LayerWork:
     """Return what a layer takes, without all-to-alls; with full recomputation, it keeps only its input."""
     if model.recompute != "full":
         return _computed(kind, model)
-    layer = replace(_computed(kind, replace(model, captured=())), activation=model.message_bytes)
+    layer = _computed(kind, replace(model, captured=()))
+    kept = model.message_bytes
+    layer = replace(layer, activation=kept, rebuilt=max(0.0, layer.activation - kept))
     return layer.in_graphs() if model.captured else layer
 
 

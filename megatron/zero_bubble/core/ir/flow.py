@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from megatron.zero_bubble.core.errors import UserError
-from megatron.zero_bubble.core.ir.passes import BW, B, F, Pass, W
+from megatron.zero_bubble.core.ir.passes import BW, B, F, Pass, R, W
 
 OUT = "out"
 """Input of the next stage: an activation, or a gradient in the backward."""
 SAVED = "saved"
-"""Activations that an F saves for its backward: M_B of the Zero Bubble paper (arXiv 2401.10241, section 2)."""
+"""Activations that an F saves for its backward: M_B of the Zero Bubble paper (arXiv 2401.10241, section 2); an R adds
+those that it computes again."""
 OPERANDS = "operands"
 """Tensors that a B leaves for its W: the paper's M_W."""
 HISTORY = "history"
@@ -73,12 +74,14 @@ class Chain:
 
     Attributes:
         fused: the (stage, microbatch, slice) whose backward is one BW instead of B and W.
+        recomputed: the (stage, microbatch, slice) whose activations a pass of its own (R) computes again.
         forward_only: whether there are no backwards, as in an evaluation.
     """
 
     num_stages: int
     num_slices: int = 1
     fused: frozenset[tuple[int, int, int]] = frozenset()
+    recomputed: frozenset[tuple[int, int, int]] = frozenset()
     forward_only: bool = False
 
     @property
@@ -89,6 +92,12 @@ class Chain:
         """The pass that computes the input gradient of ``stage``: its BW if fused, else its B."""
         fused = self.fused and (stage, microbatch, slice_) in self.fused
         return Pass(stage, BW if fused else B, microbatch, slice_)
+
+    def saved_for(self, p: Pass) -> Value:
+        """What the backward ``p`` takes of the forward of its stage."""
+        stage, _, microbatch, slice_ = p
+        again = self.recomputed and (stage, microbatch, slice_) in self.recomputed
+        return Value(Pass(stage, R if again else F, microbatch, slice_), SAVED)
 
     def source(self, p: Pass) -> Pass | None:
         """The pass that determines when ``p`` can start, apart from slices: all other inputs of ``p`` exist earlier.
@@ -105,7 +114,9 @@ class Chain:
         if kind is F:
             above = (Value(Pass(stage - 1, F, microbatch, slice_)),) if stage else ()
             return (*above, Value(Pass(stage, F, microbatch, slice_ - 1), HISTORY)) if slice_ else above
-        saved = Value(Pass(stage, F, microbatch, slice_), SAVED)
+        if kind is R:
+            return (Value(Pass(stage, F, microbatch, slice_), SAVED),)
+        saved = self.saved_for(p)
         below = (Value(self.backward_of(stage + 1, microbatch, slice_)),) if stage < self.num_stages - 1 else ()
         if slice_ < self.num_slices - 1:
             return (*below, saved, Value(self.backward_of(stage, microbatch, slice_ + 1), HISTORY))
@@ -115,6 +126,8 @@ class Chain:
         stage, kind, _, slice_ = p
         if kind is W:
             return ()
+        if kind is R:
+            return (Value(p, SAVED),)
         forward = kind is F
         values = []
         if stage < self.num_stages - 1 if forward else stage:
@@ -133,7 +146,9 @@ class Chain:
         if name == OPERANDS:
             return (Pass(stage, W, microbatch, slice_),)
         if name == SAVED:
-            return (self.backward_of(stage, microbatch, slice_),)
+            backward = self.backward_of(stage, microbatch, slice_)
+            saved = self.saved_for(backward)
+            return (backward if saved == value else saved.producer,)
         step = 1 if kind is F else -1
         if name == OUT:
             stage += step

@@ -15,8 +15,9 @@ _Resource = TypeVar("_Resource")
 class Kind(Enum):
     """What a pass computes.
 
-    With vocabulary parallelism (``ir.vocabulary``), every rank also runs passes of its shards of the output layer (S
-    and T) and of the embedding (I and J), and the rank of the last stage computes the loss in a pass of its own (L).
+    Where a backward needs activations that F did not keep, a pass of its own (R) may compute them again before it. With
+    vocabulary parallelism (``ir.vocabulary``), every rank also runs passes of its shards of the output layer (S and T)
+    and of the embedding (I and J), and the rank of the last stage computes the loss in a pass of its own (L).
     """
 
     F = "F"
@@ -28,6 +29,7 @@ class Kind(Enum):
     L = "L"
     I = "I"  # noqa: E741
     J = "J"
+    R = "R"
 
     # Members are singletons, so identity hashing is correct; Enum's default hashes the name in Python at every look-up.
     __hash__ = object.__hash__
@@ -37,7 +39,7 @@ class Kind(Enum):
 
 
 # Enum finds a member in Python at every look-up of ``Kind.F``; code that runs for every pass imports these names.
-F, B, W, BW, S, T, L, I, J = Kind  # noqa: E741
+F, B, W, BW, S, T, L, I, J, R = Kind  # noqa: E741
 
 _TEXT = {kind: kind.value for kind in Kind}
 
@@ -49,7 +51,7 @@ rejected: forwards that read nothing that a validation changes. L reads the loss
 VOCABULARY_KINDS = (S, T, L, I, J)
 """The kinds of vocabulary parallelism. The stage of S, T, I and J is the first stage of their rank."""
 
-_PASS = re.compile(r"([0-9]{1,9})(F|BW|B|W|S|T|L|I|J)([0-9]{1,9})(?:\.([0-9]{1,9}))?")
+_PASS = re.compile(r"([0-9]{1,9})(F|BW|B|W|R|S|T|L|I|J)([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 
 
 class Pass(NamedTuple):
@@ -83,7 +85,7 @@ class Pass(NamedTuple):
         match = _PASS.fullmatch(text)
         if match is None:
             raise UserError(
-                f"a pass is written <stage><F|B|W|BW|S|T|L|I|J><microbatch>[.<slice>], for example 2F0; got {text!r}"
+                f"a pass is written <stage><F|B|W|BW|R|S|T|L|I|J><microbatch>[.<slice>], for example 2F0; got {text!r}"
             )
         stage, kind, microbatch, slice_ = match.groups()
         return cls(int(stage), Kind(kind), int(microbatch), int(slice_ or 0))

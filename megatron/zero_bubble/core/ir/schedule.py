@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import Any
 
 from megatron.zero_bubble.core.ir.flow import Chain, Flow
-from megatron.zero_bubble.core.ir.passes import AND, BW, FORWARDS, Pass, groups
+from megatron.zero_bubble.core.ir.passes import AND, BW, FORWARDS, Pass, R, groups
 from megatron.zero_bubble.core.ir.placement import Placement
 from megatron.zero_bubble.core.ir.slices import WHOLE, Slices
 
 
 def chain_of(schedule: Schedule) -> Chain:
     """The flow of a transformer that is divided into stages."""
-    return Chain(schedule.num_stages, schedule.num_slices, schedule.fused, schedule.evaluates)
+    return Chain(schedule.num_stages, schedule.num_slices, schedule.fused, schedule.recomputed, schedule.evaluates)
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ class Schedule:
     def fused(self) -> frozenset[tuple[int, int, int]]:
         """The (stage, microbatch, slice) whose backward is one BW instead of B and W."""
         return frozenset((p.stage, p.microbatch, p.slice) for p in self.passes() if p.kind is BW)
+
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int, int]]:
+        """The (stage, microbatch, slice) whose activations are computed again in an R, not in their backward."""
+        return frozenset((p.stage, p.microbatch, p.slice) for p in self.passes() if p.kind is R)
 
     @cached_property
     def flow(self) -> Flow:

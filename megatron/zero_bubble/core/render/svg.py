@@ -23,13 +23,22 @@ from megatron.zero_bubble.core.ir import Kind, Schedule
 from megatron.zero_bubble.core.render.text import headline
 
 _OF_STAGES = {Kind.F: "#4f81ee", Kind.B: "#ea9132", Kind.W: "#43ab82", Kind.BW: "#d95f43"}
-_OF_VOCABULARY = {Kind.S: "#2b3f8c", Kind.T: "#1f6f54", Kind.L: "#7a3fa8", Kind.I: "#7fb0d8", Kind.J: "#8fcf9f"}
-COLOURS = _OF_STAGES | _OF_VOCABULARY
+_OF_SOME = {
+    Kind.S: "#2b3f8c",
+    Kind.T: "#1f6f54",
+    Kind.L: "#7a3fa8",
+    Kind.I: "#7fb0d8",
+    Kind.J: "#8fcf9f",
+    Kind.R: "#9db8f7",
+}
+"""Those that only some schedules have."""
+COLOURS = _OF_STAGES | _OF_SOME
 MEANING = {
     Kind.F: "F forward",
     Kind.B: "B input gradient",
     Kind.W: "W weight gradient",
     Kind.BW: "BW fused backward",
+    Kind.R: "R forward again",
     Kind.S: "S output layer",
     Kind.T: "T its gradient",
     Kind.L: "L loss",
@@ -99,7 +108,7 @@ def render_svg(
     entries = _entries(timelines, kinds)
     legend, lines = _legend(entries, width, top + 42)
     height = round(top + _FOOTER + lines * _ENTRY)
-    more = "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in _OF_VOCABULARY.items() if kind in kinds)
+    more = "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in _OF_SOME.items() if kind in kinds)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}">{_words(timelines, titles, [text for _, text in entries])}'

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from operator import mul
+from operator import add, mul
 from statistics import mean, median
 from typing import Any
 
@@ -80,8 +80,9 @@ def median_costs(
         of_stages = (durations.get((stage, kind), {}) for stage in range(schedule.num_stages))
         return [[median(slices[at]) for at in sorted(slices)] for slices in of_stages]
 
-    f, b, w = (medians(kind) for kind in (Kind.F, Kind.B, Kind.W))
-    forward, backward, wgrad = (tuple(map(sum, times)) for times in (f, b, w))
+    f, b, w, r = (medians(kind) for kind in (Kind.F, Kind.B, Kind.W, Kind.R))
+    forward, backward, wgrad, again = (tuple(map(sum, times)) for times in (f, b, w, r))
+    backward = tuple(map(add, backward, again))  # as of a B that computes activations again itself
     shares = [tuple(attention_share(times, schedule.slices) for times in of_stages) for of_stages in (f, b)]
     if whole is not None:
         shares = [(share,) * schedule.num_stages for share in (whole.attention, whole.backward_attention)]
@@ -89,7 +90,7 @@ def median_costs(
     message_ms = measured_message_ms(timelines, transfer_ms)
     comm_ms = max(0.0, transfer_ms - 2 * message_ms)
     costs = PassCosts(forward, backward, wgrad, comm_ms, host_ms=_copies_ms(timelines), message_ms=message_ms)
-    costs = costs.with_attention(*shares)
+    costs = replace(costs.with_attention(*shares), recompute_ms=again)
     costs = replace(costs, gather_ms=_of_stages_ms(timelines, Gather), reduce_ms=_of_stages_ms(timelines, Reduce))
     algorithm = algorithm_of(schedule)
     if algorithm is None:

@@ -29,6 +29,7 @@ class MemoryMeter(IterationObserver):
         activation: M_B by stage, in bytes.
         wgrad: M_W by stage, in bytes.
         history: keys and values that the slices of a microbatch share, by stage, in bytes; none without slices.
+        rebuilt: what an R saves for its B, by stage, in bytes; none without R.
         logits: what S saves for T on the rank, by the stage of S, in bytes; none without vocabulary parallelism.
         peak: peak of the rank, in bytes.
     """
@@ -45,6 +46,7 @@ class MemoryMeter(IterationObserver):
         self.activation: dict[int, int] = {}
         self.wgrad: dict[int, int] = {}
         self.history: dict[int, int] = {}
+        self.rebuilt: dict[int, int] = {}
         self.logits: dict[int, int] = {}
         self.peak = 0
         self._split: dict[int, int] = {}  # by stage, the first microbatch whose backward is split
@@ -72,7 +74,7 @@ class MemoryMeter(IterationObserver):
             self._start()
 
     def begin(self, op: Op) -> None:
-        if self._watches and any(work.kind is Kind.F for work in op.works):
+        if self._watches and any(work.kind in (Kind.F, Kind.R) for work in op.works):
             self._saved.clear()
 
     def end(self, op: Op) -> None:
@@ -88,7 +90,10 @@ class MemoryMeter(IterationObserver):
         """Count what a pass has saved or stored, or forget what it has used."""
         if work.kind is Kind.F:
             if not work.microbatch:
-                self._count_activation(work)
+                self._count_activation(work, self.activation)
+        elif work.kind is Kind.R:
+            if not work.microbatch:
+                self._count_activation(work, self.rebuilt)
         elif work.kind is Kind.B:
             size = self._defer(work, Kind.W)
             if work.microbatch == self._split.setdefault(work.stage, work.microbatch):
@@ -105,13 +110,13 @@ class MemoryMeter(IterationObserver):
         self._deferred[later] = [_Kept(self._alive, tensor.untyped_storage()) for tensor in tensors]
         return storage_bytes(tensors)
 
-    def _count_activation(self, work: Pass) -> None:
-        """Add what a slice of microbatch 0 has saved, and what no earlier slice has."""
+    def _count_activation(self, work: Pass, total: dict[int, int]) -> None:
+        """Add what a slice of microbatch 0 has saved, and what no earlier slice has, to that of its stage."""
         history = _storages(self._histories(work.stage, 0))
         sizes = {pointer: self._alive.size.get(pointer, 0) for pointer in self._saved} | history
         new = sizes.keys() - self._alive.counted
         self._alive.counted |= new
-        self.activation[work.stage] = self.activation.get(work.stage, 0) + sum(sizes[pointer] for pointer in new)
+        total[work.stage] = total.get(work.stage, 0) + sum(sizes[pointer] for pointer in new)
         if history:
             self.history[work.stage] = sum(history.values())
 
@@ -121,11 +126,14 @@ class MemoryMeter(IterationObserver):
         A collective call of the pipeline's ``group``.
         """
         figures: list[Any] = [None] * group.size()
-        dist.all_gather_object(figures, (self.activation, self.wgrad, self.history, self.logits), group=group)
+        own = self.activation, self.wgrad, self.history, self.rebuilt, self.logits
+        dist.all_gather_object(figures, own, group=group)
         of_stages = [{s: b for kept in kind for s, b in kept.items()} for kind in zip(*figures, strict=True)]
         stages, logits = sorted(of_stages[0]), of_stages.pop()
-        activation, wgrad, history = (tuple(float(kind.get(stage, 0)) for stage in stages) for kind in of_stages)
-        return PassMemory(activation, wgrad, history, logits=tuple(float(logits[stage]) for stage in sorted(logits)))
+        kept = (tuple(float(kind.get(stage, 0)) for stage in stages) for kind in of_stages)
+        activation, wgrad, history, rebuilt = kept
+        of_ranks = tuple(float(logits[stage]) for stage in sorted(logits))
+        return PassMemory(activation, wgrad, history, rebuilt=rebuilt, logits=of_ranks)
 
     def _count_saved(self, storage: torch.UntypedStorage) -> _Kept:
         self._saved.add(storage.data_ptr())

@@ -139,9 +139,10 @@ class SavedTensors:
 
     def of(self, work: Pass) -> AbstractContextManager[None]:
         """Context around a pass, or around a forward and what runs at the same time: with the hooks, if it is a forward
-        that is measured or moves.
+        that is measured or moves, or one that runs again and is measured.
         """
-        collects = work.kind is Kind.F and (self.counter is not None or work in self._moving)
+        measured = self.counter is not None and work.kind in (Kind.F, Kind.R)
+        collects = measured or (work.kind is Kind.F and work in self._moving)
         return self._hooked(work) if collects else nullcontext()
 
     @contextmanager

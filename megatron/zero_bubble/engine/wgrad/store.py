@@ -140,14 +140,14 @@ class WgradStore:
 
     @contextmanager
     def defer(self, work: Pass, split: bool = True, alongside: Pass | None = None) -> Iterator[None]:
-        """Context around the F or B of a split microbatch: linears defer, and gradients are stored for its W.
+        """Context around the F, R or B of a split microbatch: linears defer, and gradients are stored for its W.
 
-        With ``split=False``, context around the F or the backward of an unsplit microbatch: nothing is deferred.
+        With ``split=False``, context around those of an unsplit microbatch: nothing is deferred.
 
         Args:
             alongside: an F that runs at the same time as the B ``work``.
         """
-        is_backward = work.kind is not Kind.F
+        is_backward = work.kind not in (Kind.F, Kind.R)
         w = _w_of(work) if split else None
         self._backward = w if is_backward else None
         self._forward = w if alongside is None else _w_of(alongside)

@@ -19,6 +19,7 @@ from megatron.zero_bubble.engine.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.engine.wgrad.store import WgradStore
 from megatron.zero_bubble.integration.adapter import several
 from megatron.zero_bubble.integration.adapter.placement import as_pipeline_rank, megatron_rank
+from megatron.zero_bubble.integration.adapter.recompute import recompute
 from megatron.zero_bubble.integration.adapter.slices import SlicedChunk
 from megatron.zero_bubble.integration.adapter.versions import set_auxiliary_scales, supported_kwargs
 
@@ -118,7 +119,13 @@ class StageFacts:
 
 
 # Method names, because bound methods would form a reference cycle, which keeps a model alive until garbage collection.
-_METHODS = {Kind.F: "_forward", Kind.B: "_backward", Kind.BW: "_backward", Kind.W: "_backward_weight"}
+_METHODS = {
+    Kind.F: "_forward",
+    Kind.R: "_recompute",
+    Kind.B: "_backward",
+    Kind.BW: "_backward",
+    Kind.W: "_backward_weight",
+}
 
 
 class StageParts(NamedTuple):
@@ -236,6 +243,14 @@ class MegatronStage:
 
     def _output(self, y: Any) -> Sequence[Any]:
         return () if self._facts.is_last else (several.detached(y),)
+
+    def _recompute(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Returns the (input, output) of F, whose graph has the activations of checkpointed layers again."""
+        ((_, y),) = inputs
+        defers = self._store.defer(work, self._splits(work))
+        with self._as_stage_rank(), defers, self._slices.at(work), self._counted(work):
+            recompute(y)
+        return inputs
 
     def _backward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """Returns the gradient of the stage's input, except on the first stage.

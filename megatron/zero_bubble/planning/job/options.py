@@ -103,6 +103,11 @@ def check_options(values: Any, run: RunOptions, megatrons_own: bool = True, of_m
             f"twice in the history of maxima; got --fp8-format {values.fp8} --fp8-recipe delayed; give --fp8-recipe "
             "tensorwise, or drop --zero-bubble-post-validation"
         )
+    if of_model and run.setup.early_recompute and (kind := getattr(values, "recompute_granularity", None)) != "full":
+        raise UserError(
+            f"early recomputation needs whole layers that are recomputed; got recompute_granularity={kind!r}; give "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or a plan without R"
+        )
     group = getattr(values, "microbatch_group_size_per_vp_stage", None)
     # Megatron ignores the group size without virtual stages; its default is the number of pipeline ranks.
     grouped = getattr(values, "virtual_pipeline_model_parallel_size", None) is not None

@@ -14,7 +14,7 @@ const CURVE = ranks <= 16 ? 34 : 20;
 const LANE = 7;  // height of a lane, such as that of copies, below the passes of its rank
 const LANES = data.lanes ? LANE * data.lanes.names.length : 0;
 const [STAGE, KIND, MICROBATCH, START, END, WAITS_FOR, AWAITED, ARRIVED, SLOW, LATE, HOST] = [...Array(11).keys()];
-const WORDS = { F: "forward", B: "input gradient", W: "weight gradient", BW: "fused backward" };
+const WORDS = { F: "forward", B: "input gradient", W: "weight gradient", BW: "fused backward", R: "forward again" };
 
 const panels = [
   { name: "planned", title: data.titles.planned, rows: data.planned, row: ROW, below: LANES },
