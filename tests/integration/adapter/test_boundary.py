@@ -48,7 +48,9 @@ def disagreeing(*, pp_group: Any, is_recv: bool, **given: Any) -> Any:
     return growing(pp_group=pp_group, is_recv=is_recv and pp_group.rank() < 2, **given)
 
 
-def outputs(rank: int, function: Callable[..., Any], schedules: Sequence[str], more: dict[str, Any]) -> list[Any]:
+def outputs(
+    rank: int, function: Callable[..., Any], schedules: Sequence[str], more: dict[str, Any], pairs: bool = False
+) -> list[Any]:
     """The shapes of what every stage hands on, on this rank of two; or the refusal."""
     from megatron.core.pipeline_parallel import schedules as upstream
 
@@ -69,7 +71,7 @@ def outputs(rank: int, function: Callable[..., Any], schedules: Sequence[str], m
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(upstream, "get_tensor_shapes", function)
         for name in schedules:
-            schedule = replace(build(name, num_ranks=2, num_microbatches=4), overlap_experts=function is of_two)
+            schedule = replace(build(name, num_ranks=2, num_microbatches=4), overlap_experts=pairs)
             try:
                 boundary = Boundary.of(config, groups, 8, 2, None, None, chunk, torch.device("cpu"), schedule)
             except UserError as error:
@@ -118,9 +120,16 @@ def test_predictions_are_concatenated_until_a_stage_has_their_losses(ranks: Rank
 
 
 def test_layers_in_pairs_hand_on_one_tensor(ranks: RankPool) -> None:
-    [(said,)] = ranks.run(1, outputs, of_two, SCHEDULES[2:], {})
+    [(said,)] = ranks.run(1, outputs, of_two, SCHEDULES[2:], {}, True)
     assert said.startswith("in schedules with pairs, every stage must hand on one tensor, ")
     assert said.endswith("got zb-v for a model whose stages hand on [2, 2, 2]; give a schedule without pairs")
+
+
+@pytest.mark.parametrize("option", ["num_moe_experts", "mtp_num_layers"])
+def test_losses_beside_that_of_the_last_stage_need_one_tensor(ranks: RankPool, option: str) -> None:
+    [(said,)] = ranks.run(1, outputs, of_two, SCHEDULES[2:], {option: 4}, False)
+    assert said.startswith("with experts or multi-token prediction, every stage must hand on one tensor, because ")
+    assert f"got {option}=4 for a model whose stages hand on [2, 2, 2]; concatenate" in said
 
 
 FORWARD, BACKWARD = (Message(Value(Pass(stage, kind, 0)), 0, 1) for stage, kind in ((0, F), (1, B)))

@@ -76,14 +76,9 @@ class Boundary:
         sizes = seq_length, micro_batch_size, decoder_seq_length
         upstream = UpstreamShapes(config, groups, sizes, get_model_type(chunk), schedule.num_stages)
         outputs = outputs_of(upstream, schedule.placement.stages_of(groups.pp.rank()), adjust, chunk)
+        _check_several([len(output) for output in outputs], config, schedule)
         if algorithm_of(schedule) is not None:
             outputs = with_rows(outputs, upstream.hidden, config, groups, schedule.num_stages)
-        if schedule.overlaps and any(len(output) > 1 for output in outputs):
-            raise UserError(
-                "in schedules with pairs, every stage must hand on one tensor, because megatron-core's plans of layers "
-                f"take one; got {schedule.name} for a model whose stages hand on {[len(each) for each in outputs]}; "
-                "give a schedule without pairs"
-            )
         length = seq_length if decoder_seq_length is None else decoder_seq_length
         # Sequence parallelism divides every slice among the tensor-parallel ranks.
         slices, parts = schedule.slices, groups.tp.size() if config.sequence_parallel else 1
@@ -130,6 +125,24 @@ class Boundary:
             return specs
         tokens = self.ends[slice_] - (self.ends[slice_ - 1] if slice_ else 0)
         return tuple(TensorSpec((shape[0] * tokens // self.ends[-1], *shape[1:]), dtype) for shape, dtype in specs)
+
+
+def _check_several(tensors: Sequence[int], config: Any, schedule: Schedule) -> None:
+    """Raise UserError if Megatron expects one tensor where stages hand on several; ``tensors`` counts them."""
+    if max(tensors, default=1) == 1:
+        return
+    if schedule.overlaps:
+        raise UserError(
+            "in schedules with pairs, every stage must hand on one tensor, because megatron-core's plans of layers "
+            f"take one; got {schedule.name} for a model whose stages hand on {tensors}; give a schedule without pairs"
+        )
+    options = {name: getattr(config, name, None) for name in ("num_moe_experts", "mtp_num_layers")}
+    if given := [f"{name}={value}" for name, value in options.items() if value is not None]:
+        raise UserError(
+            "with experts or multi-token prediction, every stage must hand on one tensor, because megatron-core scales "
+            f"their losses on the device of this tensor; got {' and '.join(given)} for a model whose stages hand on "
+            f"{tensors}; concatenate the tensors, or leave out the option"
+        )
 
 
 @dataclass(frozen=True)
