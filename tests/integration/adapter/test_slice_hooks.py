@@ -103,6 +103,35 @@ def test_predictions_whose_tokens_are_not_rolled_are_refused() -> None:
     chunk._check_rolls(model, given)
 
 
+@pytest.mark.parametrize("rolled", [True, False])
+def test_padding_is_rolled_with_the_tokens_where_megatron_rolls_it(rolled: bool) -> None:
+    """Since 0.18. Positions that nothing embeds may stay as they are."""
+    from megatron.zero_bubble.integration.adapter import slices, versions
+    from megatron.zero_bubble.integration.adapter.balancing import Balancing
+    from megatron.zero_bubble.integration.adapter.history import Histories
+
+    class Layer(torch.nn.Module):
+        """A prediction, whose forward takes a mask of padding or not."""
+
+        forward = (lambda self, input_ids, padding_mask: None) if rolled else (lambda self, input_ids: None)
+
+    chunk = slices.SlicedChunk(0, torch.nn.Identity(), None, (3, 8), Histories(), Balancing())
+    config, embedding = SimpleNamespace(mtp_num_layers=1), SimpleNamespace(add_position_embedding=False)
+    model = SimpleNamespace(config=config, embedding=embedding, mtp_process=True, post_process=False)
+    given = {name: torch.zeros(1, 8) for name in ("input_ids", "position_ids", "padding_mask")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "MultiTokenPredictionLayer", Layer)
+        names = slices._rolled_in(model)
+        assert ("padding_mask" in names) == rolled
+        tokens = {name: chunk._of_slice(name, each, name in names) for name, each in given.items()}
+        torch.roll(tokens["input_ids"], -1, -1)
+        if rolled:
+            with pytest.raises(UserError, match="'padding_mask': 1}, got {'input_ids': 1}; train"):
+                chunk._check_rolls(model, given)
+            torch.roll(tokens["padding_mask"], -1, -1)
+        chunk._check_rolls(model, given)
+
+
 class TEDotProductAttention(torch.nn.Module):
     """A fake of Megatron's wrapper: it records its mask and takes keys of another length than the queries."""
 

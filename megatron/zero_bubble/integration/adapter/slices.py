@@ -35,7 +35,7 @@ from megatron.zero_bubble.integration.adapter.balancing import Balancing
 from megatron.zero_bubble.integration.adapter.following import TokensOfSlice
 from megatron.zero_bubble.integration.adapter.history import Histories
 from megatron.zero_bubble.integration.adapter.slice_data import RepeatedBatches, merged
-from megatron.zero_bubble.integration.adapter.versions import given_to
+from megatron.zero_bubble.integration.adapter.versions import given_to, predictions_roll_padding
 from megatron.zero_bubble.planning.job.options import check_softmax
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
@@ -219,7 +219,9 @@ class SlicedChunk:
 
     def _check_rolls(self, model: Any, given: dict[str, Any]) -> None:
         expected = {name: model.config.mtp_num_layers for name in _rolled_in(model) if given.get(name) is not None}
-        if (rolls := dict(self._rolls)) != expected:
+        unread = () if _embeds_positions(model) else ("position_ids",)  # not rolled by every version
+        rolls = {name: count for name, count in self._rolls.items() if name not in unread}
+        if rolls != {name: count for name, count in expected.items() if name not in unread}:
             raise UserError(
                 "sequence slices with multi-token prediction need megatron-core to roll the tokens of a model once per "
                 f"depth, so that a slice gets those that follow it; expected {expected}, got {rolls}; train without "
@@ -286,11 +288,16 @@ def _gpt_of(chunk: torch.nn.Module) -> Any:
     return model
 
 
+def _embeds_positions(model: Any) -> bool:
+    return getattr(getattr(model, "embedding", None), "add_position_embedding", True)
+
+
 def _rolled_in(model: Any) -> tuple[str, ...]:
     """The arguments of a chunk that multi-token prediction rolls."""
     if not getattr(model.config, "mtp_num_layers", None):
         return ()
-    return (_ROLLED[0] if model.mtp_process else ()) + (_ROLLED[1] if model.post_process else ())
+    of_layers = (*_ROLLED[0], "padding_mask") if predictions_roll_padding() else _ROLLED[0]
+    return (of_layers if model.mtp_process else ()) + (_ROLLED[1] if model.post_process else ())
 
 
 def _layers_of(model: Any) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MultiTokenPredictionLayer
 
 from megatron.zero_bubble.core.errors import UserError
 
@@ -101,6 +101,11 @@ def _set_scales_of_0_13(config: Any, num_microbatches: int, device: torch.device
         MoEAuxLossAutoScaler.set_loss_scale(scale / parts)
     if getattr(config, "mtp_num_layers", None) is not None:
         MTPLossAutoScaler.set_loss_scale(scale / parts)
+
+
+def predictions_roll_padding() -> bool:
+    """Whether layers of multi-token prediction roll a mask of padding with their tokens, as they do since 0.18."""
+    return "padding_mask" in (_parameters(MultiTokenPredictionLayer.forward) or ())
 
 
 def losses_of_router(router: Any) -> list[str]:
