@@ -27,10 +27,10 @@ def configured(**fields: Any) -> Any:
     return SimpleNamespace(**{**plain, **unset, **counted, **fields})
 
 
-def placed(schedule: str, **fields: Any) -> tuple[int | None, Any, int]:
+def placed(schedule: str, variables: tuple[str, ...] = (), **fields: Any) -> tuple[int | None, Any, int]:
     """Return the virtual size and the layout that the configuration then has, and the number of stages."""
     model = configured(**fields)
-    _, source = place(model, flags_in({"ZERO_BUBBLE_SCHEDULE": schedule}), 60.0)
+    _, source = place(model, flags_in({"ZERO_BUBBLE_SCHEDULE": schedule, **dict.fromkeys(variables, "1")}), 60.0)
     return model.virtual_pipeline_model_parallel_size, model.pipeline_model_parallel_layout, source.placement.num_stages
 
 
@@ -76,3 +76,9 @@ def test_the_configuration_gets_the_stages_of_the_schedule(schedule: str, fields
 def test_other_stages_are_refused(schedule: str, fields: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         placed(schedule, **fields)
+
+
+def test_pairs_of_a_hybrid_model_are_refused_with_a_remedy_that_helps() -> None:
+    """One stage per rank would not make them possible."""
+    with pytest.raises(UserError, match="need hybrid_layer_pattern=None, because .*; train without pairs"):
+        placed("dualpipe-v", ("ZERO_BUBBLE_OVERLAP_EXPERTS",), hybrid_layer_pattern="M*M-|M-M*")

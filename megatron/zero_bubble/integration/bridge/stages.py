@@ -8,8 +8,10 @@ from typing import Any
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.formats.layout_string import read_layout
 from megatron.zero_bubble.core.ir import Placement
+from megatron.zero_bubble.planning.exclusions import PAIRS
 from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.model import uneven_layout
+from megatron.zero_bubble.planning.job.options import check_options_of
 from megatron.zero_bubble.planning.job.stages import place_stages
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.source import ScheduleSource
@@ -46,7 +48,7 @@ def place(model: Any, run: RunOptions, peer_timeout_s: float) -> tuple[ZeroBubbl
         model.pipeline_model_parallel_layout = job.pipeline_model_parallel_layout
         model.virtual_pipeline_model_parallel_size = None
     elif chunks > 1 and asked is None:
-        _ask_for(chunks, placement, model)
+        _ask_for(chunks, placement, model, run)
     return config, source
 
 
@@ -57,10 +59,12 @@ def _stages_per_rank(model: Any, layout: str | None) -> int | None:
     return None if layout is None else len(read_layout(layout)) // int(model.pipeline_model_parallel_size)
 
 
-def _ask_for(chunks: int, placement: Placement, model: Any) -> None:
+def _ask_for(chunks: int, placement: Placement, model: Any, run: RunOptions) -> None:
     """Set ``chunks`` stages per rank: of equal size, or else with layers balanced by their work."""
     pattern = getattr(model, "hybrid_layer_pattern", None) or getattr(model, "hybrid_override_pattern", None)
     if pattern is not None:
+        if PAIRS.is_made(run):  # which one stage per rank would not make possible
+            check_options_of(PAIRS, model)
         raise UserError(
             "a hybrid model has the stages of its layer pattern, and this schedule needs "
             f"{placement.num_stages} of them; got {pattern!r}; choose a schedule with one stage per rank"
