@@ -6,10 +6,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from megatron.zero_bubble.planning.exclusions import EXCLUSIONS
+from megatron.zero_bubble.planning.exclusions import BALANCE, EXCLUSIONS, OPTIONS, PAIRS, SHARDS
 from pair_matrix.array import Chosen, CoveringArray, Space
 from pair_matrix.jobs import RUN_RULES, refusal
-from pair_matrix.options import NEUTRAL, OPTIONS, Row
+from pair_matrix.options import NEUTRAL, Row
+from pair_matrix.options import OPTIONS as OF_JOBS
 
 DEFAULT_JOBS = 10
 REFUSALS = (
@@ -17,19 +18,24 @@ REFUSALS = (
     "matrix: without a loss scale, stock stops at a gradient that is NaN",
     "matrix: a batch of one microbatch cannot grow",
     *(f"{row.one.words} and {row.other.words} exclude each other, because {row.why}" for row in EXCLUSIONS),
-    "sharded units need ",
-    "balanced microbatches need ",
-    "schedules that hide the all-to-all of experts need ",
-    "a job hides the all-to-all of experts only with 2 or more stages per rank",
-    "--zero-bubble-slices ",
+    *(row.rule for row in OPTIONS if row.choice in (SHARDS, BALANCE, PAIRS)),
+    "sharded units need 2 or more stages per rank, of which only some are whole at a time",
+    (
+        "a job hides the all-to-all of experts only with 2 or more stages per rank, because megatron-core plans the "
+        "layers of no other pipeline"
+    ),
+    *(f"{cut.schedule} works only with a schedule of slices or zb-auto" for cut in OF_JOBS["slices"] if cut.schedule),
     "--zero-bubble-post-validation inverse inverts only the update of Adam",
-    "--use-distributed-optimizer needs --optimizer adam",
+    (
+        "--use-distributed-optimizer needs --optimizer adam, because megatron-core's distributed optimizer divides the "
+        "state of no other"
+    ),
     "the number of processes must be divisible by expert-tensor * expert * pipeline parallel size",
     "--num-experts with tensor parallelism needs --sequence-parallel",
     "a sequence of 16 tokens has at most 8 slices of 2 tokens each",
     *(sentence for _, sentence in RUN_RULES),
 )
-"""How the reasons begin for which pairs may be impossible; any other reason fails the matrix."""
+"""The rules for which pairs may be impossible; any other reason fails the matrix."""
 _MODE = re.compile(r"^(stock|schedule|variant|run): ")
 
 
@@ -63,9 +69,9 @@ class Matrix:
 
 def space() -> Space:
     """The options and the rule of the matrix."""
-    needs = {option: {value.name: value.needs for value in values} for option, values in OPTIONS.items()}
+    needs = {option: {value.name: value.needs for value in values} for option, values in OF_JOBS.items()}
     return Space(
-        {option: [value.name for value in values] for option, values in OPTIONS.items()},
+        {option: [value.name for value in values] for option, values in OF_JOBS.items()},
         refusal,
         lambda option, name: needs[option][name],
     )
@@ -83,9 +89,11 @@ def refused_rows() -> list[Row]:
 
 
 def rule_of(reason: str) -> str | None:
-    """The known rule that ``reason`` states, or None."""
+    """The known rule that ``reason`` states, before its values and remedy, or None."""
     sentence = _MODE.sub("", reason)
-    return next((rule for rule in REFUSALS if sentence.startswith(rule)), None)
+    return next(
+        (rule for rule in REFUSALS if sentence == rule or sentence.startswith((f"{rule};", f"{rule}, got"))), None
+    )
 
 
 def _text(pair: Chosen) -> str:

@@ -54,6 +54,15 @@ def test_the_first_jobs_cover_many_pairs_and_known_rules_exclude_the_others() ->
     assert all(rule_of(reason) is not None for reason in MATRIX.refused())
 
 
+def test_a_sentence_that_only_begins_as_a_rule_is_none() -> None:
+    rule = (
+        "sharded units need overlap_grad_reduce=False, because the schedule itself reduces gradients, during the passes"
+    )
+    assert rule_of(f"stock: {rule}; got True; drop --overlap-grad-reduce") == rule
+    assert rule_of("stock: sharded units need overlap_grad_reduce=False; got True") is None
+    assert rule_of("schedule: sharded units need a defect") is None
+
+
 @pytest.mark.full
 def test_known_rules_exclude_all_pairs_that_no_row_covers() -> None:
     matrix = Matrix(0)

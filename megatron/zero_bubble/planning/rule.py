@@ -115,8 +115,13 @@ class OptionRule(NamedTuple):
         if value is None or (self.value.holds(value, options) if isinstance(self.value, Fits) else value == self.value):
             return ""
         given = ", ".join(map(repr, value)) if isinstance(value, list) else repr(value)
+        return f"{self.rule}; got {given}; {self.remedy}"
+
+    @property
+    def rule(self) -> str:
+        """How the refusal begins, whatever the value."""
         needed = f" to be {self.value.words}" if isinstance(self.value, Fits) else f"={self.value!r}"
-        return f"{self.choice.subject} need {self.option}{needed}, because {self.why}; got {given}; {self.remedy}"
+        return f"{self.choice.subject} need {self.option}{needed}, because {self.why}"
 
     @property
     def remedy(self) -> str:
