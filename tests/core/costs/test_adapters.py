@@ -10,6 +10,7 @@ import pytest
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.cli.shards import notes_on_replicas
 from megatron.zero_bubble.core.costs.adapters import Adapters
+from megatron.zero_bubble.core.costs.attention import Latent
 from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.estimate import layer_costs
 from megatron.zero_bubble.core.costs.expert_layers import Experts
@@ -45,6 +46,12 @@ def test_ranks_that_divide_a_layer_divide_what_w_of_adapters_keeps() -> None:
     )
     assert alone == pytest.approx(2 * 4096 * (4096 + 6144 + 2 * 16))
     assert divided == pytest.approx(alone / 4)
+
+
+def test_adapters_of_latent_projections_have_their_shapes() -> None:
+    latent = replace(MODEL, latent=Latent(1536, 512), adapters=Adapters(8, ("linear_q_down_proj", "linear_kv_up_proj")))
+    assert latent.trained_of("dense") == 8 * ((4096 + 1536) + (512 + 32 * 256))
+    assert not replace(latent, adapters=Adapters(8, ("linear_qkv", "linear_q_proj"))).trained_of("dense")
 
 
 def test_what_is_frozen_takes_fewer_operations() -> None:

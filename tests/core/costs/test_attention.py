@@ -32,3 +32,16 @@ def test_deepseek_v3_has_671_billion_weights() -> None:
     experts = Experts(256, 8, 2048, 2048, layers=(False,) * 3 + (True,) * 58)
     model = Model((61,), 7168, 18432, 128, 128, 56, 4096, 1, 129_280, gated=True, experts=experts, latent=DEEPSEEK)
     assert sum(model.weights(Placement.linear(1))) == pytest.approx(671e9, rel=1e-3)
+
+
+def test_projections_are_the_weights_before_attention() -> None:
+    own, out = DEEPSEEK.of(7168, 128), 128 * 128 * 7168
+    rows = DEEPSEEK.projections(7168, 128)
+    assert sum(inputs * outputs for _, inputs, outputs in rows) == own.weights - out
+    assert Latent(None, 512).projections(7168, 128)[0] == ("linear_q_proj", 7168, 128 * 192)
+
+
+def test_ranks_that_have_all_tokens_repeat_the_projections_down() -> None:
+    own = DEEPSEEK.of(7168, 128)
+    assert own.computed(8, 8) == own.computed(1, 1) == own.weights
+    assert own.computed(8, 1) / 8 == own.rank_weights(8)

@@ -15,7 +15,8 @@ from megatron.zero_bubble.core.costs.layer_work import LayerWork
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """The linear layers that have adapters by default."""
-TARGETS = (*LINEARS, "in_proj", "out_proj")
+_LATENT = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+TARGETS = (*LINEARS, *_LATENT, "in_proj", "out_proj")
 """All that can have them; the last two are those of Mamba layers and of gated delta nets."""
 
 

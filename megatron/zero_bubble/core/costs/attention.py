@@ -45,6 +45,10 @@ class Attention:
         """Number of weights of each of ``split`` tensor-parallel ranks."""
         return (self.weights - self.whole_weights) / split + self.whole_weights
 
+    def computed(self, split: int, whole: int) -> float:
+        """Number of weights with which a token is multiplied, on ``split`` ranks that divide tokens by ``whole``."""
+        return self.weights + self.whole_weights * (split / whole - 1)
+
 
 @dataclass(frozen=True)
 class Latent:
@@ -68,3 +72,15 @@ class Latent:
         down = hidden * (self.rank + self.position_size + (self.query_rank or 0))
         compressed = self.rank + (self.query_rank or 0)
         return Attention(queries, queries, values, values, up + down + values * hidden, compressed, down, up)
+
+    def projections(self, hidden: int, heads: int) -> tuple[tuple[str, int, int], ...]:
+        """The linear layers before attention: their names in megatron-core, and their numbers of inputs and outputs."""
+        queries, compressed = heads * (self.head_size + self.position_size), self.query_rank
+        of_queries: tuple[tuple[str, int, int], ...] = (("linear_q_proj", hidden, queries),)
+        if compressed is not None:
+            of_queries = ("linear_q_down_proj", hidden, compressed), ("linear_q_up_proj", compressed, queries)
+        return (
+            *of_queries,
+            ("linear_kv_down_proj", hidden, self.rank + self.position_size),
+            ("linear_kv_up_proj", self.rank, heads * (self.head_size + self.value_size)),
+        )

@@ -209,8 +209,11 @@ class Model:
         """The linear layers of a part of a layer of this kind."""
         hidden = self.hidden
         if part == "attention":
-            own = self.attention_of(kind)
-            return Linear("linear_qkv", hidden, own.made), Linear("linear_proj", own.outputs, hidden)
+            own, latent = self.attention_of(kind), self.latent
+            before: tuple[tuple[str, int, int], ...] = (("linear_qkv", hidden, own.made),)
+            if own.compressed and latent is not None:
+                before = latent.projections(hidden, self.heads)
+            return (*(Linear(*each) for each in before), Linear("linear_proj", own.outputs, hidden))
         if part in ("mamba", "delta"):
             shapes = self.mamba if part == "mamba" else self.delta
             inner = shapes.inner(hidden)

@@ -71,7 +71,7 @@ def _attention(m: Model, kind: str) -> LayerWork:
     own, (split, whole) = m.attention_of(kind), m.divisions
     is_latent = bool(own.compressed)
     attended, width = _scored(m, kind)
-    matrices, scores = 2.0 * m.tokens * own.weights, 2.0 * m.tokens * attended * width
+    matrices, scores = 2.0 * m.tokens * own.computed(split, whole), 2.0 * m.tokens * attended * width
     again = (scores / 2 if m.flash else 0.0) + (scores if m.keeping.repeats(CORE_ATTENTION) else 0.0)
     up = 2.0 * m.tokens * own.up_weights if m.keeping.repeats(UP_PROJECTION) else 0.0
 
