@@ -108,11 +108,13 @@ def versions() -> str:
     }
     rows = []
     for minor in _minors():
-        known = ", ".join(sorted(release for release in read if release.startswith(f"{minor}.")))
+        known = ", ".join(sorted(each for each in read if each.startswith(f"{minor}.") and "+" not in each))
         release = f"core_r{minor}.0"
         diff = _ROOT / f"patches/{release}.diff"
         name = (release, diff.name) if diff.exists() else ("main", "main.diff")
         rows.append((minor, known, name[0], code(f"patches/{name[1]}")))
+    for release, _, commit in (each.partition("+") for each in sorted(read) if "+" in each):
+        rows.append((release.rpartition(".")[0], f"{release} of the dev branch", f"dev ({commit})", ""))
     return table(("megatron-core", "releases compared, function by function", "Megatron-LM", "diff"), rows)
 
 

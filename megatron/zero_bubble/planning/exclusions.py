@@ -199,6 +199,9 @@ _HYBRID = (("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("
 """What a hybrid model has: a pattern of layers, by the older flag until core_r0.16, or none, where all have a scan."""
 STREAMS = ("enable_hyper_connections", "enable_mhc_connections")
 """What adds residual streams: an option of Megatron's dev branch, or of its main branch."""
+_NO_PREDICTIONS = Fits(
+    "None with hyper-connections", lambda _, options: not getattr(options, "enable_hyper_connections", False)
+)
 _UNTRIED = "they have not been compared with stock where there are several residual streams"
 _EXPERTS = "experts are sharded over other groups, which this version does not support"
 
@@ -212,6 +215,10 @@ def _modules_left(modules: Sequence[str]) -> tuple[str, ...]:
     """The flag for the recomputed modules but experts."""
     left = [name for name in modules if name != "moe"]
     return ("--recompute-modules", *left) if left else ()
+
+
+def _fuses_loss(options: Any) -> bool:
+    return getattr(options, "cross_entropy_loss_fusion", False)
 
 
 def _has_latent_rotary_embeddings(options: Any) -> bool:
@@ -319,6 +326,14 @@ OPTIONS = (
 )
 """For each choice, the only values that it supports; None is always supported."""
 RANGES = (
+    OptionRule(SCHEDULE, "mtp_num_layers", _NO_PREDICTIONS, "Megatron's own training ends in a backward of theirs"),
+    OptionRule(
+        VOCABULARY,
+        "cross_entropy_fusion_impl",
+        Fits("native or te, if it is used", lambda value, options: value != "linear" or not _fuses_loss(options)),
+        "this one computes whole logits within the loss",
+        "give --cross-entropy-fusion-impl native",
+    ),
     OptionRule(
         PAIRS,
         "expert_model_parallel_size",

@@ -60,9 +60,14 @@ def installed() -> Path:
     return Path(spec.submodule_search_locations[0]).parents[1]
 
 
+DEV = "0.19.0+d48bd6be"
+"""The commit of the dev branch that was compared."""
+
+
 def version_of(folder: Path) -> str:
     info = (folder / "megatron/core/package_info.py").read_text()
-    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", info, re.MULTILINE))
+    is_dev = "enable_hyper_connections" in (folder / "megatron/core/transformer/transformer_config.py").read_text()
+    return DEV if is_dev else ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", info, re.MULTILINE))
 
 
 FOLDERS = [installed(), *(checkout.path for checkout in checkouts())]
@@ -105,7 +110,7 @@ Table = dict[str, dict[str, list[str]]]
 
 
 def numbers(version: str) -> list[int]:
-    return [int(number) for number in version.split(".")]
+    return [int(number) for number in version.partition("+")[0].split(".")]
 
 
 def update(table: Table, version: str, found: dict[str, str | None]) -> None:

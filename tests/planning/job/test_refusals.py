@@ -157,6 +157,24 @@ def test_predictions_that_see_more_than_a_slice_are_refused(name: str) -> None:
         check_options(SimpleNamespace(**{name: True}), UNDER["sequence slices"])
 
 
+def test_hyper_connections_are_refused_with_predictions() -> None:
+    job = {"enable_hyper_connections": True, "mtp_num_layers": 1}
+    with pytest.raises(
+        UserError, match="need mtp_num_layers to be None with hyper-connections, because Megatron's own"
+    ):
+        check_options(SimpleNamespace(**job), UNDER["sequence slices"])
+    check_options(SimpleNamespace(**{**job, "mtp_num_layers": None}), UNDER["sequence slices"])
+
+
+def test_a_loss_that_computes_logits_is_refused_with_a_divided_vocabulary() -> None:
+    job = {"cross_entropy_fusion_impl": "linear", "cross_entropy_loss_fusion": True}
+    with pytest.raises(
+        UserError, match="need cross_entropy_fusion_impl to be native or te.*got 'linear'; give --cross"
+    ):
+        check_options(SimpleNamespace(**job), UNDER["vocabulary parallelism"])
+    check_options(SimpleNamespace(**{**job, "cross_entropy_loss_fusion": False}), UNDER["vocabulary parallelism"])
+
+
 EXCLUDED_BY_LENGTHS = {
     "sequence slices": ("num_slices=2", RunOptions(Setup(Named("zb-h1"), cuts=Cuts(2, "even")))),
     "vocabulary parallelism": ("vocabulary=2", RunOptions(Setup(Named("zb-h1"), vocabulary=Divided(2)))),
