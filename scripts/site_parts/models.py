@@ -27,8 +27,6 @@ CHOICES = {
 }
 """What a job may choose, in our flags; a pair hides the all-to-all of experts behind another microbatch."""
 EQUAL, NEAR, STARTS = "equal", "near", "starts"
-NO_PIPELINE_OF_T5 = "Pipeline parallelism is not supported for T5."
-"""What Megatron-LM itself says."""
 _RANKS = 8
 _COMMON = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
@@ -44,6 +42,9 @@ _LATENT = (
 )
 _GROUPED = "--group-query-attention --num-query-groups 2"
 _JOBS, _MEGATRON, _ADAPTER = "tests/jobs/table.py", "tests/integration/megatron_lm", "tests/integration/adapter"
+_FLAGSHIPS = f"{_MEGATRON}/test_flagships.py"
+_PAIRED = (EQUAL, f"{_FLAGSHIPS}::test_pairs_equal_stock")
+_DIVIDED = (NEAR, f"{_FLAGSHIPS}::test_shards_of_the_vocabulary_are_near_stock")
 _OTHER_SLICES, _OTHER_VOCABULARY = "sequence slices need a GPTModel", "vocabulary parallelism needs a GPTModel"
 _ONE_STAGE = "several stages per rank need a script"
 _ALL = tuple(CHOICES)
@@ -96,6 +97,7 @@ MODELS = {
                 NEAR,
                 f"{_MEGATRON}/test_vocabulary.py::test_experts_with_latent_attention_and_prediction_are_near_stock",
             ),
+            "pairs": _PAIRED,
         },
     ),
     "DeepSeek-V4": Model(
@@ -121,7 +123,14 @@ MODELS = {
         },
     ),
     "Qwen3.5": Model(
-        "gated delta nets, experts", f"{_LAYERS} --experimental-attention-variant gated_delta_net {_EXPERTS}"
+        "gated delta nets, experts",
+        f"{_LAYERS} --experimental-attention-variant gated_delta_net {_EXPERTS}",
+        trained={
+            "order": (EQUAL, f"{_FLAGSHIPS}::test_orders_equal_stock"),
+            "V": (EQUAL, f"{_FLAGSHIPS}::test_a_v_continues_a_checkpoint_as_stock_does"),
+            "vocabulary": _DIVIDED,
+            "pairs": _PAIRED,
+        },
     ),
     "GPT-OSS": Model(
         "sinks, windows, experts",
@@ -129,6 +138,8 @@ MODELS = {
         trained={
             "order": (EQUAL, f"{_JOBS}::megatron-lm gpt-oss"),
             "V": (EQUAL, f"{_JOBS}::megatron-lm gpt-oss"),
+            "vocabulary": _DIVIDED,
+            "pairs": _PAIRED,
         },
     ),
     "Nemotron 3": Model(
@@ -159,6 +170,7 @@ MODELS = {
             "order": (EQUAL, f"{_JOBS}::verl deepseek-671b"),
             "V": (EQUAL, f"{_JOBS}::moe-modelzoo kimi-k2"),
             "vocabulary": (NEAR, f"{_ADAPTER}/test_vocabulary_models.py::Kimi K2: latent attention, experts"),
+            "pairs": _PAIRED,
         },
     ),
     "Kimi K3": Model(
@@ -169,19 +181,28 @@ MODELS = {
         _LAYERS,
         "pretrain_vlm.py",
         trained={"order": (EQUAL, f"{_MEGATRON}/test_models.py::test_vision_language_model_equals_stock")},
-        unlike={"V": _ONE_STAGE, "slices": _OTHER_SLICES, "vocabulary": _OTHER_VOCABULARY},
+        unlike={
+            "V": _ONE_STAGE,
+            "slices": _OTHER_SLICES,
+            "vocabulary": _OTHER_VOCABULARY,
+            "shards": _ONE_STAGE,
+        },
     ),
     "BERT": Model(
         "attention to both sides",
         _LAYERS,
         "pretrain_bert.py",
-        trained={"order": (EQUAL, f"{_JOBS}::megatron-lm bert")},
+        trained={
+            "order": (EQUAL, f"{_JOBS}::megatron-lm bert"),
+            "shards": (EQUAL, f"{_FLAGSHIPS}::test_attention_to_both_sides_in_sharded_units_equals_stock"),
+        },
         unlike={"slices": _OTHER_SLICES, "vocabulary": _OTHER_VOCABULARY},
     ),
     "T5": Model(
         "encoder and decoder",
+        _LAYERS,
         script="pretrain_t5.py",
-        upstream=f"Megatron-LM core_r0.17, the last to have it: {NO_PIPELINE_OF_T5}",
+        unlike=dict.fromkeys(CHOICES, "zero-bubble schedules need a model with one stack of layers"),
     ),
     "ViT": Model(
         "classification of images",

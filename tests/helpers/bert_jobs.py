@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,10 +44,12 @@ def _data() -> Path:
     return folder
 
 
-def pretrain_bert(checkout: Checkout, num_ranks: int, flags: str, schedule: str | None) -> Log:
+def pretrain_bert(
+    checkout: Checkout, num_ranks: int, flags: str, schedule: str | None, more: Sequence[str] = ()
+) -> Log:
     """Run the checkout's ``pretrain_bert.py`` to its end, with our schedule, or Megatron's own for None."""
     data = f"--data-path {_data()}/documents --vocab-file {_data()}/vocabulary.txt"
-    job = gpt_job(checkout, num_ranks, f"{flags} {_OWN} {data}", schedule)
+    job = gpt_job(checkout, num_ranks, f"{flags} {_OWN} {data}", schedule, more)
     words = re.sub(r"--vocab-size \d+ ", "", " ".join(job.flags)).split()
     warm = warm_ranks(SCRIPT, checkout.path)
     job = replace(job, script=SCRIPT, flags=tuple(words))
@@ -61,4 +64,5 @@ def pretrain_t5(checkout: Checkout, num_ranks: int, flags: str, schedule: str | 
     lengths = "--encoder-seq-length 32 --decoder-seq-length 16 --position-embedding-type learned_absolute"
     job = gpt_job(checkout, num_ranks, f"{flags} {tokens} {lengths} {data}", schedule)
     words = re.sub(r"--vocab-size \d+ |--seq-length \d+ ", "", " ".join(job.flags)).split()
-    return replace(job, script=checkout.path / "pretrain_t5.py", flags=tuple(words)).run()
+    script = checkout.path / "pretrain_t5.py"
+    return replace(job, script=script, flags=tuple(words)).run(warm=warm_ranks(script))

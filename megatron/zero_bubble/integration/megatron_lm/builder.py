@@ -60,7 +60,7 @@ class Builder:
         @functools.wraps(build_chunks)
         def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             built: list[torch.nn.Module] = []
-            if not self._is_megatrons_own:
+            if self.divides_ranks:
                 _check_takes_stage(build_chunk)
 
             def build_where_placed(*groups: Any, **of_chunk: Any) -> torch.nn.Module:
@@ -76,6 +76,11 @@ class Builder:
             return build_chunks(build_where_placed, *args, **kwargs)
 
         return build
+
+    @property
+    def divides_ranks(self) -> bool:
+        """Whether ranks have several stages."""
+        return self._placement.num_stages > self._placement.num_ranks
 
     @property
     def _num_chunks(self) -> int:

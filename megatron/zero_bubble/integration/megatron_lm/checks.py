@@ -6,7 +6,7 @@ flags as they are given. ``of_version.py`` has the rules that depend on the inst
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -219,3 +219,20 @@ def _layers_of(args: Any) -> int:
     if args.num_layers is None:
         raise UserError("zero-bubble schedules need --num-layers, got none; train a model with one stack of layers")
     return int(args.num_layers)
+
+
+def check_script(names: Mapping[str, Any]) -> None:
+    """Reject the script of T5 before it rejects the pipeline itself, with a traceback.
+
+    Args:
+        names: those of the script.
+
+    Raises:
+        UserError: it has T5's class.
+    """
+    if "T5Model" in names:
+        raise UserError(
+            "zero-bubble schedules need a model with one stack of layers, because Megatron-LM trains no model with an "
+            "encoder and a decoder in a pipeline; got a script with T5Model; train with "
+            "--pipeline-model-parallel-size 1 and without a schedule"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -130,6 +131,7 @@ def _validated(
 ) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def validate(args: Any, *defaults: Any, **more_defaults: Any) -> Any:
+        job_checks.check_script(vars(sys.modules["__main__"]))
         config, source, switched_off = job_checks.configure(args, run)
         validated = validate_args(args, *defaults, **more_defaults)
         job_checks.check(args, run, source, num_microbatches(args, has_ramps()))
@@ -190,7 +192,7 @@ def _put_in_force(
     if pipeline.units is not None and not (readers or exchanges):
         _placed.replace(JobShards(pipeline.units, args).replacements(seams.readers))
     if is_megatrons_own(placement):
-        _placed.replace(models if divides_vocabulary else [])
+        _placed.replace(models if divides_vocabulary or builder.divides_ranks else [])
     else:
         with_embedding = embedding_stages(args, placement.num_stages)
         replacements: list[Replacement] = [
