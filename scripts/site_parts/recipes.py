@@ -91,17 +91,21 @@ def proxies() -> str:
     """The large-scale proxies of Megatron-Bridge with the advice of searches, from a table of their own."""
     with _PROXIES.open(encoding="utf-8") as stream:
         rows = sorted(csv.DictReader(stream), key=lambda row: -float(row["idle"]))
-    head = ("recipe", "ranks x stages", "microbatches", "idle", "best change", "time", "idle then", "flags")
+    now, then = ("idle", "all-to-alls"), ("idle then", "all-to-alls then")
+    head = ("recipe", "ranks x stages", "microbatches", *now, "best change", "time", *then, "flags")
     return table(head, map(_proxy, rows))
 
 
 def _proxy(row: Row) -> tuple[str, ...]:
-    idle, gain = float(row["idle"]), float(row["gain"] or 0)
-    then = 1 - (1 - idle) / (1 - gain)  # of as much work
     name, change = code(_short(row).removesuffix("_large_scale")), row["change"] or "stay"
     flags = code(row["flags"]) if row["flags"] else ""
-    shape, time = f"{row['ranks']} x {row['stages']}", f"{-gain:.1%}" if gain else ""
-    return name, shape, row["microbatches"], f"{idle:.1%}", change, time, f"{max(0.0, then):.1%}", flags
+    shape, time = f"{row['ranks']} x {row['stages']}", f"{-float(row['gain']):.1%}" if row["gain"] else ""
+    now, then = ([_share(row[key + of]) for key in ("idle", "exposed")] for of in ("", "_then"))
+    return name, shape, row["microbatches"], *now, change, time, *then, flags
+
+
+def _share(text: str) -> str:
+    return f"{float(text):.1%}" if text else ""
 
 
 def refused() -> str:

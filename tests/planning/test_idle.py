@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, Schedule, build, simulate
+from megatron.zero_bubble.core.costs.experts import NO_EXPERTS
 from megatron.zero_bubble.core.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.core.plan.timelines import timeline_of
 from megatron.zero_bubble.core.search.vocabulary import with_vocabulary
-from megatron.zero_bubble.planning.idle import Idle, idle_of
+from megatron.zero_bubble.planning.idle import Idle, exposed_ms, idle_of
 from tests.helpers.strategies import costs_for, schedules
 
 
@@ -62,6 +63,20 @@ def test_collectives_are_transfers(algorithm: int) -> None:
     idle = idle_of(timeline, costs)
     assert idle.transfers > 0.5
     assert idle.total + timeline.mean_work_ms == pytest.approx(timeline.makespan_ms)
+
+
+def test_all_to_alls_are_exposed_unless_they_are_hidden() -> None:
+    """F, B and W of two layers take 10 ms each, and every all-to-all 1 ms, on both stages."""
+    sent = NO_EXPERTS._replace(layers=2.0, dispatch=1.0, combine=1.0, combine_grad=1.0, dispatch_grad=1.0, experts=4.0)
+    alone = build("interleaved-1f1b", num_ranks=1, num_microbatches=4, num_chunks=2)
+    costs = PassCosts.uniform(alone.placement, 20.0, 20.0, 20.0).with_experts((sent, sent))
+    assert exposed_ms(simulate(alone, costs), costs) == pytest.approx(4 * 2 * 4.0)
+    pairs = build("interleaved-1f1b", num_ranks=1, num_microbatches=4, num_chunks=2, pairs=True)
+    hidden = simulate(pairs, costs)
+    assert 0 < exposed_ms(hidden, costs) < 20.0  # of the passes that run alone
+    assert hidden.mean_work_ms == pytest.approx(4 * 2 * (30.0 - 4.0) + exposed_ms(hidden, costs))
+    slower = costs.with_experts((sent, sent), contention=1.5)
+    assert exposed_ms(simulate(pairs, slower), slower) > 20.0
 
 
 def test_without_work_nothing_is_idle() -> None:

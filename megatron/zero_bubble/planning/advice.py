@@ -224,6 +224,9 @@ class Adviser:
         costs = question.costs
         passes, _ = costs.on(change.placement)
         work = math.fsum((*passes.forward_ms, *passes.backward_ms, *passes.wgrad_ms))
+        if question.setup.pairs:  # computation and all-to-alls may run at the same time
+            sent = math.fsum(parts.all_to_all for parts in passes.experts)
+            work = max(work - sent, sent)
         mean = costs.num_microbatches * work / costs.num_ranks
         if question.by_cost or question.setup.cuts:  # they divide the work otherwise
             return mean

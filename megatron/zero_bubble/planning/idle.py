@@ -6,6 +6,7 @@ waits, the bubble is 0, however little the others have to do.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from megatron.zero_bubble.core.analysis.timeline import Timeline
@@ -44,3 +45,19 @@ def idle_of(timeline: Timeline, costs: PassCosts) -> Idle:
     free = timed(schedule, costs.without_transfers, PassMemory.uniform(schedule.placement))
     transfers, warm_up = timeline.makespan_ms - free.makespan_ms, free.makespan_ms - free.work_ms
     return Idle(max(0.0, transfers), max(0.0, warm_up), max(0.0, free.work_ms - free.mean_work_ms))
+
+
+def exposed_ms(timeline: Timeline, costs: PassCosts) -> float:
+    """What the all-to-alls of experts add to the mean work of a rank: those that nothing hides, and by how much longer
+    computation takes next to those that are hidden; 0 if they are unknown.
+
+    Args:
+        costs: those of the same layers, in any division among stages.
+    """
+    schedule = timeline.schedule
+    per_rank = schedule.num_microbatches / schedule.num_ranks
+    sent = per_rank * math.fsum(parts.all_to_all for parts in costs.experts)
+    if not schedule.overlaps:
+        return sent
+    work = per_rank * math.fsum((*costs.forward_ms, *costs.backward_ms, *costs.wgrad_ms))
+    return max(0.0, timeline.mean_work_ms - (work - sent))

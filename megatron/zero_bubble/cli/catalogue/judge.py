@@ -15,7 +15,7 @@ from megatron.zero_bubble.cli.catalogue.recipe import Recipe, world_of
 from megatron.zero_bubble.cli.megatron_job import checked_megatron_job, parsed_megatron_job
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted, beyond_floats
 from megatron.zero_bubble.core.ir.sizes import TooLarge
-from megatron.zero_bubble.planning.idle import idle_of
+from megatron.zero_bubble.planning.idle import exposed_ms, idle_of
 from megatron.zero_bubble.planning.source import ZB_AUTO
 
 GAINS, STAYS, REFUSED = "gains", "stays", "refused"
@@ -60,6 +60,9 @@ class Row:
         bubble: idle time of the pipeline by the closed form for passes of equal length.
         idle: mean idle time of the ranks as a share of the iteration, by estimated costs.
         change, flags, gain: the best change, the variables and flags to add, and the share of the time that it saves.
+        exposed: with searches, what all-to-alls of experts add to the mean work of the ranks (``exposed_ms``), as a
+            share of the iteration.
+        idle_then, exposed_then: the same of the best change.
         seconds: CPU time that the answer took.
     """
 
@@ -78,6 +81,9 @@ class Row:
     change: str = ""
     flags: str = ""
     gain: float | None = None
+    exposed: float | None = None
+    idle_then: float | None = None
+    exposed_then: float | None = None
     seconds: float = 0.0
 
 
@@ -143,18 +149,26 @@ def _of_advice(row: Row, options: argparse.Namespace, flags: Sequence[str]) -> R
     own, advice, *_ = advised(options, flags)
     timeline, costs, _ = advice.today
     placement, best = timeline.schedule.placement, advice.best
+    passes, then = costs.on(placement)[0], None if best is None else best.timeline
     ranks, stages, count = placement.num_ranks, placement.num_stages // placement.num_ranks, costs.num_microbatches
     words: tuple[str, ...] = ()
     if best is not None:
         add, leave_out = words_of_row(best, own.parsed.setup, flags)
         words = (*best.environment, *add, *(f"(without {word})" for word in leave_out))
+    if not options.quick:  # whose timelines may have only few of the microbatches
+        row = replace(
+            row,
+            exposed=exposed_ms(timeline, passes) / timeline.makespan_ms,
+            idle_then=None if then is None else then.idle_rate("makespan"),
+            exposed_then=None if then is None else exposed_ms(then, passes) / then.makespan_ms,
+        )
     return replace(
         row,
         outcome=STAYS if best is None else GAINS,
         stages=stages,
         microbatches=count,
         bubble=(ranks - 1) / (stages * count + ranks - 1),
-        idle=idle_of(timeline, costs.on(placement)[0]).total / timeline.makespan_ms,
+        idle=idle_of(timeline, passes).total / timeline.makespan_ms,
         change="" if best is None else best.change.name,
         flags=" ".join(words),
         gain=None if best is None else best.gain,

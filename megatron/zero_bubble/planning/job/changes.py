@@ -114,7 +114,7 @@ class JobChanges:
         yield from self.named_changes()
         searches = list(self._searched())
         yield from searches
-        yield from map(self._laid_out, searches if self._takes_layouts else ())
+        yield from map(self._laid_out, (*searches, *self._paired()) if self._takes_layouts else ())
         yield from self._divided(searches)
         yield from self._sliced(searches)
         if self.costs.in_bytes:
