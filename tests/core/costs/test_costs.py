@@ -90,6 +90,18 @@ def test_what_a_slice_saves_is_without_the_buffers_that_slices_share() -> None:
     assert PassMemory((10.0,), (6.0,), (4.0,)).size(Value(Pass(0, Kind.F, 0), SAVED)) == 10.0
 
 
+def test_states_stay_from_the_forward_to_the_backward_of_their_slice() -> None:
+    """The last slice leaves none. In the last backward but one, two gradients would be one too many."""
+    memory, slices = PassMemory((12.0,), (6.0,), states=(1.0,)), Slices.even(3)
+    now, at = 0.0, []
+    for p in (Pass.parse(text) for text in "0F0 0F0.1 0F0.2 0B0.2 0W0.2 0B0.1 0W0.1 0BW0".split()):
+        start, end = memory.changes(p, slices)
+        at.append((now + start, now := now + start + end))
+    assert [peak for peak, _ in at[:3]] == [5.0, 10.0, 14.0]
+    assert [after for _, after in at[3:]] == [13.0, 11.0, 8.0, 6.0, 0.0]
+    assert memory.changes(Pass.parse("0F0")) == (12.0, 0.0), "a whole sequence hands on nothing"
+
+
 def test_gradients_of_keys_and_values_double_above_eight_slices() -> None:
     """Those of more slices are summed in float32."""
     memory = PassMemory((10.0,), (6.0,), (4.0,))

@@ -34,6 +34,11 @@ def test_w_of_a_gated_delta_net_has_only_its_matrices() -> None:
     assert full.activation == HYBRID.message_bytes
 
 
+def test_slices_hand_on_a_map_from_keys_to_values() -> None:
+    layer = layer_costs(HYBRID, A100).layers[0]
+    assert layer.states == 4 * 128 * 4096 + 2 * 3 * (2 * 2048 + 4096)
+
+
 def test_latent_attention_is_that_of_its_letter() -> None:
     both = replace(HYBRID, pattern="+*-G", latent=Latent(rank=512, query_rank=1536))
     latent, plain = layer_costs(both, A100).layers[:2]

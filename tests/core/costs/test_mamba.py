@@ -50,6 +50,17 @@ def test_scan_stays_in_b_and_the_matrices_are_split() -> None:
     assert doubled.forward == 2 * work.forward  # unlike attention, which is quadratic in the length of a sequence
 
 
+def test_slices_hand_on_a_state_of_every_sample() -> None:
+    """128 numbers in float32 for each of 8192 features, and three inputs of the convolution in bf16."""
+    layer = layer_costs(HYBRID, A100).layers[0]
+    assert layer.states == 4 * 8192 * 128 + 2 * 3 * (8192 + 2 * 8 * 128)
+    assert layer_costs(HYBRID, A100).layers[1].states == 0, "attention shares keys and values"
+    larger = replace(HYBRID, microbatch=2, tensor_parallel=4, sequence=100)
+    assert layer_costs(larger, A100).layers[0].states == layer.states / 2
+    _, memory = estimate(HYBRID, A100, Placement.linear(2))
+    assert memory.states == (layer.states, layer.states)
+
+
 def test_sizes_and_parallelism_of_mamba_layers() -> None:
     assert Mamba(heads=64).weights(4096) < Mamba().weights(4096) == Mamba(heads=128).weights(4096)
     divided = Mamba().work(1000, 4096, 2, 2)

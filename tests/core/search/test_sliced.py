@@ -99,19 +99,29 @@ def test_several_ways_to_search_are_tried(
     vee=st.booleans(),
     wgrad=st.floats(0.0, 1.0) | st.floats(1.0, 9.0),
     history=st.sampled_from([0.0, 0.1, 0.4]),
+    states=st.sampled_from([0.0, 0.01, 0.4]),
     recomputed=st.booleans(),
     unit=st.sampled_from([1.0, 1e10 / 3]),
 )
-@example(p=2, m=2, slices=Slices.even(2), vee=True, wgrad=1.0, history=0.0, recomputed=False, unit=1e10 / 3)
-@example(p=2, m=3, slices=Slices.even(3), vee=True, wgrad=1.0, history=0.4, recomputed=True, unit=1e10 / 3)
-@example(p=2, m=4, slices=Slices.even(9), vee=False, wgrad=1.0, history=0.4, recomputed=False, unit=1.0)
+@example(p=2, m=2, slices=Slices.even(2), vee=True, wgrad=1.0, history=0.0, states=0.4, recomputed=False, unit=1e10 / 3)
+@example(p=2, m=3, slices=Slices.even(3), vee=True, wgrad=1.0, history=0.4, states=0.0, recomputed=True, unit=1e10 / 3)
+@example(p=2, m=4, slices=Slices.even(9), vee=False, wgrad=1.0, history=0.4, states=0.0, recomputed=False, unit=1.0)
 def test_the_least_limit_is_enough(
-    p: int, m: int, slices: Slices, vee: bool, wgrad: float, history: float, recomputed: bool, unit: float
+    p: int,
+    m: int,
+    slices: Slices,
+    vee: bool,
+    wgrad: float,
+    history: float,
+    states: float,
+    recomputed: bool,
+    unit: float,
 ) -> None:
     """Also in bytes, whose sums are rounded by more than any fixed tolerance."""
     placement = Placement.vee(p) if vee else Placement.linear(p)
     costs, memory = PassCosts.uniform(placement, 1.0, 1.0, 1.0), PassMemory.uniform(placement, unit, wgrad * unit)
-    memory = replace(memory, history=tuple(history * one for one in memory.activation), recomputed=recomputed)
+    shared, handed = (tuple(part * one for one in memory.activation) for part in (history, states))
+    memory = replace(memory, history=shared, states=handed, recomputed=recomputed)
 
     def search(limit: float) -> None:
         found = sliced_auto(lambda on: (costs.fit(on), memory.fit(on)), [placement], m, slices, Goal("span", limit))

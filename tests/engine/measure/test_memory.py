@@ -54,3 +54,20 @@ def test_failed_forward_leaves_no_hooks(ranks: RankPool) -> None:
     assert raised == "no such number"
     assert not left
     assert 0 < activation <= peak
+
+
+def test_states_are_apart_from_what_a_forward_saves() -> None:
+    """The slice that begins with a state saves it for its backward; the one that has left it keeps it, too."""
+    from megatron.zero_bubble.core.ir import Pass
+    from megatron.zero_bubble.core.ir.passes import F
+    from megatron.zero_bubble.engine.measure.memory import MemoryMeter
+    from megatron.zero_bubble.engine.runtime.observer import IterationStart
+    from megatron.zero_bubble.engine.runtime.saved import SavedTensors
+
+    meter, states, kept = MemoryMeter(), [torch.ones(10)], []
+    group: Any = None
+    meter.begin_iteration(IterationStart(group, 1, states=lambda *_: states, saved=SavedTensors()))
+    for slice_, saved in enumerate(([torch.ones(3)], [torch.ones(5), states[0]])):
+        kept += [meter._count_saved(tensor.untyped_storage()) for tensor in saved]
+        meter._count(Pass(0, F, 0, slice_))
+    assert meter.states == {0: 4 * 10} and meter.activation == {0: 4 * (3 + 5)}

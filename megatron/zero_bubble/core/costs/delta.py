@@ -70,6 +70,10 @@ class GatedDelta:
         features = self._projected, self.values
         return recurrent_layer(tokens, hidden, features, rule, inside, (split, whole), kept)
 
+    def states(self, _hidden: int) -> float:
+        """Bytes that a slice of a sequence hands to the next one: the state in float32, inputs of the convolution."""
+        return 4.0 * self.key_size * self.values + 2.0 * (self.convolution - 1) * (2 * self.keys + self.values)
+
     @property
     def _projected(self) -> int:
         """Features that the first matrix makes: queries, keys, values and a gate, and two numbers per value head."""

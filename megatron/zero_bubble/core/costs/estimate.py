@@ -118,6 +118,7 @@ def _part(work: LayerWork, model: Model, device: Device) -> LayerFigures:
         captured=work.captured,
         recompute_ms=again,
         rebuilt=work.rebuilt if again else 0.0,
+        states=work.states,
     )
 
 

@@ -15,6 +15,7 @@ class LayerWork:
         activation, kept_for_wgrad: bytes that F stores, and that B leaves to W.
         forward_scores, backward_scores: of the operations of F and B, those for attention scores.
         history: bytes of keys and values.
+        states: bytes of what a slice hands to the next one, besides.
         moved_again: bytes that B moves in one sweep, to compute again what selective recomputation drops.
         linear: of the operations of each of F, B and W, those of linear layers.
         reductions: how often F, and B as well, adds its hidden states over tensor-parallel ranks.
@@ -39,6 +40,7 @@ class LayerWork:
     forward_scores: float = 0.0
     backward_scores: float = 0.0
     history: float = 0.0
+    states: float = 0.0
     moved_again: float = 0.0
     linear: float = 0.0
     frozen: float = 0.0

@@ -32,7 +32,7 @@ class LayerFigures:
 
     Attributes:
         forward_ms, backward_ms, wgrad_ms: time of F, B and W in ms.
-        activation, wgrad, history, captured: memory as in ``PassMemory``: in bytes, or in microbatches.
+        activation, wgrad, history, states, captured: memory as in ``PassMemory``: in bytes, or in microbatches.
         forward_attention, backward_attention: shares of attention in F and B, from 0 to 1, as in ``PassCosts``.
         recompute_ms: of ``backward_ms``, the time in ms to compute activations again; ``rebuilt`` is their memory.
         host_ms: time in ms to copy what F saves to host memory, or back; 0 if unknown.
@@ -56,6 +56,7 @@ class LayerFigures:
     captured: float = 0.0
     recompute_ms: float = 0.0
     rebuilt: float = 0.0
+    states: float = 0.0
 
     def __post_init__(self) -> None:
         for term in OF_LAYER:

@@ -62,6 +62,12 @@ class Mamba:
         )
         return recurrent_layer(tokens, hidden, (projected, inner), scan, inside, (split, whole), kept)
 
+    def states(self, hidden: int) -> float:
+        """Bytes that a slice of a sequence hands to the next one: the state in float32, inputs of the convolution."""
+        inner = self.inner(hidden)
+        convolved = inner + 2 * self.groups * self.state
+        return 4.0 * inner * self.state + 2.0 * (_CONVOLUTION - 1) * convolved
+
     def _projected(self, hidden: int) -> int:
         """Features that the first matrix makes: a gate and an input per head, B and C per group, a step per head."""
         inner = self.inner(hidden)

@@ -30,6 +30,8 @@ class PassMemory:
             for the whole sequence, which the F of the first slice allocates and the B of the first slice frees; the B
             of the last slice allocates as much for their gradients, or twice as much where 16-bit gradients are summed
             in float32 (``MOST_SUMMED_AS_THEY_ARE``).
+        states: what the recurrent layers of a slice hand to the next one (default: 0), which counts only with slices. F
+            leaves it for the B of the same slice, and the B of the next slice leaves as much for it, the gradient.
         logits: what S of vocabulary parallelism saves for its T, per rank; empty without vocabulary parallelism.
         captured: of ``activation`` and of ``wgrad``, what is in the memory of CUDA graphs (default: 0). They keep it
             from F until the end of W, and then for other microbatches.
@@ -50,6 +52,7 @@ class PassMemory:
     captured: tuple[float, ...] = ()
     rebuilt: tuple[float, ...] = ()
     apart: frozenset[tuple[int, int, int]] = frozenset()
+    states: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         settle(self, "memory")
@@ -104,13 +107,21 @@ class PassMemory:
         if p.kind in VOCABULARY_KINDS:
             saved = self.logits[p.stage] if self.logits and p.kind in (S, T) else 0.0
             return (saved, 0.0) if p.kind is S else (0.0, -saved)
-        share = slices.shares[p.slice]
-        activation, wgrad = self.activation[p.stage] * share, self.wgrad[p.stage] * share
         if p.kind is W:
-            return 0.0, -wgrad
+            return 0.0, -self.wgrad[p.stage] * slices.shares[p.slice]
         if p.kind is R:
-            return self.rebuilt[p.stage] * share, 0.0
-        left = wgrad if p.kind is B else 0.0
+            return self.rebuilt[p.stage] * slices.shares[p.slice], 0.0
+        at_start, at_end = self._changes_of_tokens(p, slices)
+        before, after = (self.states[p.stage] * (0 <= at < len(slices) - 1) for at in (p.slice - 1, p.slice))
+        if p.kind is F:
+            return at_start + after, at_end
+        return at_start, at_end + before - 2 * after  # the gradient for the state before, and both that are after
+
+    def _changes_of_tokens(self, p: Pass, slices: Slices) -> tuple[float, float]:
+        """Those by F, B or BW without states."""
+        share = slices.shares[p.slice]
+        activation = self.activation[p.stage] * share
+        left = self.wgrad[p.stage] * share if p.kind is B else 0.0
         if self.apart and p.kind is not F and (p.stage, p.microbatch, p.slice) in self.apart:
             left -= self.rebuilt[p.stage] * share
         if len(slices) == 1 or not (history := self.history[p.stage]):

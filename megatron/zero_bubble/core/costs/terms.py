@@ -227,6 +227,14 @@ TERMS = (
         name="rebuilt",
     ),
     Term(
+        "states",
+        "stage",
+        "memory",
+        "memory",
+        "the states that recurrent layers hand from one slice of a microbatch to the next: only slices need it",
+        of_layer=True,
+    ),
+    Term(
         "captured",
         "stage",
         "memory",

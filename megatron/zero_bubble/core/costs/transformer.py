@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron.zero_bubble.core.costs.delta import GatedDelta
 from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.kept import (
     CORE_ATTENTION,
@@ -16,6 +17,7 @@ from megatron.zero_bubble.core.costs.kept import (
     operand,
 )
 from megatron.zero_bubble.core.costs.layer_work import LayerWork
+from megatron.zero_bubble.core.costs.mamba import Mamba
 from megatron.zero_bubble.core.costs.model import WITH_EXPERTS, Model, Part
 
 
@@ -31,10 +33,11 @@ def work_of(kind: str, model: Model) -> LayerWork:
 
 def _computed(kind: str, model: Model) -> LayerWork:
     """Return what a layer takes, as far as it is not recomputed as a whole."""
-    if kind == "M":
-        return _as("mamba", kind, model, model.mamba.work(model.tokens, model.hidden, *model.divisions, model.keeping))
-    if kind == "G":
-        return _as("delta", kind, model, model.delta.work(model.tokens, model.hidden, *model.divisions, model.keeping))
+    if kind in "MG":
+        shapes: Mamba | GatedDelta = model.mamba if kind == "M" else model.delta
+        work = shapes.work(model.tokens, model.hidden, *model.divisions, model.keeping)
+        states = model.microbatch * shapes.states(model.hidden) / model.tensor_parallel
+        return _as("mamba" if kind == "M" else "delta", kind, model, replace(work, states=states))
     attention = _as("attention", kind, model, _attention(model, kind) + _index(model, kind))
     if (experts := model.experts_of(kind)) is None:
         mlp = _as("mlp", kind, model, _mlp(model))

@@ -109,14 +109,13 @@ def _of_forwards(memory: PassMemory, stages: Sequence[int], slices: Slices) -> f
 def _of_backwards(memory: PassMemory, stages: Sequence[int], slices: Slices, fused: bool) -> float:
     """What the backwards of a microbatch need in addition, if each B is followed by its W, or fused with it.
 
-    The gradients of keys and values, and the operands of W where they are larger than what B frees.
+    The gradients of keys and values, and the operands of W and the gradient of a state where they are larger than what
+    B frees.
     """
     gradients = {stage: memory.history_gradients(stage, slices) for stage in stages}
-    if fused:
-        return sum(gradients.values())
-    last = len(slices) - 1
+    kind, last = BW if fused else B, len(slices) - 1
     growth = (
-        sum(memory.changes(Pass(stage, B, 0, slice_), slices)) - (gradients[stage] if slice_ == last else 0.0)
+        sum(memory.changes(Pass(stage, kind, 0, slice_), slices)) - (gradients[stage] if slice_ == last else 0.0)
         for stage in stages
         for slice_ in range(len(slices))
     )

@@ -30,6 +30,7 @@ class MemoryMeter(IterationObserver):
         wgrad: M_W by stage, in bytes.
         history: keys and values that the slices of a microbatch share, by stage, in bytes; none without slices.
         rebuilt: what an R saves for its B, by stage, in bytes; none without R.
+        states: what a slice hands to the next one besides, likewise.
         logits: what S saves for T on the rank, by the stage of S, in bytes; none without vocabulary parallelism.
         peak: peak of the rank, in bytes.
     """
@@ -38,6 +39,7 @@ class MemoryMeter(IterationObserver):
         self._tensors: SavedTensors | None = None
         self._operands: Callable[[Pass], Iterable[torch.Tensor]] = lambda _: ()
         self._histories: Callable[..., Iterable[torch.Tensor]] = lambda *_: ()
+        self._states: Callable[..., Iterable[torch.Tensor]] = lambda *_: ()
         self._watches = False
         self._done = False
         self._start()
@@ -47,6 +49,7 @@ class MemoryMeter(IterationObserver):
         self.wgrad: dict[int, int] = {}
         self.history: dict[int, int] = {}
         self.rebuilt: dict[int, int] = {}
+        self.states: dict[int, int] = {}
         self.logits: dict[int, int] = {}
         self.peak = 0
         self._split: dict[int, int] = {}  # by stage, the first microbatch whose backward is split
@@ -58,7 +61,7 @@ class MemoryMeter(IterationObserver):
         self._watches = not self._done and start.saved is not None
         if start.saved is not None and self._watches:
             self._start()
-            self._operands, self._histories = start.operands, start.histories
+            self._operands, self._histories, self._states = start.operands, start.histories, start.states
             self._tensors = start.saved
             self._tensors.counter = self._count_saved
 
@@ -82,7 +85,7 @@ class MemoryMeter(IterationObserver):
             return
         for work in op.works:
             self._count(work)
-        histories = _storages(self._histories())
+        histories = _storages(self._histories()) | _storages(self._states())
         outside = sum(size for pointer, size in histories.items() if pointer not in self._alive.size)
         self.peak = max(self.peak, self._alive.num_bytes + outside)
 
@@ -113,20 +116,24 @@ class MemoryMeter(IterationObserver):
     def _count_activation(self, work: Pass, total: dict[int, int]) -> None:
         """Add what a slice of microbatch 0 has saved, and what no earlier slice has, to that of its stage."""
         history = _storages(self._histories(work.stage, 0))
+        states = _storages(self._states(work.stage, 0))
+        if not work.slice:
+            self.states[work.stage] = sum(states.values())
         sizes = {pointer: self._alive.size.get(pointer, 0) for pointer in self._saved} | history
-        new = sizes.keys() - self._alive.counted
+        new = sizes.keys() - self._alive.counted - states.keys()
         self._alive.counted |= new
         total[work.stage] = total.get(work.stage, 0) + sum(sizes[pointer] for pointer in new)
         if history:
             self.history[work.stage] = sum(history.values())
 
     def gather(self, group: dist.ProcessGroup) -> PassMemory:
-        """M_B, M_W and history of all stages, and what S saves on all ranks, in bytes.
+        """M_B, M_W, history and states of all stages, and what S saves on all ranks, in bytes.
 
         A collective call of the pipeline's ``group``.
         """
         figures: list[Any] = [None] * group.size()
         own = self.activation, self.wgrad, self.history, self.rebuilt, self.logits
+        own = self.activation, self.wgrad, self.history, self.states, self.logits
         dist.all_gather_object(figures, own, group=group)
         of_stages = [{s: b for kept in kind for s, b in kept.items()} for kind in zip(*figures, strict=True)]
         stages, logits = sorted(of_stages[0]), of_stages.pop()
@@ -134,6 +141,9 @@ class MemoryMeter(IterationObserver):
         activation, wgrad, history, rebuilt = kept
         of_ranks = tuple(float(logits[stage]) for stage in sorted(logits))
         return PassMemory(activation, wgrad, history, rebuilt=rebuilt, logits=of_ranks)
+        activation, wgrad, history, states = kept
+        of_ranks = tuple(float(logits[stage]) for stage in sorted(logits))
+        return PassMemory(activation, wgrad, history, states=states, logits=of_ranks)
 
     def _count_saved(self, storage: torch.UntypedStorage) -> _Kept:
         self._saved.add(storage.data_ptr())

@@ -26,6 +26,7 @@ class IterationStart(NamedTuple):
             gradients of the linears, [tokens, features] each.
         saved: collects what forwards save for their backwards; None under Megatron's own schedules.
         histories: returns the tensors that slices of sequences share, of a stage and microbatch or of all.
+        states: the same for what a slice hands to the next one, which no later slice shares.
         varies: whether microbatches may have different lengths, and replicas different numbers of them.
         has_headers: whether a header comes before each message, so that receives are posted late.
     """
@@ -35,6 +36,7 @@ class IterationStart(NamedTuple):
     chunks: Sequence[torch.nn.Module] = ()
     operands: Callable[[Pass], Iterable[torch.Tensor]] = lambda _: ()
     histories: Callable[..., Iterable[torch.Tensor]] = lambda *_: ()
+    states: Callable[..., Iterable[torch.Tensor]] = lambda *_: ()
     saved: SavedTensors | None = None
     varies: bool = False
     has_headers: bool = False
