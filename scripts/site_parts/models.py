@@ -45,7 +45,7 @@ _JOBS, _MEGATRON, _ADAPTER = "tests/jobs/table.py", "tests/integration/megatron_
 _FLAGSHIPS = f"{_MEGATRON}/test_flagships.py"
 _PAIRED = (EQUAL, f"{_FLAGSHIPS}::test_pairs_equal_stock")
 _DIVIDED = (NEAR, f"{_FLAGSHIPS}::test_shards_of_the_vocabulary_are_near_stock")
-_OTHER_SLICES, _OTHER_VOCABULARY = "sequence slices need a GPTModel", "vocabulary parallelism needs a GPTModel"
+_OTHER_SLICES, _OTHER_VOCABULARY = "sequence slices need a GPTModel or", "vocabulary parallelism needs a GPTModel"
 _ONE_STAGE = "several stages per rank need a script"
 _ALL = tuple(CHOICES)
 
@@ -130,6 +130,7 @@ MODELS = {
             "V": (EQUAL, f"{_FLAGSHIPS}::test_a_v_continues_a_checkpoint_as_stock_does"),
             "vocabulary": _DIVIDED,
             "pairs": _PAIRED,
+            "slices": (NEAR, f"{_ADAPTER}/test_slices_hybrid.py::gated delta nets, attention, experts"),
         },
     ),
     "GPT-OSS": Model(
@@ -149,6 +150,7 @@ MODELS = {
         trained={
             "order": (EQUAL, f"{_JOBS}::megatron-lm rl nemotron6"),
             "V": (EQUAL, f"{_JOBS}::megatron-lm rl nemotron6"),
+            "slices": (NEAR, f"{_MEGATRON}/test_hybrid.py::test_slices_are_near_stock"),
             "vocabulary": (NEAR, f"{_MEGATRON}/test_hybrid.py::test_divided_vocabulary_is_near_stock"),
         },
     ),
@@ -159,6 +161,7 @@ MODELS = {
         trained={
             "order": (EQUAL, f"{_MEGATRON}/test_hybrid.py::test_one_stage_per_rank_equals_stock"),
             "V": (EQUAL, f"{_MEGATRON}/test_hybrid.py::test_a_v_equals_stock"),
+            "slices": (NEAR, f"{_MEGATRON}/test_hybrid.py::test_slices_are_near_stock"),
             "vocabulary": (NEAR, f"{_MEGATRON}/test_hybrid.py::test_divided_vocabulary_is_near_stock"),
             "shards": (EQUAL, f"{_MEGATRON}/test_hybrid.py::test_sharded_units_equal_stock"),
         },

@@ -20,7 +20,6 @@ MEGATRONS_VALUES = {
     "logits_load_dir": "x",
     "moe_routing_trace_path": "x",
     "context_parallel_size": "2",
-    "experimental_attention_variant": "gated_delta_net",
     "label_smoothing_factor": "0.1",
     "hybrid_layer_pattern": "M-M*",
     "hybrid_override_pattern": "M-M*",

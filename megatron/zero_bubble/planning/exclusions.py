@@ -193,7 +193,9 @@ _SHARED_MEMORY = "weights are gathered into the memory of the gradients, which t
 _COPIES = "TransformerEngine keeps whole copies of the weights in this precision"
 _PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches of their replica"
 _DROP_LAYERS = "drop --cpu-offloading-num-layers"
-_SCAN = "a slice would need the state of the scan after the slice before it"
+_SPARSE = "its sparse attention chooses among the keys of whole sequences"
+_CUT_LETTERS = Fits("without D", lambda pattern, _: "D" not in pattern)
+_CUT_VARIANTS = Fits("gated_delta_net or gdn", lambda name, _: name in ("gated_delta_net", "gdn"))
 _NO_PLANS = "megatron-core plans the layers of GPTModel only"
 _HYBRID = (("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("is_hybrid_model", False))
 """What a hybrid model has: a pattern of layers, by the older flag until core_r0.16, or none, where all have a scan."""
@@ -278,10 +280,8 @@ OPTIONS = (
     OptionRule(SLICES, "context_parallel_size", 1, "its attention takes no more keys than queries"),
     OptionRule(SLICES, "mtp_use_repeated_layer", False, "its depths would share the keys and values of a sequence"),
     OptionRule(SLICES, "mtp_hsm", False, "its depths mix hidden states of tokens in the next slice"),
-    OptionRule(SLICES, "experimental_attention_variant", None, "its layers do not keep keys and values"),
     OptionRule(SLICES, "sft", False, "its rotary embeddings begin at the first token of a sample"),
     OptionRule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
-    *(OptionRule(SLICES, name, value, _SCAN, "train without slices") for name, value in _HYBRID),
     *(OptionRule(PAIRS, name, value, _NO_PLANS, "train without pairs") for name, value in _HYBRID),
     OptionRule(VOCABULARY, "mtp_detach_heads", False, "T adds the gradients of all depths to the output layer"),
     OptionRule(VOCABULARY, "label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss"),
@@ -415,6 +415,8 @@ RANGES = (
         "give --no-rope-fusion",
         flags=lambda _: Remedy(("--no-rope-fusion",)),
     ),
+    OptionRule(SLICES, "experimental_attention_variant", _CUT_VARIANTS, "other variants hand on no state"),
+    *(OptionRule(SLICES, name, _CUT_LETTERS, _SPARSE, "train without slices") for name, _ in _HYBRID[:2]),
 )
 """The same for options of a model of which several values work; the first rows are what megatron-core requires for its
 own overlap of experts.

@@ -74,6 +74,14 @@ _ATTENTION = ModuleSpec(
         self_attn_bda=get_bias_dropout_add,
     ),
 )
+_DELTA = ModuleSpec(
+    module=TransformerLayer,
+    submodules=TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm,
+        self_attention=importlib.import_module("delta_layers").gated_delta_net,
+        self_attn_bda=get_bias_dropout_add,
+    ),
+)
 _EXPERTS = moe_module_specs.get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
 
 
@@ -110,6 +118,7 @@ stack = ModuleSpec(
         attention_layer=_ATTENTION,
         mlp_layer=_feed_forward(MLPLayer, _mlp()),
         moe_layer=_feed_forward(MoETransformerLayer, _EXPERTS),
+        **({"gdn_layer": _DELTA} if "gdn_layer" in _submodules.__dataclass_fields__ else {}),
         **_predictions(),
     ),
 )

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.helpers.hybrid_models import train_hybrid
+from tests.helpers.hybrid_models import DELTA, train_recurrent
 from tests.helpers.own_loss import train_on_logits
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
 from tests.helpers.ranks import RankPool
@@ -82,11 +82,15 @@ def test_same_bits_as_stock(ranks: RankPool, name: str) -> None:
     assert_same_bits(results, SCHEDULES)
 
 
-def test_hybrid_model_has_the_same_bits_as_stock(ranks: RankPool) -> None:
-    """Of its layers with a scan, the two matrices are split, and the rest is left to autograd in B."""
-    schedules = [None, "zb-h1"]
-    flags = Layout(2, num_layers=6).flags(3, f"{EXPERTS} {UNTIED}")
-    assert_same_bits(ranks.run(2, train_hybrid, "M*M-ME", flags, schedules, timeout=120), schedules)
+RECURRENT = {"hybrid": ("M*M-ME", 6), "gated delta nets": (DELTA, 4)}
+
+
+@pytest.mark.parametrize("name", some(RECURRENT, "hybrid"))
+def test_recurrent_layers_have_the_same_bits_as_stock(ranks: RankPool, name: str) -> None:
+    """Of layers with a scan or a delta rule, the two matrices are split, and the rest is left to autograd in B."""
+    schedules, (layers, number) = [None, "zb-h1"], RECURRENT[name]
+    flags = Layout(2, num_layers=number).flags(3, f"{EXPERTS} {UNTIED}")
+    assert_same_bits(ranks.run(2, train_recurrent, layers, flags, schedules, timeout=120), schedules)
 
 
 @pytest.mark.parametrize(("clip", "active"), [(0.1, True), (100.0, False)])

@@ -90,9 +90,10 @@ def test_predictions_whose_tokens_are_not_rolled_are_refused() -> None:
     """A Megatron that shifts tokens in another way would lose those that follow a slice."""
     from megatron.zero_bubble.integration.adapter.balancing import Balancing
     from megatron.zero_bubble.integration.adapter.history import Histories
+    from megatron.zero_bubble.integration.adapter.recurrences import Recurrences
     from megatron.zero_bubble.integration.adapter.slices import SlicedChunk
 
-    chunk = SlicedChunk(0, torch.nn.Identity(), None, (3, 8), Histories(), Balancing())
+    chunk = SlicedChunk(0, torch.nn.Identity(), None, (3, 8), Histories(), Balancing(), Recurrences())
     model = SimpleNamespace(config=SimpleNamespace(mtp_num_layers=1), mtp_process=True, post_process=False)
     given = {name: torch.zeros(1, 8, dtype=torch.int64) for name in ("input_ids", "position_ids")}
     tokens = {name: chunk._of_slice(name, each, True) for name, each in given.items()}
@@ -163,6 +164,7 @@ def run_engines_attention(rank: int) -> list[tuple[Any, ...]]:
 
     from megatron.zero_bubble.integration.adapter.balancing import Balancing
     from megatron.zero_bubble.integration.adapter.history import Histories
+    from megatron.zero_bubble.integration.adapter.recurrences import Recurrences
     from megatron.zero_bubble.integration.adapter.slices import SlicedChunk
 
     model, histories, got = _model(), Histories(), []
@@ -170,7 +172,7 @@ def run_engines_attention(rank: int) -> list[tuple[Any, ...]]:
         layer.self_attention.core_attention = attention = TEDotProductAttention()
     cached = model.module.decoder.layers[0].mlp.linear_fc1
     cached.disable_parameter_transpose_cache = False
-    chunk = SlicedChunk(0, model, iter([]), (3, 8), histories, Balancing())
+    chunk = SlicedChunk(0, model, iter([]), (3, 8), histories, Balancing(), Recurrences())
     with chunk.hooked():
         assert cached.disable_parameter_transpose_cache, "no slice may overwrite main_grad"
         for slice_ in range(2):
@@ -194,12 +196,13 @@ def refusals(rank: int) -> dict[str, str]:
 
     from megatron.zero_bubble.integration.adapter.balancing import Balancing
     from megatron.zero_bubble.integration.adapter.history import Histories
+    from megatron.zero_bubble.integration.adapter.recurrences import Recurrences
     from megatron.zero_bubble.integration.adapter.slices import SlicedChunk
 
     said: dict[str, str] = {}
 
     def sentence(what: str, model: Any, **more: Any) -> None:
-        chunk = SlicedChunk(0, model, None, (3, 8), Histories(), Balancing())
+        chunk = SlicedChunk(0, model, None, (3, 8), Histories(), Balancing(), Recurrences())
         with pytest.raises(UserError) as raised, chunk.hooked(), chunk.at(Pass(0, F, 0)):
             model(**{**_inputs(), **more})
         said[what] = str(raised.value)
@@ -231,7 +234,7 @@ def test_what_cannot_be_cut_is_refused_in_one_sentence(ranks: RankPool) -> None:
         "no labels": "got no labels; pass labels to the model, or train without slices",
         "length": "must have seq_length = 8 tokens; got 7; pass the length of the batches as seq_length",
         "mask": "attention_mask must have seq_length = 8 tokens; got 1; pass",
-        "attention": "in every layer, which they give the keys and values of earlier slices; got Identity; train",
+        "attention": "DotProductAttention, MambaMixer or GatedDeltaNet; got Identity; train without slices",
         "fused softmax": "got masked_softmax_fusion=True; add --no-masked-softmax-fusion",
     }
     assert said.keys() == expected.keys()

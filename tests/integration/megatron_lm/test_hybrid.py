@@ -67,6 +67,40 @@ def test_one_stage_per_rank_equals_stock(checkout: Checkout, name: str) -> None:
 LOOPED = {"transformer": "*-|*-|*-|*-", "mamba": "M*|M-|M-|M*", "experts": "M*|ME|M-|ME"}
 
 
+SLICES = ("--zero-bubble-num-slices", "4")
+_DELTA = (
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 8 "
+    "--untie-embeddings-and-output-weights --swiglu"
+)
+CUT = {
+    **ROWS,
+    "delta": ("G*G-|G-G*", _DELTA),
+    "predictions": ("M*M-|M-M*/*-", ROWS["mamba"][1]),
+    "bf16": ("M*M-|M-M*", "--bf16"),
+}
+
+
+@pytest.mark.parametrize(
+    ("checkout", "name"),
+    [(checkout, name) for checkout in CHECKOUTS for name in (CUT if checkout in DIVIDES else ROWS)],
+    ids=str,
+)
+def test_slices_are_near_stock(checkout: Checkout, name: str) -> None:
+    """Every second layer with another kind of state: keys and values, that of a scan, or of a delta rule."""
+    pattern, more = CUT[name]
+    job = checkout, 2, pattern if checkout in DIVIDES else pattern.replace("|", ""), f"{PIPELINE} {more}"
+    own = pretrain_hybrid(*job, "seq-zb-h1", SLICES)
+    near(own, stock_hybrid(*job), 2e-2 if name == "bf16" else 1e-5)
+    assert own.weights != stock_hybrid(*job).weights, "slices add in another order, so equal weights mean none ran"
+
+
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+def test_slices_of_four_stages_are_near_stock(checkout: Checkout) -> None:
+    flags = f"{PIPELINE} {ROWS['experts'][1]}".replace("parallel-size 2", "parallel-size 4")
+    job = checkout, 4, "M*|ME|M-|ME", flags
+    near(pretrain_hybrid(*job, "seq-zb-h1", ("--zero-bubble-num-slices", "2")), stock_hybrid(*job), 1e-5)
+
+
 @pytest.mark.parametrize("checkout", DIVIDES, ids=str)
 def test_multi_token_prediction_equals_stock(checkout: Checkout) -> None:
     job = checkout, 2, "M*M-|M-M*/*-", _row(checkout, "mamba")[1]

@@ -29,6 +29,23 @@ def test_fused_rotary_embeddings_of_latent_attention_are_refused() -> None:
         check_options(fused, sliced)
 
 
+@pytest.mark.parametrize("name", ["hybrid_layer_pattern", "hybrid_override_pattern"])
+def test_layers_that_cannot_be_cut_are_refused_by_their_letter(name: str) -> None:
+    sliced = RunOptions(Setup(cuts=Cuts(4, "even")))
+    check_options(SimpleNamespace(**{name: "M*G-|+E*-/*-"}), sliced)
+    check_options(SimpleNamespace(**{name: "M*D-"}), RunOptions())
+    with pytest.raises(UserError, match=f"need {name} to be without D, because its sparse .* got 'M.D-'; train with"):
+        check_options(SimpleNamespace(**{name: "M*D-"}), sliced)
+
+
+def test_attention_that_hands_on_no_state_is_refused() -> None:
+    sliced = RunOptions(Setup(cuts=Cuts(4, "even")))
+    for variant in (None, "gated_delta_net", "gdn"):
+        check_options(SimpleNamespace(experimental_attention_variant=variant), sliced)
+    with pytest.raises(UserError, match="to be gated_delta_net or gdn, .* got 'dsa'; drop --experimental-attention"):
+        check_options(SimpleNamespace(experimental_attention_variant="dsa"), sliced)
+
+
 EVEN = Cuts(among=(Slices.even(24),))
 
 

@@ -17,6 +17,7 @@ from megatron.zero_bubble.engine.wgrad.store import WgradStore
 from megatron.zero_bubble.integration.adapter.balancing import Balancing
 from megatron.zero_bubble.integration.adapter.history import Histories
 from megatron.zero_bubble.integration.adapter.part import IterationFacts, Part
+from megatron.zero_bubble.integration.adapter.recurrences import Recurrences
 from megatron.zero_bubble.integration.adapter.slices import SlicedChunk
 from megatron.zero_bubble.integration.adapter.stage import MegatronStage, StageParts, StepResults
 
@@ -27,10 +28,11 @@ class Slicing(Part):
     Attributes:
         histories: keys and values of all chunks of this rank.
         balancing: tokens per expert.
+        recurrences: the states of scans.
     """
 
     def __init__(self) -> None:
-        self.histories, self.balancing = Histories(), Balancing()
+        self.histories, self.balancing, self.recurrences = Histories(), Balancing(), Recurrences()
 
     @contextmanager
     def iteration(self, iteration: IterationFacts) -> Iterator[None]:
@@ -40,11 +42,17 @@ class Slicing(Part):
         finally:
             self.histories.clear()
             self.balancing.clear()
+            self.recurrences.states.clear()
+
+    @property
+    def kept(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """The functions ``histories`` and ``states`` of ``IterationStart``."""
+        return self.histories.tensors, self.recurrences.states.tensors
 
     @property
     def num_pending(self) -> int:
         """Number of stages and microbatches of which something is kept."""
-        return len(self.histories) + len(self.balancing)
+        return len(self.histories) + len(self.balancing) + len(self.recurrences.states)
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ class Iteration:
             chunks = []
             of_chunks = zip(prepared.stages, facts.call.chunks, iterators, syncs, strict=True)
             for stage, chunk, iterator, sync in of_chunks:
-                shared = self.slicing.histories, self.slicing.balancing
+                shared = self.slicing.histories, self.slicing.balancing, self.slicing.recurrences
                 slices = SlicedChunk(stage.stage, chunk, iterator, boundary.ends, *shared)
                 context.enter_context(slices.hooked())
                 chunks.append(StageParts(step, self.results, stage, chunk, slices, self.store, sync))

@@ -229,7 +229,7 @@ class Pipeline:
         if forward_only:
             return self._run(call, None)
         self.microbatch = decoder_seq_length or seq_length, micro_batch_size
-        kept = self._operands, self._slicing.histories.tensors, self.store.saved, lengths.differ, lengths.need_headers
+        kept = self._operands, *self._slicing.kept, self.store.saved, lengths.differ, lengths.need_headers
         start = IterationStart(groups.pp, num_microbatches, chunks, *kept)
         with observed(self._observers, start):
             return self._run(call, self._observers or None)

@@ -2,10 +2,11 @@
 
 The hooks leave the job's forward step and loss function as they are, which see whole batches:
 
-* The GPT's inputs are cut to the slice, and the losses of its tokens are padded with zeros to the whole sequence. The
+* The model's inputs are cut to the slice, and the losses of its tokens are padded with zeros to the whole sequence. The
   loss mask, the number of tokens and every sum or mean over the sequence then stay right: the slices add up.
 * Rotary embeddings begin at the position of the slice's first token.
 * Attention gets the keys and values of all tokens up to the end of the slice, and a mask that is aligned with them.
+* Recurrent layers continue from the state after the slice before (see ``recurrences``).
 * Multi-token prediction gets the tokens that follow the slice (see ``following``), and routers of experts compute the
   losses of whole sequences (see ``balancing``).
 
@@ -23,7 +24,6 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -34,12 +34,16 @@ from megatron.zero_bubble.core.ir import Pass
 from megatron.zero_bubble.integration.adapter.balancing import Balancing
 from megatron.zero_bubble.integration.adapter.following import TokensOfSlice
 from megatron.zero_bubble.integration.adapter.history import Histories
+from megatron.zero_bubble.integration.adapter.recurrences import RECURRENT, Recurrences
 from megatron.zero_bubble.integration.adapter.slice_data import RepeatedBatches, merged
+from megatron.zero_bubble.integration.adapter.states import Place
 from megatron.zero_bubble.integration.adapter.versions import given_to, predictions_roll_padding
 from megatron.zero_bubble.planning.job.options import check_softmax
 
+_MODELS = frozenset(("GPTModel", "HybridModel", "MambaModel"))
+"""The classes of models that have the inputs of a GPT; hybrid models have the last name until 0.17."""
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
-"""Arguments of ``GPTModel.forward`` whose last dimension is the sequence."""
+"""Arguments of a model's forward whose last dimension is the sequence."""
 _CUT = (*_PER_TOKEN, "attention_mask")
 _ROLLED = (("input_ids", "position_ids"), ("labels", "loss_mask"))
 """What multi-token prediction rolls once per depth: where its layers are, and where the loss is."""
@@ -55,12 +59,13 @@ class SlicedChunk:
         ends: the end of every slice, in tokens.
         histories: receives keys and values.
         balancing: computes the losses that balance the load of experts.
+        recurrences: continues the recurrences of layers.
 
     Attributes:
         batches: the data iterator for the job's forward step.
 
     Raises:
-        UserError: a model with several slices is not a GPT, or has attention that cannot be cut.
+        UserError: a model with several slices is no GPT or hybrid model, or has layers that cannot be cut.
     """
 
     def __init__(
@@ -71,8 +76,10 @@ class SlicedChunk:
         ends: tuple[int, ...],
         histories: Histories,
         balancing: Balancing,
+        recurrences: Recurrences,
     ) -> None:
         self._stage, self._ends, self._histories, self._balancing = stage, ends, histories, balancing
+        self._recurrences = recurrences
         self._chunk = chunk
         self._microbatch = self._slice = 0
         self._mask: tuple[Any, torch.Tensor] | None = None
@@ -112,17 +119,21 @@ class SlicedChunk:
             self._logits.clear()
         if self._repeated is not None:
             self._repeated.begin(work.slice)
-        self._histories.in_forward = True
+        kept = self._histories, self._recurrences.states
+        for each in kept:
+            each.in_forward = True
         try:
             with self.at(work, is_forward=True):
                 yield
         finally:
-            self._histories.in_forward = False
+            for each in kept:
+                each.in_forward = False
         if self.is_last(work):
             if self._repeated is not None:
                 self._repeated.end()
             if frees:
-                self._histories.drop((self._stage, work.microbatch))
+                for each in kept:
+                    each.drop((self._stage, work.microbatch))
 
     @contextmanager
     def at(self, work: Pass, is_forward: bool = False) -> Iterator[None]:
@@ -141,7 +152,8 @@ class SlicedChunk:
         if not self.is_cut:
             yield
             return
-        model = _gpt_of(self._chunk)
+        model = _model_of(self._chunk)
+        attention, recurrent = _with_history_in(model)
         handles = [
             model.register_forward_pre_hook(self._cut_inputs, with_kwargs=True),
             model.register_forward_hook(self._whole_output, with_kwargs=True),
@@ -151,11 +163,11 @@ class SlicedChunk:
                 handles.append(module.register_forward_pre_hook(self._from_position, with_kwargs=True))
             if isinstance(module, TopKRouter):
                 handles.append(module.register_forward_pre_hook(functools.partial(self._routes, number)))
-        for layer, attention in enumerate(_attention_of(model)):
+        for layer, module in enumerate(attention):
             hook = functools.partial(self._with_history, layer)
-            handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         try:
-            with _accumulating(model):
+            with _accumulating(model), self._recurrences.slices_of(recurrent, self._place):
                 yield
         finally:
             for handle in handles:
@@ -228,6 +240,9 @@ class SlicedChunk:
                 "slices, or report this version of megatron-core"
             )
 
+    def _place(self, layer: int, name: str) -> Place:
+        return Place((self._stage, self._microbatch), (layer, name), self._slice, len(self._ends))
+
     def _routes(self, number: int, router: Any, _args: Any) -> None:
         self._balancing.routes(number, router)
 
@@ -276,14 +291,14 @@ def bottom_right(mask_type: Any) -> Any:
     return AttnMaskType.causal_bottom_right
 
 
-def _gpt_of(chunk: torch.nn.Module) -> Any:
+def _model_of(chunk: torch.nn.Module) -> Any:
     model: Any = chunk
     while hasattr(model, "module"):  # DDP, and the wrapper of 16-bit models
         model = model.module
-    if not isinstance(model, GPTModel):
+    if not _MODELS.intersection(base.__name__ for base in type(model).__mro__):
         raise UserError(
-            f"sequence slices need a GPTModel of megatron-core, whose inputs they cut; got a {type(model).__name__}; "
-            "train without slices"
+            "sequence slices need a GPTModel or a hybrid model of megatron-core, whose inputs they cut; got a "
+            f"{type(model).__name__}; train without slices"
         )
     return model
 
@@ -301,27 +316,35 @@ def _rolled_in(model: Any) -> tuple[str, ...]:
 
 
 def _layers_of(model: Any) -> Iterator[Any]:
-    yield from model.decoder.layers
+    layers = list(model.decoder.layers)
     if getattr(model, "mtp_process", False):
         for layer in model.mtp.layers:  # the name of what it has of a layer is another one since 0.18
-            yield getattr(layer, "transformer_layer", None) or layer.mtp_model_layer
+            layers.append(getattr(layer, "transformer_layer", None) or layer.mtp_model_layer)
+    for layer in layers:
+        yield from getattr(layer, "layers", [layer])  # a prediction of a hybrid model has a stack of them
 
 
-def _attention_of(model: Any) -> Iterator[torch.nn.Module]:
-    """The attention of each layer, where queries meet keys and values."""
+def _with_history_in(model: Any) -> tuple[list[Any], list[Any]]:
+    """What looks at earlier tokens in each layer: attention, where queries meet keys and values; and recurrences."""
+    attention, recurrent = [], []
     for layer in _layers_of(model):
-        if isinstance(layer.self_attention, IdentityOp):
+        mixer = getattr(layer, "mixer", None) or layer.self_attention
+        if isinstance(mixer, IdentityOp):
             continue
-        attention: Any = getattr(layer.self_attention, "core_attention", None)
-        if type(attention).__name__ not in ("DotProductAttention", "TEDotProductAttention"):
-            other = type(layer.self_attention if attention is None else attention).__name__
+        if type(mixer).__name__ in RECURRENT:
+            recurrent.append(mixer)
+            continue
+        core: Any = getattr(mixer, "core_attention", None)
+        if type(core).__name__ not in ("DotProductAttention", "TEDotProductAttention"):
             raise UserError(
-                "sequence slices need megatron-core's DotProductAttention or TEDotProductAttention in every layer, "
-                f"which they give the keys and values of earlier slices; got {other}; train without slices"
+                "sequence slices need layers that can continue from earlier slices: megatron-core's "
+                f"DotProductAttention, TEDotProductAttention, {' or '.join(RECURRENT)}; got "
+                f"{type(mixer if core is None else core).__name__}; train without slices"
             )
-        softmax = getattr(attention, "scale_mask_softmax", None)
+        softmax = getattr(core, "scale_mask_softmax", None)
         check_softmax(softmax is not None and softmax.scaled_masked_softmax_fusion and softmax.input_in_float16)
-        yield attention
+        attention.append(core)
+    return attention, recurrent
 
 
 def _has_tensors(value: Any) -> bool:

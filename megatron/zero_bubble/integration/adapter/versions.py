@@ -214,6 +214,12 @@ def nodes_with_weights(plan: Any) -> Iterator[Any]:
         yield layer.attn if hasattr(layer, "attn") else layer.pre_dispatch_computation
 
 
+def mamba_kernels() -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """The scan of Mamba layers, and their causal convolution; None for the latter if it is not installed."""
+    mixer = importlib.import_module("megatron.core.ssm.mamba_mixer")
+    return mixer.mamba_chunk_scan_combined, mixer.causal_conv1d_fn
+
+
 def check_layer_plans(config: Any) -> None:
     """Raise UserError if the layer plans of this version do not support a model with experts.
 

@@ -56,6 +56,7 @@ from megatron.zero_bubble.integration.adapter.unused import watch_first_step
 from megatron.zero_bubble.integration.adapter.vocabulary.zeros import without_padding
 from megatron.zero_bubble.integration.patching import bodies, dispatchers, transformer_engine, used
 from megatron.zero_bubble.integration.patching.chunk_seams import BLOCK, count_seams, model_seams, segment_seams
+from megatron.zero_bubble.integration.patching.recurrence_seams import continuing
 from megatron.zero_bubble.integration.patching.replaced import Replaced, Replacement, around
 from megatron.zero_bubble.integration.patching.seams import installed_seams
 from megatron.zero_bubble.integration.patching.stock_passes import StockPasses
@@ -135,6 +136,7 @@ def apply(
         slicing = pipeline.part(Slicing)
         assert slicing is not None
         replacements += [(seam, around(slicing.balancing.loss)) for seam in seams.balanced]
+        replacements += continuing(slicing.recurrences)
     placement_on = functools.cache(lambda num_ranks: sources(num_ranks).placement)
     if sources(_ANY).setup.vocabulary is not None:
         replacements += [(seam, without_padding) for seam in seams.counted_zeros]

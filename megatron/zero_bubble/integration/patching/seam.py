@@ -23,7 +23,8 @@ class Seam:
     Attributes:
         module: the module in which callers look up the name at each call.
         name: the function; ``Class.method`` for a method that the class itself defines.
-        parameters: names that it must accept, in this order; it may have others between and after them.
+        parameters: names that it must accept, in this order; it may have others between and after them. Empty
+            where they are not checked.
         why: what the replacement does, one line for ``report``.
     """
 
@@ -69,7 +70,8 @@ class Seam:
         function = getattr(holder, "__dict__", {}).get(self.attribute)
         if function is None:
             raise _missing(self.module, self.name, "replaces")
-        _check_parameters(f"{self.module}.{self.name}", function, self.parameters)
+        if self.parameters:
+            _check_parameters(f"{self.module}.{self.name}", function, self.parameters)
         return holder, function
 
 

@@ -42,6 +42,7 @@ _BESIDE_THE_TABLE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--rl-training-cuda-graphs", {"action": "store_true"}),
     ("--cuda-graph-warmup-steps", {"type": int}),
     ("--multi-latent-attention", {"action": "store_true"}),
+    ("--experimental-attention-variant", {}),
     ("--use-transformer-engine-op-fuser", {"action": "store_true"}),
     ("--use-grouped-gemm-for-dense-mlp", {"action": "store_true"}),
     (

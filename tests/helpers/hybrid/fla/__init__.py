@@ -1,4 +1,3 @@
-"""Slow stand-ins in torch for the kernels of ``fla`` with which megatron-core trains gated delta nets.
+"""Slow stand-ins in torch for the kernels of ``fla`` with which megatron-core trains gated delta nets."""
 
-They have the names and arguments that megatron-core uses, and run on a CPU.
-"""
+__version__ = "0.4.0"

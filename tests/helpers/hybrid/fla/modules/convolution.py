@@ -1,4 +1,4 @@
-"""The causal convolution in front of a recurrence."""
+"""The causal convolution of megatron-core since 0.18."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from torch.nn import functional
 
 
 def causal_conv1d(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "silu", **_more: Any
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **_more: Any
 ) -> tuple[torch.Tensor, None]:
-    """Convolve ``[b, l, channels]`` with ``[channels, width]``; no state is given or returned."""
+    """Convolve ``[b, l, channels]`` by ``[channels, width]``, before ``silu``."""
     channels, width = weight.shape
     padded = functional.pad(x.transpose(1, 2), (width - 1, 0))
     convolved = functional.conv1d(padded, weight.unsqueeze(1), bias, groups=channels)
     return functional.silu(convolved).transpose(1, 2), None
+
+
+causal_conv1d_update = None

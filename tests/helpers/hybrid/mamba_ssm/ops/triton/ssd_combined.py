@@ -32,12 +32,48 @@ def mamba_split_conv1d_scan_combined(
     z, convolved, dt = zxbcdt.split((inner, channels, heads), -1)
     padded = functional.pad(convolved.transpose(1, 2), (width - 1, 0))
     convolved = functional.conv1d(padded, conv1d_weight.unsqueeze(1), conv1d_bias, groups=channels)
-    x, b, c = functional.silu(convolved).transpose(1, 2).float().split((inner, *((channels - inner) // 2,) * 2), -1)
-    x = x.unflatten(-1, (heads, headdim))
-    b, c = (of.unflatten(-1, (ngroups, -1)).repeat_interleave(heads // ngroups, 2) for of in (b, c))
-    step = functional.softplus(dt.float() + dt_bias)
-    y = _scan(x * step.unsqueeze(-1), step * rates, b, c) + x * more["D"].unsqueeze(-1)
-    return (y.flatten(-2) * functional.silu(z.float())).to(zxbcdt.dtype)
+    x, b, c = functional.silu(convolved).transpose(1, 2).split((inner, *((channels - inner) // 2,) * 2), -1)
+    x, z = (of.unflatten(-1, (heads, headdim)) for of in (x, z))
+    b, c = (of.unflatten(-1, (ngroups, -1)) for of in (b, c))
+    y = mamba_chunk_scan_combined(x, dt, rates, b, c, 0, D=more["D"], z=z, dt_bias=dt_bias, dt_softplus=True)
+    assert isinstance(y, torch.Tensor)
+    return y.flatten(-2)
+
+
+def mamba_chunk_scan_combined(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    rates: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    _chunk_size: int,
+    *,
+    z: torch.Tensor,
+    dt_bias: torch.Tensor,
+    initial_states: torch.Tensor | None = None,
+    return_final_states: bool = False,
+    **more: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Scan ``x``, ``[b, l, h, p]``, with ``b`` and ``c``, ``[b, l, g, n]``, from and to states ``[b, h, p, n]``.
+
+    In float64, because the differences of long sums, unlike those within a chunk, would lose what float32 has.
+    """
+    heads, skip = x.shape[2], more["D"].double().unsqueeze(-1)
+    b, c = (of.double().repeat_interleave(heads // of.shape[2], 2) for of in (b, c))
+    step = functional.softplus(dt.double() + dt_bias)
+    scaled, decay = x.double() * step.unsqueeze(-1), step * rates
+    y = _scan(scaled, decay, b, c) + x.double() * skip
+    total = decay.cumsum(1).exp()
+    if initial_states is not None:
+        y = y + torch.einsum("bihn,bhpn->bihp", c, initial_states.double()) * total.unsqueeze(-1)
+    y = (y * functional.silu(z.double())).to(x.dtype)
+    if not return_final_states:
+        return y
+    left = (decay.sum(1, keepdim=True) - decay.cumsum(1)).exp()
+    final = torch.einsum("bjhp,bjhn,bjh->bhpn", scaled, b, left)
+    if initial_states is not None:
+        final = final + initial_states * total[:, -1, :, None, None]
+    return y, final.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scan(x: torch.Tensor, decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -47,7 +83,3 @@ def _scan(x: torch.Tensor, decay: torch.Tensor, b: torch.Tensor, c: torch.Tensor
     weights = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
     scores = torch.einsum("bihn,bjhn->bhij", c, b) * weights
     return torch.einsum("bhij,bjhp->bihp", scores, x)
-
-
-def mamba_chunk_scan_combined(*_arguments: Any, **_more: Any) -> None:
-    raise NotImplementedError("only training with --use-mamba-mem-eff-path, the default, has a stand-in")
