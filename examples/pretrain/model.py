@@ -179,12 +179,16 @@ def build_chunk(
 def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
     engine = config.transformer_impl == "transformer_engine"
     if args.num_moe_experts:
-        return get_gpt_decoder_block_spec(config, engine, normalization=args.normalization, vp_stage=vp_stage)
-    if engine:
+        spec = get_gpt_decoder_block_spec(config, engine, normalization=args.normalization, vp_stage=vp_stage)
+        layers = spec.layer_specs
+    elif engine:
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
-    spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
-    if args.run.balance is not None:
-        spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    else:
+        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+        layers = [spec]
+    if args.run.balance is not None and not engine:
+        for layer in layers:
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return spec
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.helpers.parity import _build, _named, _under_each
 
 LENGTHS = (48, 11, 20, 21, 22, 23, 24, 5)
-Assignment = tuple[list[list[int]], list[list[int]]]
+Assignment = tuple[list[list[int]], ...]
 ASSIGNMENTS: tuple[Assignment, ...] = (
     ([[1], [0]], [[2], [3], [4], [5], [7, 6]]),
     ([[7, 1, 2], [3, 4], [5]], [[0], [6]]),
@@ -21,6 +21,13 @@ ASSIGNMENTS: tuple[Assignment, ...] = (
 """The microbatches of both replicas in four iterations, some with several packed samples. Reductions during the passes
 begin with the second iteration.
 """
+_TWO: Assignment = ([[1], [0]], [[2, 3], [4, 5]])
+_FOUR: Assignment = ([[1], [0]], [[2], [7]], [[3, 4]], [[5, 6]])
+SHARING: dict[int, tuple[Assignment, ...]] = {
+    2: (_TWO, ([[7, 1, 2], [3], [5]], [[0], [6], [4]]), ([[0]], [[7]]), _TWO),
+    4: (_FOUR, ([[7, 6]], [[1, 2]], [[3], [4]], [[5], [0]]), ([[0]], [[7]], [[1], [2], [3]], [[4], [5], [6]]), _FOUR),
+}
+"""The same for two and four replicas, of which two each share experts."""
 
 
 def sample(index: int, vocab_size: int) -> dict[str, torch.Tensor]:
@@ -51,6 +58,7 @@ def worst_differences(rank: int, flags: str, schedule: str, scaled: bool = False
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.integration.adapter.recent import Recent
+    from megatron.zero_bubble.planning.job.balance import replicas_of_experts
 
     start: Any = None
     found: list[list[tuple[dict[str, torch.Tensor], float]]] = []
@@ -63,7 +71,7 @@ def worst_differences(rank: int, flags: str, schedule: str, scaled: bool = False
         if pipeline is not None and scaled:
             pipeline._prepared = Recent(1)  # so the plan of the first iteration is made again for the last one
         results = []
-        for assignment in ASSIGNMENTS:
+        for assignment in ASSIGNMENTS if replicas_of_experts(args) == 1 else SHARING[args.data_parallel_size]:
             everything = [[index] for own in assignment for microbatch in own for index in microbatch]
             own = everything if pipeline is None else assignment[parallel_state.get_data_parallel_rank()]
             if pipeline is not None and scaled:
@@ -140,7 +148,9 @@ def _gather_gradients(chunk: Any) -> None:
     """With the distributed optimizer, a replica has the sum of its own part of the gradients only."""
     from megatron.core import parallel_state
 
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    for bucket in (bucket for group_ in chunk.bucket_groups for bucket in group_.buckets):
-        own = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
-        dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    of_experts = parallel_state.get_expert_data_parallel_group()
+    for group, groups in ((replicas, chunk.bucket_groups), (of_experts, chunk.expert_parallel_bucket_groups)):
+        for bucket in (bucket for each in groups for bucket in each.buckets):
+            own = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)

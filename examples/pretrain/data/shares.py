@@ -16,7 +16,7 @@ from megatron.zero_bubble.core.costs.lengths import LengthCost, Load, SequenceSh
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.planning.balance import Microbatches, balance
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
-from megatron.zero_bubble.planning.job.balance import length_cost
+from megatron.zero_bubble.planning.job.balance import length_cost, replicas_of_experts
 from pretrain.data.documents import padded_length
 
 
@@ -43,6 +43,7 @@ class Balance:
     Attributes:
         replica: that of this rank.
         num_ranks: pipeline ranks of a replica.
+        together: replicas that share experts.
         most_tokens: the most tokens of a microbatch.
         multiple: of what the length of a packed sample must be a multiple.
         make: the job's schedule for a number of microbatches.
@@ -51,6 +52,7 @@ class Balance:
     replica: int
     num_replicas: int
     num_ranks: int
+    together: int
     cost: LengthCost
     most_tokens: int
     multiple: int
@@ -63,6 +65,7 @@ class Balance:
             parallel_state.get_data_parallel_rank(),
             args.data_parallel_size,
             args.pipeline_model_parallel_size,
+            replicas_of_experts(args),
             length_cost(args.run.balance, args, known_vocab_size(args)),
             args.micro_batch_size * args.seq_length,
             args.tensor_model_parallel_size if args.sequence_parallel else 1,
@@ -88,7 +91,7 @@ class Balance:
 
 @functools.lru_cache(maxsize=4)  # the loop and the loaders of all chunks ask for the same iterations
 def _replicas(of: Balance, lengths: tuple[int, ...]) -> tuple[Microbatches, ...]:
-    return balance(lengths, of.num_replicas, of.num_ranks, of.most_tokens, of.make, of.cost)
+    return balance(lengths, of.num_replicas, of.num_ranks, of.most_tokens, of.make, of.cost, of.together)
 
 
 def share_of(args: argparse.Namespace, dataset: Any, consumed_samples: int, samples: int) -> Share:

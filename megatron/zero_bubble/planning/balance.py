@@ -10,30 +10,20 @@ method, and the order of its microbatches is found by simulation.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import inf
-from operator import itemgetter
-from typing import Any
 
 from megatron.zero_bubble.core.analysis.score import ROUNDING
-from megatron.zero_bubble.core.costs.lengths import LengthCost, Load
+from megatron.zero_bubble.core.costs.lengths import LengthCost
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Schedule
 from megatron.zero_bubble.core.schedules import build
+from megatron.zero_bubble.planning.alike import alike
 from megatron.zero_bubble.planning.ordering import Simulator
+from megatron.zero_bubble.planning.packing import Microbatches, karmarkar_karp, load_of, pack
 
-Microbatches = tuple[tuple[int, ...], ...]
-"""The samples of each microbatch of a replica."""
-
-_SUM = itemgetter(0)
 _HIDDEN_SIZE, _FIXED_PART, _MORE, _MUCH = 4096, 1 / 16, 1.25, 1.05
-
-
-def load_of(microbatch: Sequence[int], lengths: Sequence[int]) -> Load:
-    """The load of a microbatch of the given samples."""
-    return Load.of(lengths[sample] for sample in microbatch)
 
 
 def balance(
@@ -43,6 +33,7 @@ def balance(
     most_tokens: int,
     schedule: str | Callable[[int], Schedule] = "zb-h1",
     cost: LengthCost | None = None,
+    together: int = 1,
 ) -> tuple[Microbatches, ...]:
     """Divide samples over replicas and microbatches, such that the slowest replica takes as little time as possible.
 
@@ -56,6 +47,8 @@ def balance(
         schedule: the name of the schedule, or what makes it for a number of microbatches.
         cost: that of a sample of s tokens; default: ``12 h s + s^2`` with a hidden size h of 4096, and a microbatch
             costs 1/16 of ``most_tokens`` short tokens more, so that few short ones are made.
+        together: replicas that share experts. So many neighbours have equally many microbatches, because they exchange
+            tokens in every layer, and those that run at the same time take nearly equal times.
 
     Returns:
         for each replica, its microbatches of indices into ``lengths`` in the order in which they are to run, with every
@@ -63,9 +56,10 @@ def balance(
 
     Raises:
         UserError: fewer samples than replicas, a sample without tokens, or one that is longer than a microbatch may be;
-            or a schedule that does not exist, or that only supports microbatches of equal length.
+            replicas or samples that are no multiple of the replicas that share experts; or a schedule that does not
+            exist, or that only supports microbatches of equal length.
     """
-    for name, value in (("replicas", replicas), ("ranks", ranks), ("most_tokens", most_tokens)):
+    for name, value in (("replicas", replicas), ("ranks", ranks), ("most_tokens", most_tokens), ("together", together)):
         if value < 1:
             raise UserError(f"{name} must be 1 or more; got {value}")
     lengths = [int(tokens) for tokens in lengths]  # squares of numpy's integers could overflow
@@ -79,7 +73,15 @@ def balance(
             f"samples must have 1 to {most_tokens} tokens, the most of a microbatch; got {min(lengths)} to "
             f"{max(lengths)}; raise --micro-batch-size or --seq-length, or cut the samples"
         )
+    for what, number in (("replicas", replicas), ("samples", len(lengths))):
+        if number % together:
+            raise UserError(
+                f"{what} must be a multiple of the {together} replicas that share experts, because these run equally "
+                f"many microbatches; got {number}; give another number, or train with less expert parallelism"
+            )
     cost = LengthCost.of_hidden_size(_HIDDEN_SIZE, _FIXED_PART * most_tokens) if cost is None else cost
+    if together > 1:
+        return alike(lengths, replicas // together, together, ranks, most_tokens, simulator_of(schedule, ranks, cost))
     costs = [cost.sample(tokens) for tokens in lengths]
     # The longest sample of a replica also fills and drains its pipeline, so it can count once per rank.
     longest = sorted(range(len(costs)), key=lambda sample: (-costs[sample], sample))[:replicas]
@@ -114,43 +116,6 @@ def duration(own: Microbatches, lengths: Sequence[int], ranks: int, cost: Length
     return sum(times) + (ranks - 1) * max(times)
 
 
-def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Divide items into parts with nearly equal sums; with as many items as parts or more, no part is empty.
-
-    Largest differencing: of all partial divisions, the two with the largest differences between their parts are merged,
-    the larger parts of one with the smaller parts of the other.
-    """
-    # By partial division: minus its difference, its first item, and its parts that are not empty, the largest first.
-    # A part is its sum, and its items as a tree of pairs.
-    heap: list[tuple[float, int, list[tuple[float, Any]]]] = []
-    for item, own in enumerate(costs):
-        heap.append((-own if num_parts > 1 else 0.0, item, [(own, item)]))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        (_, item, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
-        shared = max(0, len(one) + len(other) - num_parts)
-        alone = len(one) - shared
-        both = [(a + b, (p, q)) for (a, p), (b, q) in zip(one[alone:], other[: -shared - 1 : -1], strict=True)]
-        merged = one[:alone] + other[: len(other) - shared] + both
-        merged.sort(key=_SUM, reverse=True)
-        least = merged[-1][0] if len(merged) == num_parts else 0.0
-        heapq.heappush(heap, (least - merged[0][0], item, merged))
-    parts = [sorted(_items(tree)) for _, tree in heap[0][2]]
-    return parts + [[] for _ in range(num_parts - len(parts))]
-
-
-def _items(tree: Any) -> list[int]:
-    """The leaves of a tree of pairs."""
-    found, left = [], [tree]
-    while left:
-        node = left.pop()
-        if isinstance(node, tuple):
-            left += node
-        else:
-            found.append(node)
-    return found
-
-
 def microbatches(
     samples: Sequence[int], lengths: Sequence[int], ranks: int, cost: LengthCost, most_tokens: int
 ) -> Microbatches:
@@ -170,31 +135,3 @@ def microbatches(
         if best is not None and (number == len(samples) or time > least * _MUCH):
             return best
         number = min(max(number + 1, int(number * _MORE)), len(samples))
-
-
-def pack(
-    samples: Sequence[int], lengths: Sequence[int], cost: LengthCost, most_tokens: int, number: int
-) -> Microbatches | None:
-    """Pack samples into a number of microbatches with nearly equal times; None if no such packing is found."""
-    parts = karmarkar_karp([cost.sample(lengths[sample]) for sample in samples], number)
-    found = [[samples[item] for item in part] for part in parts]
-    if all(sum(lengths[sample] for sample in part) <= most_tokens for part in found):
-        return tuple(map(tuple, found))
-    return _within(samples, lengths, cost, most_tokens, number)
-
-
-def _within(
-    samples: Sequence[int], lengths: Sequence[int], cost: LengthCost, most_tokens: int, number: int
-) -> Microbatches | None:
-    """Put each sample, the longest first, where the time is the least among the microbatches that have room."""
-    own: list[list[int]] = [[] for _ in range(number)]
-    tokens, times = [0] * number, [0.0] * number
-    for sample in sorted(samples, key=lambda sample: (-lengths[sample], sample)):
-        room = [at for at in range(number) if tokens[at] + lengths[sample] <= most_tokens]
-        if not room:
-            return None
-        at = min(room, key=lambda at: times[at])
-        own[at].append(sample)
-        tokens[at] += lengths[sample]
-        times[at] += cost.sample(lengths[sample])
-    return tuple(tuple(sorted(part)) for part in own) if all(own) else None

@@ -12,6 +12,8 @@ OF_LENGTHS = "--seq-length 48 --max-position-embeddings 48 --micro-batch-size 1 
 OVERLAP = "--overlap-grad-reduce"
 BUCKETS = "--ddp-bucket-size 20"  # some buckets have only weights whose gradients B computes
 DISTRIBUTED = "--use-distributed-optimizer"
+EXPERTS = "--num-experts 4 --swiglu --disable-bias-linear --moe-token-dispatcher-type alltoall"
+SHARED = f"{EXPERTS} --expert-model-parallel-size 2"
 TWO = Layout(2, data=2, num_layers=4)
 
 full = pytest.mark.full
@@ -28,6 +30,13 @@ ROWS = {
     "rotary, gated": ("zb-h1", TWO, "--position-embedding-type rope --swiglu --normalization RMSNorm"),
     "scaled losses, overlap": ("zb-v", TWO, f"{OVERLAP} {BUCKETS} {DISTRIBUTED}"),
     "recompute": ("zb-h1", TWO, "--recompute-granularity selective"),
+    "experts": ("zb-v", TWO, f"{EXPERTS} {OVERLAP} {BUCKETS} {DISTRIBUTED}"),
+    "experts that all replicas share": ("zb-h1", TWO, f"{SHARED} {OVERLAP} {BUCKETS} {DISTRIBUTED}"),
+    "experts that two of four replicas share": (
+        "zb-v",
+        Layout(2, data=4, num_layers=4),
+        f"{SHARED} {OVERLAP} {BUCKETS} {DISTRIBUTED}",
+    ),
 }
 DEFAULT = ("overlap, V, distributed optimizer", "scaled losses, overlap")
 

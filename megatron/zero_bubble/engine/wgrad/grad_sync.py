@@ -23,16 +23,21 @@ def reduces_now(chunk: Any) -> bool:
     return reduces_early(chunk) and any(group.is_last_microbatch for group in chunk.bucket_groups)
 
 
+def _groups_of(chunk: Any) -> list[Any]:
+    return [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+
+
 @contextlib.contextmanager
 def reduced_in_order(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Context in which the reductions of all buckets start in one order, whatever the order of their gradients.
 
     The replicas of a bucket reduce it together, so all must start their reductions in the same order. Replicas with
     different numbers of microbatches may complete their gradients in different orders: a bucket that is complete waits
-    for those before it. The last chunk comes first, as its gradients usually do.
+    for those before it. The last chunk comes first, as its gradients usually do, and its experts, which have replicas
+    of their own, come after all else.
     """
     early = [chunk for chunk in reversed(chunks) if reduces_early(chunk)]
-    waiting: deque[Any] = deque(group for chunk in early for group in chunk.bucket_groups)  # type: ignore[union-attr]
+    waiting: deque[Any] = deque(group for chunk in early for group in _groups_of(chunk))
     complete: dict[int, Callable[[], None]] = {}
 
     def start(group: Any, original: Callable[..., None], **options: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from megatron.core import parallel_state
+
 from megatron.zero_bubble.integration.adapter.part import Call, Part
 from megatron.zero_bubble.integration.adapter.replicas import ReplicaComparison, Together
 
@@ -30,10 +32,13 @@ class EqualCounts(Part):
             UserError: the replicas have different numbers, or only some of them evaluate.
             PeerError: a replica died.
         """
-        replicas, step = call.groups.dp_cp, call.step
+        step = call.step
         together = together_in(step.config, step.forward_only)
-        if together is None or not call.lengths.differ or replicas.size() == call.groups.cp.size():
+        if together is None or not call.lengths.differ or call.groups.dp_cp.size() == call.groups.cp.size():
             return
+        replicas = call.groups.dp_cp
+        if together == SHARING_EXPERTS:
+            replicas = parallel_state.get_expert_tensor_and_model_parallel_group()
         if self._comparison is None or self._comparison.replicas is not replicas:
             self.close()
             self._comparison = ReplicaComparison(replicas, self._timeout)
@@ -46,20 +51,32 @@ class EqualCounts(Part):
             self._comparison = None
 
 
+SHARING_EXPERTS = Together(
+    "data-parallel replicas that share experts",
+    "they exchange tokens in every layer",
+    "train with expert_model_parallel_size=1",
+)
+"""These are the replicas of one expert-parallel group; those of different groups may run different numbers."""
+
+
 def together_in(config: Any, forward_only: bool) -> Together | None:
     """Why the replicas of a model must run equally many microbatches; None if they need not.
 
     With a loss per token, Megatron weights auxiliary losses by tokens too, so it does not matter which replica has a
     microbatch. Without, it divides those of every replica by the replica's own number of microbatches.
     """
-    if getattr(config, "expert_model_parallel_size", 1) > 1:
-        return Together(
-            "data-parallel replicas that share experts",
-            "they exchange tokens in every layer",
-            "train with expert_model_parallel_size=1",
-        )
-    if forward_only:
-        return None
+    if not forward_only and (of_losses := _by_losses(config)) is not None:
+        return of_losses
+    return SHARING_EXPERTS if getattr(config, "num_moe_experts", None) and _ranks_of_expert(config) > 1 else None
+
+
+def _ranks_of_expert(config: Any) -> int:
+    """The ranks that have one copy of the experts together."""
+    tensor = getattr(config, "expert_tensor_parallel_size", None) or 1
+    return int(getattr(config, "expert_model_parallel_size", 1) * tensor)
+
+
+def _by_losses(config: Any) -> Together | None:
     losses = _of_experts(config)
     if "global_aux_loss" in losses:
         return Together(

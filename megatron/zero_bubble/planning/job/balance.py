@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 from typing import Any
 
 from megatron.zero_bubble.core.costs.devices import DEVICES
@@ -31,3 +32,12 @@ def length_cost(balance: Balance, job: Any, vocab_size: int | None) -> LengthCos
         model = replace(model, vocab_size=vocab_size)
     costs, _ = estimate(model, DEVICES["a100"], Placement.linear(1))
     return LengthCost.of_passes(costs, length, FIXED_PART * length)
+
+
+def replicas_of_experts(job: Any) -> int:
+    """The replicas of a job that have one copy of its experts together, and so run equally many microbatches."""
+    if not job.num_moe_experts:
+        return 1
+    tensor = job.tensor_model_parallel_size
+    ranks = job.expert_model_parallel_size * (job.expert_tensor_parallel_size or tensor)
+    return int(ranks // gcd(ranks, tensor))

@@ -15,7 +15,7 @@ from megatron.zero_bubble.core.formats.layout_string import check_layout as chec
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.sizes import MOST_LAYERS, check_size
 from megatron.zero_bubble.planning.job.arguments.batch_sizes import BatchSizes
-from megatron.zero_bubble.planning.job.arguments.data_checks import check_data, check_tokenizer
+from megatron.zero_bubble.planning.job.arguments.data_checks import check_data, check_documents, check_tokenizer
 from megatron.zero_bubble.planning.job.arguments.model_checks import check_config
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
 from megatron.zero_bubble.planning.job.effects import Job
@@ -216,7 +216,7 @@ def _check_widths(args: Any) -> None:
 def _check_batch_sizes(args: Any) -> None:
     args.global_batch_size = args.batch_sizes.final
     if args.run.balance is not None:
-        _check_documents(args)
+        check_documents(args)
     chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
     check_size(ranks, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size), chunks or 1)
     counts = [size // args.batch_sizes.granule for size in args.batch_sizes.steps]  # evaluations use the last size
@@ -241,20 +241,6 @@ def _check_groups(num_microbatches: int, group: int, num_ranks: int) -> None:
             f"or more, got {num_microbatches} microbatches in groups of {group} on {num_ranks} ranks; change "
             "--microbatch-group-size-per-virtual-pipeline-stage or --global-batch-size"
         )
-
-
-def _check_documents(args: Any) -> None:
-    if (least := min(args.batch_sizes.steps)) < args.data_parallel_size:
-        raise UserError(
-            "with --zero-bubble-balance-microbatches, an iteration needs one document or more per data-parallel "
-            f"replica, got {least} for {args.data_parallel_size} replicas; raise --global-batch-size"
-        )
-    for paths in (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path):
-        if paths and len(paths) > 1:
-            raise UserError(
-                "--zero-bubble-balance-microbatches reads the documents of one data set per split, got "
-                f"{' '.join(paths)}; give one prefix, or drop the flag"
-            )
 
 
 def check_expert_numbers(args: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.planning.job.arguments.blends import Blend, parse_blend
 from megatron.zero_bubble.planning.job.arguments.indexed import check_indexed
+from megatron.zero_bubble.planning.job.balance import replicas_of_experts
 from megatron.zero_bubble.planning.job.document_splits import NAMES, check_divided, check_whole
 
 
@@ -62,3 +63,30 @@ def _check_splits(args: Any) -> None:
     for name, blend in zip(NAMES, args.blend_per_split, strict=True):
         if blend is not None:
             check_whole(name, blend.prefixes, blend.weights is not None, args.seq_length)
+
+
+def check_documents(args: Any) -> None:
+    """Check the documents of a job with balanced microbatches.
+
+    Raises:
+        UserError: fewer per iteration than replicas, a number that replicas which share experts cannot divide equally,
+            or several data sets.
+    """
+    if (least := min(args.batch_sizes.steps)) < args.data_parallel_size:
+        raise UserError(
+            "with --zero-bubble-balance-microbatches, an iteration needs one document or more per data-parallel "
+            f"replica, got {least} for {args.data_parallel_size} replicas; raise --global-batch-size"
+        )
+    together = replicas_of_experts(args)
+    if others := [step for step in args.batch_sizes.steps if step % together]:
+        raise UserError(
+            "with --zero-bubble-balance-microbatches, replicas that share experts run equally many microbatches, "
+            "because they exchange tokens in every layer, so an iteration needs a multiple of as many documents, "
+            f"{together}; got {others[0]}; change --global-batch-size, or lower --expert-model-parallel-size"
+        )
+    for paths in (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path):
+        if paths and len(paths) > 1:
+            raise UserError(
+                "--zero-bubble-balance-microbatches reads the documents of one data set per split, got "
+                f"{' '.join(paths)}; give one prefix, or drop the flag"
+            )
