@@ -98,6 +98,7 @@ MODELS = {
                 f"{_MEGATRON}/test_vocabulary.py::test_experts_with_latent_attention_and_prediction_are_near_stock",
             ),
             "pairs": _PAIRED,
+            "shards": (EQUAL, f"{_MEGATRON}/test_shards_models.py::DeepSeek-V3"),
         },
     ),
     "DeepSeek-V4": Model(
@@ -119,6 +120,7 @@ MODELS = {
             "V": (EQUAL, f"{_JOBS}::verl qwen3-235b"),
             "slices": (NEAR, f"{_ADAPTER}/test_slices.py::experts"),
             "vocabulary": (NEAR, f"{_ADAPTER}/test_vocabulary.py::m=1, experts, full recompute"),
+            "shards": (EQUAL, f"{_MEGATRON}/test_shards_models.py::Qwen3-235B"),
             "pairs": (EQUAL, f"{_MEGATRON}/test_experts.py::test_logs_equal_both_schedules_of_stock"),
         },
     ),
@@ -141,6 +143,7 @@ MODELS = {
             "V": (EQUAL, f"{_JOBS}::megatron-lm gpt-oss"),
             "vocabulary": _DIVIDED,
             "pairs": _PAIRED,
+            "shards": (EQUAL, f"{_MEGATRON}/test_shards_models.py::GPT-OSS"),
         },
     ),
     "Nemotron 3": Model(
@@ -152,6 +155,7 @@ MODELS = {
             "V": (EQUAL, f"{_JOBS}::megatron-lm rl nemotron6"),
             "slices": (NEAR, f"{_MEGATRON}/test_hybrid.py::test_slices_are_near_stock"),
             "vocabulary": (NEAR, f"{_MEGATRON}/test_hybrid.py::test_divided_vocabulary_is_near_stock"),
+            "shards": (EQUAL, f"{_MEGATRON}/test_shards_models.py::test_hybrid_models_with_experts_equal_stock"),
         },
     ),
     "Mamba": Model(
@@ -174,6 +178,7 @@ MODELS = {
             "V": (EQUAL, f"{_JOBS}::moe-modelzoo kimi-k2"),
             "vocabulary": (NEAR, f"{_ADAPTER}/test_vocabulary_models.py::Kimi K2: latent attention, experts"),
             "pairs": _PAIRED,
+            "shards": (EQUAL, f"{_MEGATRON}/test_shards_models.py::Kimi K2"),
         },
     ),
     "Kimi K3": Model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,45 @@ def test_dry_run_counts_shards(capsys: Capture) -> None:
         return float(out[out.index("pipeline rank ranks") :].splitlines()[1].split()[-2])
 
     assert weights("--zero-bubble-shard-weights --zero-bubble-whole-stages 1") < weights("")
+
+
+def test_dry_run_counts_experts_by_their_replicas(capsys: Capture) -> None:
+    """Four replicas: with experts divided over all of them, these stay whole, and only the rest is sent."""
+
+    def sent(ranks: int) -> float:
+        experts = f"--num-experts 16 --moe-token-dispatcher-type alltoall --expert-model-parallel-size {ranks}"
+        job = f"{JOB} {experts} --zero-bubble-shard-weights --zero-bubble-whole-stages 1"
+        out = run(capsys, f"dry-run --gpus-per-node 16 --gpu h100 -- {job}")
+        found = re.search(r"([0-9.]+) GiB sent to 3 replicas", out)
+        assert found is not None
+        return float(found[1])
+
+    assert sent(4) < sent(2) / 2
+
+
+@pytest.fixture
+def with_experts(tmp_path: Path) -> str:
+    """The flags of a model whose experts four replicas have together."""
+    model = "num-layers: 16\nhidden-size: 1024\nnum-attention-heads: 8\nseq-length: 2048\nmicro-batch-size: 1\n"
+    (tmp_path / "model.yaml").write_text(f"{model}vocab-size: 32000\nnum-experts: 16\nexpert-model-parallel-size: 4\n")
+    sizes = "--num-ranks 4 --num-microbatches 8"
+    return f"plan --schedule zero-pp --num-chunks 2 {sizes} --config {tmp_path}/model.yaml --gpu h100 --shard-weights"
+
+
+def test_plan_of_experts(capsys: Capture, with_experts: str) -> None:
+    whole, shared = (run(capsys, f"{with_experts} --replica-bandwidth 40 --replicas {count}") for count in (4, 8))
+    assert "The 4 replicas have one copy of the experts together, which stay whole: only the rest is sharded." in whole
+    assert "Experts are sharded over the 2 copies of them that the 8 replicas have." in shared
+    static = [
+        max(
+            map(float, out.partition("GiB by rank, shards and whole weights and gradients: ")[2].split("\n")[0].split())
+        )
+        for out in (whole, shared)
+    ]
+    assert static[1] < static[0]
+    assert "--replicas must be a multiple of 4, the replicas that have one copy of the experts together; got 6" in (
+        refusal(capsys, f"{with_experts} --replicas 6")
+    )
 
 
 @pytest.mark.parametrize(

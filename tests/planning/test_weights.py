@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
+from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.static import ParameterBytes
@@ -78,3 +79,15 @@ def test_predictions_have_no_copy_of_a_divided_embedding() -> None:
     copy = 18.0 * MODEL.vocab_size * MODEL.hidden
     assert sum(undivided) - sum(divided) == pytest.approx(copy)
     assert (whole.widths_on(ON), variant.costs.widths_on(ON)) == ((), (2.0, 2.0, 2.0, 1.0))
+
+
+def test_experts_are_those_of_every_stage_with_replicas_of_their_own() -> None:
+    """Two of the ranks that have one copy of the experts are tensor-parallel ranks of one replica."""
+    experts = Experts(8, 2, 32, parallel=4, tensor_parallel=2)
+    model = replace(MODEL, experts=experts, tensor_parallel=2)
+    sizes = ModelWeights(model, Division(12), ParameterBytes(2.0, 4.0, 12.0)).of_stages(ON)
+    assert sizes.experts is not None and sizes.per_copy == 4.0
+    each = experts.rank_weights(model.hidden, model.gated)
+    assert sizes.experts.weights == pytest.approx((2 * 3 * each,) * 4)
+    assert sizes.experts.optimizer == pytest.approx((12 * 3 * each,) * 4)
+    assert all(whole > own for whole, own in zip(sizes.gradients, sizes.experts.gradients, strict=True))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from megatron.zero_bubble.cli.compared_row import gib_cell
 from megatron.zero_bubble.cli.lengths import only_equal
 from megatron.zero_bubble.core.analysis.score import within
+from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.costs.static import ParameterBytes
 from megatron.zero_bubble.core.costs.tensor import TensorParallelModel
@@ -126,7 +127,7 @@ def notes_on_replicas(
     the other for the microbatches of all replicas.
 
     Raises:
-        UserError: for sharded weights of a model with experts.
+        UserError: for replicas that do not have whole copies of the experts.
     """
     frozen = f"{parts.weight} bytes per parameter, trained ones {parts.whole}"
     each = f"({parts.whole} bytes per parameter)" if model.is_trained else f"({frozen})"
@@ -134,10 +135,7 @@ def notes_on_replicas(
         yield f"The memory limit does not include weights and optimizer {each}."
         return
     if model.experts is not None:
-        raise UserError(
-            f"--shard-weights needs a model without experts, which are sharded over other groups; {options.config} "
-            f"has {model.experts.count}; leave it out"
-        )
+        yield _on_experts(model.experts, model.tensor_parallel, replicas(options))
     yield f"A memory limit in bytes includes weights, gradients and optimizer {each}, one in microbatches does not."
     if model.is_divisible:
         ranks = replicas(options)
@@ -147,6 +145,27 @@ def notes_on_replicas(
             f"Tensor parallelism over {ranks} GPUs, instead of replicas, would send {sent / 2**30:.4g} GiB per rank "
             f"for as many samples, and hold {static / 2**30:.4g} GiB of weights, gradients and optimizer."
         )
+
+
+def _on_experts(experts: Experts, tensor_parallel: int, count: int) -> str:
+    """Over how many replicas experts are sharded, as a sentence.
+
+    Raises:
+        UserError: for replicas that do not have whole copies of the experts.
+    """
+    ranks = experts.parallel * experts.tensor_parallel
+    copies, rest = divmod(count * tensor_parallel, ranks)
+    if rest or not copies:
+        least = ranks // math.gcd(ranks, tensor_parallel)
+        raise UserError(
+            f"--replicas must be a multiple of {least}, the replicas that have one copy of the experts together; got "
+            f"{count}; give {least}, or a multiple of it"
+        )
+    if copies == 1:
+        return (
+            f"The {count} replicas have one copy of the experts together, which stay whole: only the rest is sharded."
+        )
+    return f"Experts are sharded over the {copies} copies of them that the {count} replicas have."
 
 
 def with_shards(options: argparse.Namespace, costs: Figures) -> Figures:

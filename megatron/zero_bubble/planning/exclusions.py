@@ -190,6 +190,7 @@ _MAXIMUM = "forwards that run again would count twice in the maximum of the atte
 _OFFLOAD = "offloading assumes Megatron's order of backward passes"
 _WIDER = "no known version of Megatron says what its stages send"
 _SHARED_MEMORY = "weights are gathered into the memory of the gradients, which the validation may need"
+_PREDICTED = "the loss of multi-token prediction is a mean over microbatches"
 _COPIES = "TransformerEngine keeps whole copies of the weights in this precision"
 _PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches of their replica"
 _DROP_LAYERS = "drop --cpu-offloading-num-layers"
@@ -205,7 +206,6 @@ _NO_PREDICTIONS = Fits(
     "None with hyper-connections", lambda _, options: not getattr(options, "enable_hyper_connections", False)
 )
 _UNTRIED = "they have not been compared with stock where there are several residual streams"
-_EXPERTS = "experts are sharded over other groups, which this version does not support"
 
 
 def _done_by_itself(option: str, why: str) -> OptionRule:
@@ -298,8 +298,6 @@ OPTIONS = (
     OptionRule(SHARDS, "overlap_grad_reduce", False, "the schedule itself reduces gradients, during the passes"),
     OptionRule(SHARDS, "overlap_param_gather", False, "the schedule itself gathers weights, during the passes"),
     OptionRule(SHARDS, "save_wgrads_interval", None, "every replica has only its shard of the gradients"),
-    OptionRule(SHARDS, "num_experts", None, _EXPERTS),
-    OptionRule(SHARDS, "num_moe_experts", None, _EXPERTS, "drop --num-experts"),
     OptionRule(SHARDS, "num_distributed_optimizer_instances", 1, "this version shards over all replicas"),
     OptionRule(SHARDS, "context_parallel_size", 1, "replicas must have whole sequences in this version"),
     OptionRule(SHARDS, "fp8", None, _COPIES, "drop --fp8-format"),
@@ -307,18 +305,8 @@ OPTIONS = (
     OptionRule(SHARDS, "nccl_ub", False, "buffers that are registered with NCCL cannot be freed", "drop --use-nccl-ub"),
     OptionRule(SHARDS, "optimizer_cpu_offload", False, "the optimizer steps shards where they are"),
     OptionRule(SHARDS, "defer_embedding_wgrad_compute", False, "what it adds after the passes would not be reduced"),
-    OptionRule(SHARDS, "mtp_num_layers", None, "this version does not support multi-token prediction"),
     OptionRule(BALANCE, "calculate_per_token_loss", True, _PER_TOKEN, "give --calculate-per-token-loss"),
-    OptionRule(
-        BALANCE,
-        "num_moe_experts",
-        None,
-        "experts exchange tokens between replicas in every microbatch",
-        "drop --num-experts",
-    ),
-    OptionRule(
-        BALANCE, "mtp_num_layers", None, "the loss of multi-token prediction is a mean over microbatches", "drop it"
-    ),
+    OptionRule(BALANCE, "mtp_num_layers", None, _PREDICTED, "drop it"),
     OptionRule(BALANCE, "context_parallel_size", 1, "samples are not divided over ranks"),
     OptionRule(BALANCE, "fp8", None, "FP8 needs samples of a multiple of 16 tokens", "drop --fp8-format"),
     OptionRule(BALANCE, "reset_attention_mask", False, "every sample is one document already"),
@@ -406,6 +394,13 @@ RANGES = (
         Fits("True, or fp16", lambda is_on, options: is_on or getattr(options, "fp16", True)),
         "megatron-core's plans of layers need 16-bit parameters",
         "give --bf16",
+    ),
+    OptionRule(
+        BALANCE,
+        "moe_token_dispatcher_type",
+        Fits("alltoall or flex", lambda kind, job: kind != "allgather" or job.expert_model_parallel_size == 1),
+        "allgather needs equally many tokens on all replicas that share experts",
+        "give --moe-token-dispatcher-type alltoall",
     ),
     OptionRule(
         SLICES,

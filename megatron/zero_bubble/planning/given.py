@@ -13,18 +13,23 @@ from megatron.zero_bubble.core.costs.units import spread
 from megatron.zero_bubble.core.ir import Placement
 
 WithTransfers = TypeVar("WithTransfers", PassCosts, LayerCosts)
-_SIZES: dict[str, Callable[[PassMemory, StageBytes | None], Sequence[float] | None]] = {
-    "host_ms": lambda memory, _: memory.activation,
-    "gather_ms": lambda _, sizes: None if sizes is None else sizes.weights,
-    "reduce_ms": lambda _, sizes: None if sizes is None else sizes.gradients,
+_SIZES: dict[str, Callable[[PassMemory, StageBytes | None, int], Sequence[float] | None]] = {
+    "host_ms": lambda memory, _, __: memory.activation,
+    "gather_ms": lambda _, sizes, replicas: None if sizes is None else sizes.sent(replicas)[0],
+    "reduce_ms": lambda _, sizes, replicas: None if sizes is None else sizes.sent(replicas)[1],
 }
 """The bytes per stage of each transfer; None if unknown."""
 
 
 class Bandwidth(NamedTuple):
-    """Bytes per ms, which give the times of transfers of known sizes."""
+    """Bytes per ms, which give the times of transfers of known sizes.
+
+    Attributes:
+        replicas: those among which weights and gradients are sent.
+    """
 
     bytes_per_ms: float
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class GivenFigures:
         for name, value in self.figures.items():
             if not isinstance(value, Bandwidth):
                 own[name] = spread(placement, value) if isinstance(value, (int, float)) else value
-            elif (per_stage := _SIZES[name](memory, sizes)) is not None:
+            elif (per_stage := _SIZES[name](memory, sizes, value.replicas)) is not None:
                 own[name] = tuple(size / value.bytes_per_ms for size in per_stage)
         return replace(self.transfers(costs, placement.num_ranks), **own)
 

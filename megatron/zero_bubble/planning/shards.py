@@ -80,8 +80,8 @@ class Replicas:
         if plan is not None or sizes is None:
             return (None, None) if plan is None else (plan.traffic, plan.static)
         ranks = [placement.stages_of(rank) for rank in range(placement.num_ranks)]
-        once = (sum(sizes.weights[stage] + sizes.gradients[stage] for stage in stages) for stages in ranks)
-        sent = tuple(size * (self.count - 1) / self.count for size in once)
+        weights, gradients = sizes.sent(self.count)
+        sent = tuple(sum(weights[stage] + gradients[stage] for stage in stages) for stages in ranks)
         return sent, tuple(sizes.whole(stages, self.count) for stages in ranks)
 
 
@@ -226,15 +226,15 @@ def least_ms(times: PassCosts, placement: Placement, passes_ms: float) -> tuple[
 
 
 def traffic(row: Sequence[Op], sizes: StageBytes, replicas: int) -> float:
-    """Bytes that a rank sends per iteration: each collective leaves out the own part, (d-1)/d of the whole size."""
-    return sum(traffic_bytes(row, sizes.weights, sizes.gradients)) * (replicas - 1) / replicas
+    """Bytes that a rank sends per iteration: each collective leaves out the own part of what has other replicas."""
+    return sum(traffic_bytes(row, *sizes.sent(replicas)))
 
 
 def static_bytes(plan: Plan, sizes: StageBytes, replicas: int) -> tuple[float, ...]:
     """Bytes per rank: the shards, and the most of weights and gradients that are whole at a time."""
     placement = plan.schedule.placement
     return tuple(
-        sizes.sharded(placement.stages_of(rank), replicas) + most_whole(row, sizes.weights, sizes.gradients)
+        sizes.sharded(placement.stages_of(rank), replicas) + most_whole(row, *sizes.shared(replicas))
         for rank, row in enumerate(plan.ops)
     )
 
@@ -254,8 +254,7 @@ def with_collectives(
             "a bandwidth between replicas needs the size of the weights, which only --config gives; give --gather-ms "
             "and --reduce-ms instead"
         )
-    rate = None if bytes_per_ms is None else bytes_per_ms * replicas / max(1, replicas - 1)
-    by_size = None if rate is None else Bandwidth(rate)
+    by_size = None if bytes_per_ms is None else Bandwidth(bytes_per_ms, replicas)
     own = costs.giving(
         gather_ms=by_size if gather_ms is None else gather_ms, reduce_ms=by_size if reduce_ms is None else reduce_ms
     )

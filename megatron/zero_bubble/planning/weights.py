@@ -81,8 +81,14 @@ class ModelWeights:
 
     def of_stages(self, placement: Placement, layout: Layout | None = None) -> StageBytes:
         """See ``Weights``."""
-        trained, _ = self._trained(placement, layout)
-        return StageBytes.of(*self._parameters(placement, layout), self.parts, trained)
+        trained, of_experts = self._trained(placement, layout)
+        found = StageBytes.of(*self._parameters(placement, layout), self.parts, trained)
+        experts = self.model.experts
+        if experts is None:
+            return found
+        own = StageBytes.of(self._of_experts(placement, layout), [0.0] * len(trained), self.parts, of_experts)
+        ranks = experts.parallel * experts.tensor_parallel
+        return replace(found, experts=own, per_copy=ranks / self.model.tensor_parallel)
 
     def of_layers(self) -> ModelWeights:
         """See ``Weights``."""
@@ -102,11 +108,9 @@ class ModelWeights:
 
     def _trained(self, placement: Placement, layout: Layout | None) -> tuple[list[float], list[float]]:
         """The parameters per stage that have gradients and states of the optimizer, and those of experts among them."""
-        laid_out, at = self._laid_out(placement, layout)
         if self.model.is_trained:
-            whole, experts = self._of_stages(placement, layout), list(laid_out.expert_weights(placement))
-            experts[at] += prediction_expert_weights(self.model, self.predictions)
-            return whole, experts
+            return self._of_stages(placement, layout), self._of_experts(placement, layout)
+        laid_out, at = self._laid_out(placement, layout)
         whole, experts = map(list, laid_out.trained_weights(placement))
         of_predictions, of_their_experts = trained_prediction_weights(self.model, self.predictions)
         whole[at] += of_predictions
@@ -117,6 +121,13 @@ class ModelWeights:
         laid_out, at = self._laid_out(placement, layout)
         found = list(laid_out.stage_weights(placement))
         found[at] += prediction_weights(self.model, self.predictions, has_copy=self.copies and at > 0)
+        return found
+
+    def _of_experts(self, placement: Placement, layout: Layout | None) -> list[float]:
+        """The parameters of experts, per stage."""
+        laid_out, at = self._laid_out(placement, layout)
+        found = list(laid_out.expert_weights(placement))
+        found[at] += prediction_expert_weights(self.model, self.predictions)
         return found
 
     def _laid_out(self, placement: Placement, layout: Layout | None) -> tuple[Model, int]:

@@ -17,10 +17,11 @@ JOB = (
 OURS = (
     "--zero-bubble-schedule zero-pp --zero-bubble-exact --zero-bubble-shard-weights --zero-bubble-unit-microbatches 4"
 )
+EXPERTS = "--bf16 --num-experts 4 --disable-bias-linear --moe-token-dispatcher-type alltoall"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", ["", "--bf16", "--bf16 --no-dist-ckpt-optim-fully-reshardable"])
+@pytest.mark.parametrize("options", ["", "--bf16", "--bf16 --no-dist-ckpt-optim-fully-reshardable", EXPERTS])
 def test_stock_continues_ours_and_ours_stock(ranks: RankPool, tmp_path: Path, options: str) -> None:
     """Ours continues stock after its first iteration, and stock ours after its second: with the losses of stock."""
     job, stock, ours = f"{JOB} {options}", tmp_path / "stock", tmp_path / "ours"

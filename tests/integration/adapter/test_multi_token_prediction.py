@@ -183,3 +183,29 @@ def test_weight_used_several_times_is_ready_once(ranks: RankPool, options: str) 
     flags = Layout(2, data=2).flags(4, f"{ROPE} {UNTIED} {OVERLAP} {options}")
     for _, counts in ranks.run(4, train_counting, flags, train_predicting, ["zb-h1"], timeout=120):
         assert set(counts) == {1}
+
+
+SHARDED = "--zero-bubble-shard-weights --zero-bubble-unit-microbatches 4"
+AND_LOSS = "Ett|tt|mm|L --reset-attention-mask"
+TWO_REPLICAS = Layout(2, data=2, num_layers=4)
+SHARDED_ROWS = {
+    "untied, bf16": ("zero-pp", TWO_REPLICAS, f"{UNTIED} --bf16 --num-virtual-stages-per-pipeline-rank 2", None),
+    "tied": ("zero-pp", TWO_REPLICAS, "--num-virtual-stages-per-pipeline-rank 2", None),
+    "tied, on a V": ("zb-v", TWO_REPLICAS, "", "zb-v"),
+    "on a separate stage, next to the loss": (
+        "zero-pp",
+        TWO_REPLICAS,
+        f"{UNTIED} --num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-layout {AND_LOSS}",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", some(SHARDED_ROWS, "tied"))
+def test_shards_have_the_bits_of_whole_weights(ranks: RankPool, name: str) -> None:
+    """The copies of the embedding add up their gradients, whichever ranks have them."""
+    schedule, layout, options, whole = SHARDED_ROWS[name]
+    schedules = [whole, f"{schedule} {SHARDED}"]
+    flags = layout.flags(4, f"{ROPE} --use-distributed-optimizer --clip-grad 1.0 {options}")
+    results = ranks.run(layout.num_ranks, train_predicting, flags, schedules, timeout=200)
+    assert_same_bits(results, schedules, unused=() if UNTIED in options else ("output_layer.weight",))

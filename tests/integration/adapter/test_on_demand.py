@@ -14,10 +14,13 @@ from tests.helpers.launch import Death, run_training
 from tests.helpers.parity import Layout, assert_same_bits
 from tests.helpers.ranks import RankPool
 from tests.helpers.uneven import worst_differences
+from tests.integration.adapter.test_parity import EXPERTS
 from tests.integration.adapter.test_shards import BASE, CHUNKS, SHARDED, TrainingResult, train
+from tests.integration.adapter.test_uneven_replicas import EXPERTS as UNEVEN_EXPERTS
 from tests.integration.adapter.test_uneven_replicas import OF_LENGTHS
 
 ON_DEMAND = "--zero-bubble-shard-transport on-demand"
+TOGETHER = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 TWO = Layout(2, data=2, num_layers=4)
 
 
@@ -39,6 +42,9 @@ def trained(ranks: RankPool, layout: Layout, options: str, units: int) -> list[l
         ),
         pytest.param(Layout(2, data=4, num_layers=4), "", 2, marks=pytest.mark.full),
         pytest.param(TWO, "--fp16 --initial-loss-scale 262144", 2, marks=pytest.mark.full),
+        pytest.param(TWO, f"{EXPERTS} --bf16", 2, marks=pytest.mark.full),
+        pytest.param(TWO, f"{EXPERTS} {TOGETHER}", 2, marks=pytest.mark.full),
+        pytest.param(Layout(2, data=4, num_layers=4), f"{EXPERTS} {TOGETHER}", 2, marks=pytest.mark.full),
     ],
 )
 def test_runs_repeat_bit_for_bit_and_equal_collectives(
@@ -53,10 +59,18 @@ def test_runs_repeat_bit_for_bit_and_equal_collectives(
         assert on_demand.gathers <= by_collectives.gathers  # these are also of evaluations
 
 
-def test_replicas_need_not_run_the_same_plan(ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("layout", "experts"),
+    [
+        (TWO, ""),
+        pytest.param(TWO, UNEVEN_EXPERTS, marks=pytest.mark.full),
+        pytest.param(Layout(2, data=4, num_layers=4), f"{UNEVEN_EXPERTS} {TOGETHER}", marks=pytest.mark.full),
+    ],
+)
+def test_replicas_need_not_run_the_same_plan(ranks: RankPool, layout: Layout, experts: str) -> None:
     """Different numbers of microbatches, and so of units."""
-    job = TWO.flags(1, f"{OF_LENGTHS} --use-distributed-optimizer {CHUNKS} 2")
-    results = ranks.run(4, worst_differences, job, f"zero-pp {SHARDED} 2 {ON_DEMAND}", timeout=120)
+    job = layout.flags(1, f"{OF_LENGTHS} --use-distributed-optimizer {CHUNKS} 2 {experts}")
+    results = ranks.run(layout.num_ranks, worst_differences, job, f"zero-pp {SHARDED} 2 {ON_DEMAND}", timeout=120)
     for of_rank in results:
         assert max(worst for worst, _ in of_rank) <= 1e-6, of_rank
         assert max(loss for _, loss in of_rank) <= 1e-6, of_rank

@@ -34,8 +34,8 @@ class TrainingResult(NamedTuple):
         gathers, reductions: collectives of weights and gradients per iteration; None without shards.
         gathered, reduced: their bytes per iteration.
         whole: the most bytes of whole weights and gradients at a time, optimizer steps and evaluations included.
-        kept: bytes of whole weights and gradients after the last step.
-        sizes: bytes of the weights and the gradients of every chunk.
+        kept: bytes of whole weights and gradients after the last step, of what has several replicas.
+        sizes: bytes of the weights and the gradients of every chunk, without experts that have no other replica.
         weights: all parameters after the last step.
     """
 
@@ -58,10 +58,10 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Traini
         splits = parity._splits(args)
         outcome, start = parity._train_once(args, splits, start, pipeline, lambda own, _, to=chunks: to.extend(own))
         sharder = None if pipeline is None or pipeline.units is None else pipeline.units.sharder
-        buffers = [chunk.buffers[0] for chunk in chunks]
         whole = 0 if sharder is None else sharder.most_whole
-        kept = sum(t.untyped_storage().nbytes() for b in buffers for t in (b.param_data, b.grad_data))
-        sizes = [(buffer.param_data.nbytes, buffer.grad_data.nbytes) for buffer in buffers]
+        of_chunks = [sharded_buffers(chunk) for chunk in chunks]
+        kept = sum(t.untyped_storage().nbytes() for own in of_chunks for b in own for t in (b.param_data, b.grad_data))
+        sizes = [(sum(b.param_data.nbytes for b in own), sum(b.grad_data.nbytes for b in own)) for own in of_chunks]
         with nullcontext() if sharder is None else pipeline.units.whole_weights():
             weights = torch.cat([p.detach().float().reshape(-1) for chunk in chunks for p in chunk.parameters()])
         counts = (0, 0, 0, 0) if sharder is None else (sharder.num_gathers, sharder.num_reductions, *moved(sharder))
@@ -69,6 +69,12 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Traini
             TrainingResult(outcome, *(count / args.train_iters for count in counts), whole, kept, sizes, weights)
         )
     return done
+
+
+def sharded_buffers(chunk: Any) -> list[Any]:
+    """The buffers of a chunk, without experts that have no other replica."""
+    experts = [buffer for buffer in chunk.expert_parallel_buffers if buffer.data_parallel_world_size > 1]
+    return [*chunk.buffers, *experts]
 
 
 def moved(sharder: Any) -> tuple[int, int]:

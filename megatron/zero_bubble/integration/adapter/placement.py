@@ -213,10 +213,16 @@ def copy_embedding(model: Sequence[torch.nn.Module]) -> None:
         weight.data.copy_(weights[0].data)
 
 
-def is_end(chunk: torch.nn.Module) -> bool:
-    """Whether a chunk has the embedding or the output layer."""
+def has_vocabulary(chunk: torch.nn.Module) -> bool:
+    """Whether a chunk has the embedding, a copy of it, or the output layer."""
     model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-    return bool(model.pre_process or model.post_process)
+    return bool(model.pre_process or model.post_process or getattr(model, "mtp_process", False))
+
+
+def has_copies_of_embedding(chunk: torch.nn.Module) -> bool:
+    """Whether several stages of the model of a chunk have its embedding: it is tied, or predicts more tokens."""
+    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    return _is_tied(model) or _predicts(model)
 
 
 def _copies_of_embedding(model: Sequence[torch.nn.Module]) -> list[Any]:
@@ -237,8 +243,14 @@ def _has_embedding(chunk: Any) -> bool:
 
     As in megatron-core, a model says so, and only then must have the method that returns the weight.
     """
-    is_tied = bool(getattr(chunk, "share_embeddings_and_output_weights", False))
-    predicts = bool(getattr(getattr(chunk, "config", None), "mtp_num_layers", None))
     if chunk.pre_process:
-        return is_tied or predicts
-    return bool(getattr(chunk, "mtp_process", False) or (chunk.post_process and is_tied))
+        return _is_tied(chunk) or _predicts(chunk)
+    return bool(getattr(chunk, "mtp_process", False) or (chunk.post_process and _is_tied(chunk)))
+
+
+def _is_tied(chunk: Any) -> bool:
+    return bool(getattr(chunk, "share_embeddings_and_output_weights", False))
+
+
+def _predicts(chunk: Any) -> bool:
+    return bool(getattr(getattr(chunk, "config", None), "mtp_num_layers", None))

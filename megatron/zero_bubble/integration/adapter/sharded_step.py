@@ -25,6 +25,13 @@ _GATHER_SINCE_0_18 = "start_param_sync_for_bucket_group_subset"
 """Gathers weights after a step; before, the optimizer calls ``start_param_sync`` of its chunks."""
 
 
+class SteppedChunk(NamedTuple):
+    """A model chunk, and those of its buffers that are shards."""
+
+    model: DistributedDataParallel
+    buffers: Sequence[Any]
+
+
 class BucketPlace(NamedTuple):
     """The shards of a chunk, and the number of a bucket among them."""
 
@@ -49,33 +56,42 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def step_shards(
-    optimizer: Any, chunks: Sequence[DistributedDataParallel], places: Mapping[int, BucketPlace], restored: ExitStack
+    optimizer: Any, chunks: Sequence[SteppedChunk], places: Mapping[int, BucketPlace], restored: ExitStack
 ) -> None:
     """Let ``optimizer`` step shards until ``restored`` is closed.
 
     Args:
         chunks: the model chunks, which the optimizer gathers no more.
-        places: by ``id`` of a bucket.
+        places: by ``id`` of a bucket. An optimizer of other buckets, those of experts that stay whole, steps these as
+            before.
     """
 
     def replaced(owner: Any, name: str, by: Callable[..., None]) -> None:
         setattr(owner, name, by)
         restored.callback(delattr, owner, name)
 
-    for chunk in chunks:
-        replaced(chunk, "start_param_sync", _nothing)
-        for buffer in chunk.buffers:
+    for model, buffers in chunks:
+        replaced(model, "start_param_sync", _nothing)
+        for buffer in buffers:
             replaced(buffer, "reset", _nothing)  # it would write zeros where no memory is
     for part in _parts(optimizer):
         if part.is_stub_optimizer:
             continue
-        step = _Step(part, places)
-        step.move_weights()
-        restored.callback(step.return_weights)
-        replaced(part, "_copy_model_grads_to_main_grads", step.find_gradients)
-        replaced(part, "_copy_main_params_to_model_params", step.write_weights)
+        if _is_placed(part, places):
+            step = _Step(part, places)
+            step.move_weights()
+            restored.callback(step.return_weights)
+            replaced(part, "_copy_model_grads_to_main_grads", step.find_gradients)
+            replaced(part, "_copy_main_params_to_model_params", step.write_weights)
         if hasattr(part, _GATHER_SINCE_0_18):
             replaced(part, _GATHER_SINCE_0_18, _nothing)
+
+
+def _is_placed(part: Any, places: Mapping[int, BucketPlace]) -> bool:
+    """Whether the buckets of an optimizer are shards; that of experts has none on a rank without experts."""
+    placed = {id(bucket) in places for buffer in part.buffers for bucket in buffer.buckets}
+    assert len(placed) <= 1, "the optimizer of experts has no other parameters"
+    return True in placed
 
 
 class _Step:

@@ -4,6 +4,10 @@ With the distributed optimizer, every parameter is a view of a buffer of ``Distr
 gradient. Each bucket of a buffer divides by the number of replicas, and the optimizer steps the part of this replica.
 Gathers and reductions are upstream's own functions, so a unit of all microbatches has the bits of plain data
 parallelism.
+
+Experts have buffers and replicas of their own. A chunk gathers both in one op of the plan. Where expert parallelism
+leaves one replica of the experts, there is nothing to shard: they stay whole, and their gradients are finished where
+Megatron finishes those of a job without sharded units.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ from typing import Any, Protocol
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Op, Plan, Schedule
@@ -28,17 +31,26 @@ from megatron.zero_bubble.engine.runtime.handler import Handler
 from megatron.zero_bubble.engine.runtime.shards import Sharder
 from megatron.zero_bubble.integration.adapter.finalize import Finalize
 from megatron.zero_bubble.integration.adapter.part import Call, IterationFacts, Joined, Part
-from megatron.zero_bubble.integration.adapter.placement import is_end
+from megatron.zero_bubble.integration.adapter.placement import has_copies_of_embedding, has_vocabulary
 from megatron.zero_bubble.integration.adapter.prepared import Lowering, check_same_plan
 from megatron.zero_bubble.integration.adapter.replicas import ReplicaComparison
-from megatron.zero_bubble.integration.adapter.sharded_step import BucketPlace, check_optimizer, step_shards
+from megatron.zero_bubble.integration.adapter.sharded_step import (
+    BucketPlace,
+    SteppedChunk,
+    check_optimizer,
+    step_shards,
+)
 from megatron.zero_bubble.integration.adapter.versions import skips_stages_without_embedding
 from megatron.zero_bubble.planning.exclusions import SHARDS
 from megatron.zero_bubble.planning.job.options import check_options_of
 
 
 class DistributedChunk:
-    """A model chunk as ``runtime.shards.Chunk``.
+    """A model chunk as ``runtime.shards.Chunk``, without experts that have one replica.
+
+    Attributes:
+        buffers, buckets: megatron-core's, of what is sharded.
+        num_dense: how many of the buckets, the first ones, are not of experts.
 
     Raises:
         UserError: the chunk is not wrapped for data parallelism, or with options that sharded units do not support.
@@ -52,12 +64,15 @@ class DistributedChunk:
             )
         check_options_of(SHARDS, model.ddp_config)
         self.model = model
-        self._groups: list[Any] = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
-        buffers: list[Any] = [*model.buffers, *model.expert_parallel_buffers]
-        self.weights: list[torch.Tensor] = [buffer.param_data for buffer in buffers]
-        self.gradients: list[torch.Tensor] = [buffer.grad_data for buffer in buffers]
+        # All experts of a job have equally many replicas.
+        shared = () if _whole_groups(model) else model.expert_parallel_bucket_groups
+        self._groups: list[Any] = [*model.bucket_groups, *shared]
+        self.buffers: list[Any] = [*model.buffers, *(model.expert_parallel_buffers if shared else ())]
+        self.weights: list[torch.Tensor] = [buffer.param_data for buffer in self.buffers]
+        self.gradients: list[torch.Tensor] = [buffer.grad_data for buffer in self.buffers]
         buckets = [(group, bucket) for group in self._groups for bucket in group.buckets]
         self.buckets: list[Any] = [bucket for _, bucket in buckets]
+        self.num_dense = sum(len(group.buckets) for group in model.bucket_groups)
         self.own_weights = [_own(group, bucket.param_data) for group, bucket in buckets]
         self.own_gradients = [_own(group, bucket.grad_data) for group, bucket in buckets]
 
@@ -72,10 +87,19 @@ class DistributedChunk:
             group.finish_grad_sync()
 
 
+def _whole_groups(chunk: Any) -> list[Any]:
+    """Megatron-core's groups of buckets of the experts that stay whole."""
+    return [group for group in chunk.expert_parallel_bucket_groups if _num_replicas(group) == 1]
+
+
+def _num_replicas(group: Any) -> int:
+    return int(group.intra_distributed_optimizer_instance_size)
+
+
 def _own(group: Any, flat: torch.Tensor) -> torch.Tensor:
     """The part of this replica in the buffer of a bucket."""
-    size, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
-    return flat.view(size, -1)[rank]
+    part: torch.Tensor = flat.view(_num_replicas(group), -1)[group.intra_distributed_optimizer_instance_rank]
+    return part
 
 
 class ShardTransport(Protocol):
@@ -88,8 +112,8 @@ class ShardTransport(Protocol):
 
     is_collective: bool
 
-    def connect(self, plan: Plan) -> None:
-        """Prepare for a plan. A collective call."""
+    def connect(self, plan: Plan, has_experts: bool) -> None:
+        """Prepare for a plan of a model that may have experts. A collective call."""
 
     def iteration(
         self, models: Mapping[int, torch.nn.Module]
@@ -105,7 +129,7 @@ class Collectives:
 
     is_collective = True
 
-    def connect(self, plan: Plan) -> None:
+    def connect(self, plan: Plan, has_experts: bool) -> None:
         """Check that all replicas run the same plan. This also joins their group, before any pass runs.
 
         Raises:
@@ -144,7 +168,8 @@ class ShardedUnits(Part):
         self.sharder: Sharder | None = None
         self._optimizer: Any = None
         self._stages: tuple[int, ...] = ()  # of the chunks that are kept as shards
-        self._ends_meet = False  # whether one rank has the first and the last stage
+        self._has_experts = False
+        self._copies_meet = False  # whether any rank of the pipeline has an embedding and a copy of it
         self._restored = ExitStack()
 
     @property
@@ -184,8 +209,7 @@ class ShardedUnits(Part):
         self.agree()
         check_options_of(SHARDS, config)
         check_chunks(schedule.placement)
-        ranks = schedule.placement.stage_to_rank
-        self._ends_meet = ranks[0] == ranks[-1]
+        self._has_experts = getattr(config, "num_moe_experts", None) is not None
 
     def begin(self, call: Call) -> None:
         """Begin to check that all replicas run the same iteration. A collective call of every iteration: a replica that
@@ -223,7 +247,7 @@ class ShardedUnits(Part):
         Raises:
             UserError: the replicas run different plans, and their exchange is collective.
         """
-        self._transport.connect(to.plan)
+        self._transport.connect(to.plan, self._has_experts)
         if self.sharder is None:
             self.sharder = Sharder(to.platform.lane(), to.watchdog)
 
@@ -266,8 +290,9 @@ class ShardedUnits(Part):
             for stage, chunk in of_stage.items()
             for number, bucket in enumerate(chunk.buckets)
         }
-        models = [own.model for own in of_stage.values()]
-        step_shards(self._optimizer, models, places, self._restored)
+        self._copies_meet = _any_has_several([own.model for own in of_stage.values()])
+        chunks = [SteppedChunk(own.model, own.buffers) for own in of_stage.values()]
+        step_shards(self._optimizer, chunks, places, self._restored)
 
     @contextmanager
     def whole_weights(self, chunk: int | None = None) -> Iterator[None]:
@@ -290,16 +315,16 @@ class ShardedUnits(Part):
         """
         with ExitStack() as restored:
             for chunk in chunks:
-                chunk.finish_grad_sync = _reduced_already  # type: ignore[assignment]
+                chunk.finish_grad_sync = partial(_finish_whole, _whole_groups(chunk))  # type: ignore[assignment]
                 restored.callback(delattr, chunk, "finish_grad_sync")
             if self.sharder is None or not self.are_shards:
                 run(chunks, num_tokens)
                 return
-            # Both ends of a tied embedding come first on their ranks, which add up its gradients, as all ranks wait for
+            # The copies of an embedding come first on their ranks, which add up its gradients, as all ranks wait for
             # each other for every chunk. If they are on one rank, it adds from one chunk to the other.
-            order = sorted(range(len(chunks)), key=lambda index: not is_end(chunks[index]))
-            tied = get_attr_wrapped_model(chunks[0], "share_embeddings_and_output_weights")
-            together = tied and (self._ends_meet or not skips_stages_without_embedding())
+            order = sorted(range(len(chunks)), key=lambda index: not has_vocabulary(chunks[index]))
+            copied = has_copies_of_embedding(chunks[0])
+            together = copied and (self._copies_meet or not skips_stages_without_embedding())
             for indices in [range(len(chunks))] if together else [(index,) for index in order]:
                 with self.sharder.whole_gradients([self._stages[index] for index in indices]):
                     run([chunks[index] for index in indices], None if num_tokens is None else num_tokens.clone())
@@ -320,8 +345,17 @@ class ShardedUnits(Part):
         self._stages = ()
 
 
-def _reduced_already(force_all_reduce: bool | None = False) -> None:
-    """Take the place of ``finish_grad_sync``.
+def _any_has_several(models: Sequence[torch.nn.Module]) -> bool:
+    """Whether any rank of the pipeline has several chunks with a part of the vocabulary. A collective call of them."""
+    several = torch.tensor(
+        sum(map(has_vocabulary, models)) > 1, dtype=torch.int32, device=next(models[0].parameters()).device
+    )
+    torch.distributed.all_reduce(several, group=parallel_state.get_pipeline_model_parallel_group())
+    return bool(several)
+
+
+def _finish_whole(groups: Sequence[Any], force_all_reduce: bool | None = False) -> None:
+    """Take the place of ``finish_grad_sync``: passes have reduced all gradients but those of ``groups``.
 
     Raises:
         UserError: the job asks for whole sums on every replica.
@@ -331,3 +365,5 @@ def _reduced_already(force_all_reduce: bool | None = False) -> None:
             "sharded units leave on every replica only its shard of the gradients; got force_all_reduce=True; leave it "
             "out, or train without shard_weights"
         )
+    for group in groups:
+        group.finish_grad_sync()

@@ -70,7 +70,7 @@ USED: tuple[Used, ...] = (
         "_MPU_PIPELINE_MODEL_PARALLEL_RANK set_pipeline_model_parallel_rank get_pipeline_model_parallel_rank "
         "get_pipeline_model_parallel_group get_tensor_model_parallel_group get_tensor_model_parallel_rank "
         "get_context_parallel_group get_data_parallel_rank get_expert_model_parallel_group "
-        "get_virtual_pipeline_model_parallel_world_size",
+        "get_expert_tensor_and_model_parallel_group get_virtual_pipeline_model_parallel_world_size",
     ),
     _function(_PARALLEL_STATE, "get_embedding_group", "check_initialized"),
     _function(_PARALLEL_STATE, "get_position_embedding_group", "check_initialized"),
@@ -210,6 +210,7 @@ SHARDED_UNITS_SINCE_0_18: tuple[Used, ...] = (
 )
 
 ON_DEMAND: tuple[Used, ...] = (
+    *_of(_PARALLEL_STATE, "get_expert_data_parallel_group"),
     *_of(
         _DISTRIBUTED,
         "average_in_collective check_for_large_grads check_for_nan_in_grad",

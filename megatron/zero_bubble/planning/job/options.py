@@ -43,6 +43,7 @@ _BESIDE_THE_TABLE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--cuda-graph-warmup-steps", {"type": int}),
     ("--multi-latent-attention", {"action": "store_true"}),
     ("--experimental-attention-variant", {}),
+    ("--mtp-num-layers", {"type": int}),
     ("--use-transformer-engine-op-fuser", {"action": "store_true"}),
     ("--use-grouped-gemm-for-dense-mlp", {"action": "store_true"}),
     (
@@ -51,7 +52,7 @@ _BESIDE_THE_TABLE: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
 )
 """Flags of Megatron that are read but not in the table, as arguments of ``add_argument``."""
-_COUNTS = ("mtp_num_layers", "save_wgrads_interval", "num_experts")
+_COUNTS = ("save_wgrads_interval",)
 """Options whose only supported value, None, does not show that they are numbers."""
 
 
