@@ -15,11 +15,12 @@ import pytest
 from megatron.zero_bubble.__main__ import parser as command_line
 from megatron.zero_bubble.integration.megatron_lm import fork_flags
 from megatron.zero_bubble.planning.decisions import DECISIONS, REMOVED
-from megatron.zero_bubble.planning.exclusions import EXCLUSIONS, OPTIONS, RANGES
+from megatron.zero_bubble.planning.exclusions import EXCLUSIONS, OPTIONS
 from megatron.zero_bubble.planning.job.arguments.parser import build_parser
 from megatron.zero_bubble.planning.job.effects import EFFECTS
 from megatron.zero_bubble.planning.job.flags import add_flags, as_given
 from megatron.zero_bubble.planning.job.settled import settle_options
+from megatron.zero_bubble.planning.ranges import RANGES
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Named, Setup
 from site_parts import models, refusals

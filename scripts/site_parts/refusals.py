@@ -17,6 +17,7 @@ from megatron.zero_bubble.planning.job.effects import EFFECTS, Effect, Job
 from megatron.zero_bubble.planning.job.flags import as_given
 from megatron.zero_bubble.planning.job.overlaps import OVERLAPS
 from megatron.zero_bubble.planning.observations import Observations
+from megatron.zero_bubble.planning.ranges import RANGES
 from megatron.zero_bubble.planning.rule import Fits
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Named, Setup, Validated
@@ -125,7 +126,7 @@ def _first_refusal(name: str, job: Job) -> Effect | None:
 def of_options() -> str:
     """The Megatron options that a choice cannot honour."""
     rows = []
-    for rule in (*exclusions.OPTIONS, *exclusions.RANGES, *GRAPHS):
+    for rule in (*exclusions.OPTIONS, *RANGES, *GRAPHS):
         if not rule.is_set:
             works = rule.value.words if isinstance(rule.value, Fits) else code(repr(rule.value))
             rows.append((rule.choice.subject, code(rule.option), works, rule.why, rule.remedy))

@@ -26,13 +26,14 @@ from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.planning.advice import Adviser, StartedWith
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import AdviceRow, Change, Today, need_of
-from megatron.zero_bubble.planning.exclusions import PAIRS, RANGES, refuse_excluded
+from megatron.zero_bubble.planning.exclusions import PAIRS, refuse_excluded
 from megatron.zero_bubble.planning.experts import contenders, verdict
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import measured
 from megatron.zero_bubble.planning.job.changes import JobChanges
 from megatron.zero_bubble.planning.job.options import check_options, flag_of
 from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.ranges import RANGES
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Named, Setup, Validated
 from megatron.zero_bubble.planning.worth import Advice

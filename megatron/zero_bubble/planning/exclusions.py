@@ -6,15 +6,14 @@ starts, and so refuse in the same words. An option that a later Megatron adds co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
-from megatron.zero_bubble.core.errors import Remedy, UserError
+from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.plan.offload import parse_share
 from megatron.zero_bubble.core.schedules import sliced
 from megatron.zero_bubble.planning.decision import Spell, in_fields
 from megatron.zero_bubble.planning.offload import AUTO
-from megatron.zero_bubble.planning.rule import Choice, Exclusion, Fits, OptionRule, Shown
+from megatron.zero_bubble.planning.rule import Choice, Exclusion, OptionRule, Shown
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Given, Searched, Setup
 
@@ -194,40 +193,17 @@ _PREDICTED = "the loss of multi-token prediction is a mean over microbatches"
 _COPIES = "TransformerEngine keeps whole copies of the weights in this precision"
 _PER_TOKEN = "a mean over microbatches would weight tokens by the microbatches of their replica"
 _DROP_LAYERS = "drop --cpu-offloading-num-layers"
-_SPARSE = "its sparse attention chooses among the keys of whole sequences"
-_CUT_LETTERS = Fits("without D", lambda pattern, _: "D" not in pattern)
-_CUT_VARIANTS = Fits("gated_delta_net or gdn", lambda name, _: name in ("gated_delta_net", "gdn"))
 _NO_PLANS = "megatron-core plans the layers of GPTModel only"
-_HYBRID = (("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("is_hybrid_model", False))
+HYBRID = (("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("is_hybrid_model", False))
 """What a hybrid model has: a pattern of layers, by the older flag until core_r0.16, or none, where all have a scan."""
 STREAMS = ("enable_hyper_connections", "enable_mhc_connections")
 """What adds residual streams: an option of Megatron's dev branch, or of its main branch."""
-_NO_PREDICTIONS = Fits(
-    "None with hyper-connections", lambda _, options: not getattr(options, "enable_hyper_connections", False)
-)
 _UNTRIED = "they have not been compared with stock where there are several residual streams"
 
 
 def _done_by_itself(option: str, why: str) -> OptionRule:
     """A row for an option that is switched off, because the schedule does in its place what it asks for."""
     return OptionRule(SCHEDULE, option, False, why, is_set=True)
-
-
-def _modules_left(modules: Sequence[str]) -> tuple[str, ...]:
-    """The flag for the recomputed modules but experts."""
-    left = [name for name in modules if name != "moe"]
-    return ("--recompute-modules", *left) if left else ()
-
-
-def _fuses_loss(options: Any) -> bool:
-    return getattr(options, "cross_entropy_loss_fusion", False)
-
-
-def _has_latent_rotary_embeddings(options: Any) -> bool:
-    """Whether a model, or the model of a job, has latent attention; Megatron-LM fuses nothing without ``rope``."""
-    is_rotary = getattr(options, "position_embedding_type", "rope") == "rope"
-    is_rotary = is_rotary or getattr(options, "use_rotary_position_embeddings", False)
-    return is_rotary and getattr(options, "multi_latent_attention", False)
 
 
 OPTIONS = (
@@ -282,7 +258,7 @@ OPTIONS = (
     OptionRule(SLICES, "mtp_hsm", False, "its depths mix hidden states of tokens in the next slice"),
     OptionRule(SLICES, "sft", False, "its rotary embeddings begin at the first token of a sample"),
     OptionRule(SLICES, "tp_comm_overlap", False, "its buffers have the size of whole sequences"),
-    *(OptionRule(PAIRS, name, value, _NO_PLANS, "train without pairs") for name, value in _HYBRID),
+    *(OptionRule(PAIRS, name, value, _NO_PLANS, "train without pairs") for name, value in HYBRID),
     OptionRule(VOCABULARY, "mtp_detach_heads", False, "T adds the gradients of all depths to the output layer"),
     OptionRule(VOCABULARY, "label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss"),
     OptionRule(VOCABULARY, "logits_save_dir", None, "no rank has whole logits"),
@@ -313,106 +289,3 @@ OPTIONS = (
     *(OptionRule(LENGTHS, name, False, _UNTRIED) for name in STREAMS),
 )
 """For each choice, the only values that it supports; None is always supported."""
-RANGES = (
-    OptionRule(SCHEDULE, "mtp_num_layers", _NO_PREDICTIONS, "Megatron's own training ends in a backward of theirs"),
-    OptionRule(
-        VOCABULARY,
-        "cross_entropy_fusion_impl",
-        Fits("native or te, if it is used", lambda value, options: value != "linear" or not _fuses_loss(options)),
-        "this one computes whole logits within the loss",
-        "give --cross-entropy-fusion-impl native",
-    ),
-    OptionRule(
-        PAIRS,
-        "expert_model_parallel_size",
-        Fits("2 or more", lambda size, _: size > 1),
-        "without expert parallelism there is no all-to-all to hide",
-        "raise it, or leave pairs out",
-    ),
-    OptionRule(
-        PAIRS,
-        "moe_token_dispatcher_type",
-        Fits("alltoall or flex", lambda kind, _: kind in ("alltoall", "flex")),
-        "another dispatcher has no all-to-all",
-        "give --moe-token-dispatcher-type alltoall",
-        flags=lambda _: Remedy(("--moe-token-dispatcher-type", "alltoall")),
-    ),
-    OptionRule(
-        PAIRS,
-        "recompute_granularity",
-        Fits("selective, or left out", lambda kind, _: kind == "selective"),
-        "megatron-core's plans of layers do not recompute whole layers",
-        "give --recompute-granularity selective",
-        flags=lambda _: Remedy(
-            ("--recompute-granularity", "selective"), ("--recompute-method", "--recompute-num-layers"), True
-        ),
-    ),
-    *(
-        OptionRule(EARLY, name, Fits("None", lambda kind, _: not kind), "TransformerEngine's own checkpoint runs in B")
-        for name in ("fp8", "fp4")
-    ),
-    OptionRule(
-        PAIRS,
-        "moe_shared_expert_overlap",
-        Fits("False", lambda overlaps, _: not overlaps),
-        "shared experts would run during the same all-to-all",
-        flags=lambda _: Remedy(drops=("--moe-shared-expert-overlap",)),
-    ),
-    OptionRule(
-        PAIRS,
-        "mtp_num_layers",
-        Fits("1 or less", lambda number, _: number <= 1),
-        "megatron-core's plans of layers have one prediction at most",
-        "lower --mtp-num-layers",
-    ),
-    OptionRule(
-        VOCABULARY,
-        "context_parallel_size",
-        Fits("1 with mtp_num_layers", lambda size, options: size == 1 or not getattr(options, "mtp_num_layers", None)),
-        "the tokens that follow a rank's part of a sequence are looked up in other pipelines",
-    ),
-    OptionRule(
-        VOCABULARY,
-        "mtp_num_layers",
-        Fits(
-            "0 in a hybrid model",
-            lambda number, options: not number or all(getattr(options, name, no) in (None, no) for name, no in _HYBRID),
-        ),
-        "its predictions have not been compared with stock",
-    ),
-    OptionRule(
-        PAIRS,
-        "recompute_modules",
-        Fits("without moe", lambda modules, _: "moe" not in modules),
-        "megatron-core's plans of layers run the parts of an expert layer one by one",
-        "leave moe out of --recompute-modules",
-        flags=lambda modules: Remedy(_modules_left(modules), ("--recompute-modules",), True),
-    ),
-    OptionRule(
-        PAIRS,
-        "bf16",
-        Fits("True, or fp16", lambda is_on, options: is_on or getattr(options, "fp16", True)),
-        "megatron-core's plans of layers need 16-bit parameters",
-        "give --bf16",
-    ),
-    OptionRule(
-        BALANCE,
-        "moe_token_dispatcher_type",
-        Fits("alltoall or flex", lambda kind, job: kind != "allgather" or job.expert_model_parallel_size == 1),
-        "allgather needs equally many tokens on all replicas that share experts",
-        "give --moe-token-dispatcher-type alltoall",
-    ),
-    OptionRule(
-        SLICES,
-        "apply_rope_fusion",
-        Fits("False", lambda fuses, options: not (fuses and _has_latent_rotary_embeddings(options))),
-        "the fused rotary embeddings of latent attention begin at the first token",
-        "give --no-rope-fusion",
-        flags=lambda _: Remedy(("--no-rope-fusion",)),
-    ),
-    OptionRule(SLICES, "experimental_attention_variant", _CUT_VARIANTS, "other variants hand on no state"),
-    *(OptionRule(SLICES, name, _CUT_LETTERS, _SPARSE, "train without slices") for name, _ in _HYBRID[:2]),
-)
-"""The same for options of a model of which several values work; the first rows are what megatron-core requires for its
-own overlap of experts.
-"""

@@ -110,9 +110,8 @@ class Figures:
         embedding travel with the hidden states to multi-token prediction.
         """
         own = self.widths if len(self.widths) == placement.num_stages else ()
-        is_divided = self.layers is not None and self.layers.is_divided
-        at = self.division.predicting(placement) if is_divided and self.division is not None else None
-        if at is None:
+        division = self.division if self.layers is not None and self.layers.is_divided else None
+        if division is None or (at := division.predicting(placement)) is None:
             return own
         return tuple(width + (stage < at) for stage, width in enumerate(own or (1.0,) * placement.num_stages))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core import parallel_state, process_groups_config
 from megatron.core.distributed import finalize_model_grads
@@ -20,7 +21,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MultiTokenPredictionLayer
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossAutoScaler,
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionLayer,
+)
 
 from megatron.zero_bubble.core.errors import UserError
 
@@ -244,4 +249,22 @@ def check_recomputation_in_graphs(config: Any) -> None:
             "CUDA graphs of stages with recomputation need megatron-core 0.16 or newer: earlier ones read random "
             f"states on the host where they recompute; got recompute_granularity={config.recompute_granularity!r}; "
             "upgrade it, or set recompute_granularity=None or cuda_graph_impl='none'"
+        )
+
+
+def check_divided_predictions(gpt: Any) -> None:
+    """Check that a model computes the losses of multi-token prediction where it computes the others, and not in the
+    layers of the predictions.
+
+    Raises:
+        UserError: the version and the remedy.
+    """
+    if (
+        not hasattr(gpt, "_postprocess")
+        or "output_layer" in inspect.signature(MultiTokenPredictionBlock.forward).parameters
+    ):
+        raise UserError(
+            "vocabulary parallelism with multi-token prediction needs a GPTModel of megatron-core 0.14 or newer, whose "
+            f"predictions do not compute their losses themselves; got a {type(gpt).__name__} of megatron-core "
+            f"{megatron.core.__version__}; drop --mtp-num-layers, or train with --zero-bubble-vocabulary-parallel off"
         )

@@ -12,13 +12,13 @@ from megatron.zero_bubble.planning.exclusions import (
     BALANCE,
     ON_A_V,
     OPTIONS,
-    RANGES,
     SCHEDULE,
     refuse_excluded,
 )
 from megatron.zero_bubble.planning.graph_exclusions import GRAPH_OPTIONS, GRAPHS
 from megatron.zero_bubble.planning.job.graphs import captures_only_rollouts
 from megatron.zero_bubble.planning.job.overlaps import OVERLAPS
+from megatron.zero_bubble.planning.ranges import RANGES
 from megatron.zero_bubble.planning.rule import Choice, OptionRule
 from megatron.zero_bubble.planning.run_options import RunOptions
 

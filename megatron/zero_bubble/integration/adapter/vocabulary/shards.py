@@ -14,15 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any, NamedTuple
 
-import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Placement
@@ -31,6 +28,7 @@ from megatron.zero_bubble.engine.kernels.vocabulary import ShardRows
 from megatron.zero_bubble.engine.runtime.refusals import refused_together
 from megatron.zero_bubble.engine.wgrad.hooks import has_hooks
 from megatron.zero_bubble.integration.adapter.language_models import is_divisible, unwrapped
+from megatron.zero_bubble.integration.adapter.versions import check_divided_predictions
 from megatron.zero_bubble.integration.adapter.vocabulary.checkpoint import (
     EMBEDDING,
     EXTRA_STATE,
@@ -265,7 +263,7 @@ def shard_vocabulary(models: Sequence[torch.nn.Module], placement: Placement) ->
     with refused_together(group):
         _check_hooks(words, copied, None if last is None else last.output_layer)
         if last is not None and getattr(last.config, "mtp_num_layers", None):
-            check_predictions(last)
+            check_divided_predictions(last)
     weight, rows = _own_rows(None if words is None else words.weight, home, roots[0], group)
     scatters = any(layer is not None and layer.reduce_scatter_embeddings for layer in (words, copied))
     num_shards = group.size() * parallel_state.get_tensor_model_parallel_group().size()
@@ -290,21 +288,6 @@ def shard_vocabulary(models: Sequence[torch.nn.Module], placement: Placement) ->
     if not tied:
         home.output_layer, output.is_last = output, home is last
     home.vocabulary_shards = VocabularyShards(embedding, output)
-
-
-def check_predictions(gpt: Any) -> None:
-    """Check that a model computes the losses of multi-token prediction where it computes the others, and not in the
-    layers of the predictions.
-
-    Raises:
-        UserError: the version and the remedy.
-    """
-    if not hasattr(gpt, "_postprocess") or "output_layer" in signature(MultiTokenPredictionBlock.forward).parameters:
-        raise UserError(
-            "vocabulary parallelism with multi-token prediction needs a GPTModel of megatron-core 0.14 or newer, whose "
-            f"predictions do not compute their losses themselves; got a {type(gpt).__name__} of megatron-core "
-            f"{megatron.core.__version__}; drop --mtp-num-layers, or train with --zero-bubble-vocabulary-parallel off"
-        )
 
 
 def _no_weight() -> None:
