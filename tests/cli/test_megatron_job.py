@@ -86,8 +86,13 @@ OTHERS = (
 )
 """Jobs that rules outside the tables refuse."""
 UNKNOWN_FLAG = "Megatron: job.py: error: unrecognized arguments: "
-NEED_NO_CASE = ("Megatron-LM needs stages 0 to", "zero-bubble schedules need --num-layers, got none")
-"""Begin of sentences for which there is no schedule by name, or that another rule precedes in a dry run."""
+NEED_NO_CASE = (
+    "Megatron-LM needs stages 0 to",
+    "zero-bubble schedules need --num-layers, got none",
+    "zero-bubble schedules need a model with one stack of layers",
+)
+"""Begin of sentences for which there is no schedule by name, that another rule precedes in a dry run, or that need
+another script."""
 
 
 def of_tables() -> list[str]:

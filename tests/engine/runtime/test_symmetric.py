@@ -165,6 +165,6 @@ def test_hosts_are_checked_before_memory_is_shared(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_symmetric_memory, "get_backend", {"cuda": "CUDA"}.__getitem__, raising=False)
     monkeypatch.setattr(on_demand, "check_hosts", lambda group, backend: seen.append((group.size(), backend)))
     exchange = on_demand.OnDemand()
-    exchange.connect(None)  # type: ignore[arg-type]
+    exchange.connect(None, has_experts=False)  # type: ignore[arg-type]
     assert seen == [(2, "CUDA")]
     exchange.close()

@@ -110,13 +110,14 @@ def test_padding_is_rolled_with_the_tokens_where_megatron_rolls_it(rolled: bool)
     from megatron.zero_bubble.integration.adapter import slices, versions
     from megatron.zero_bubble.integration.adapter.balancing import Balancing
     from megatron.zero_bubble.integration.adapter.history import Histories
+    from megatron.zero_bubble.integration.adapter.recurrences import Recurrences
 
     class Layer(torch.nn.Module):
         """A prediction, whose forward takes a mask of padding or not."""
 
         forward = (lambda self, input_ids, padding_mask: None) if rolled else (lambda self, input_ids: None)
 
-    chunk = slices.SlicedChunk(0, torch.nn.Identity(), None, (3, 8), Histories(), Balancing())
+    chunk = slices.SlicedChunk(0, torch.nn.Identity(), None, (3, 8), Histories(), Balancing(), Recurrences())
     config, embedding = SimpleNamespace(mtp_num_layers=1), SimpleNamespace(add_position_embedding=False)
     model = SimpleNamespace(config=config, embedding=embedding, mtp_process=True, post_process=False)
     given = {name: torch.zeros(1, 8) for name in ("input_ids", "position_ids", "padding_mask")}

@@ -112,7 +112,10 @@ USED: tuple[Used, ...] = (
         "reduce_scatter_to_sequence_parallel_region scatter_to_sequence_parallel_region "
         "set_tensor_model_parallel_attributes",
     ),
-    *_of("megatron.core.transformer.multi_token_prediction", "MultiTokenPredictionBlock"),
+    *_of("megatron.core.transformer.multi_token_prediction", "MultiTokenPredictionBlock MultiTokenPredictionLayer"),
+    # recomputation
+    *_of(_RANDOM, "CheckpointFunction _fork_rng _set_all_rng_states"),
+    *_of("megatron.core.tensor_parallel.utils", "gather_split_1d_tensor"),
     *_of("megatron.core.transformer.module", "Float16Module MegatronModule"),
     *_of("megatron.core.dist_checkpointing", "from_rank_offsets", "ShardedTensor"),
     *_of("megatron.core.dist_checkpointing.mapping", "ShardedObject"),

@@ -91,7 +91,7 @@ def two_ranks(num_microbatches: int) -> Schedule:
 
 
 def own(replica: int) -> Balance:
-    return Balance(replica, 2, 2, LengthCost(1.0, 0.0, 4.0), most_tokens=32, multiple=2, make=two_ranks)
+    return Balance(replica, 2, 2, 1, LengthCost(1.0, 0.0, 4.0), most_tokens=32, multiple=2, make=two_ranks)
 
 
 def test_replicas_read_every_sample_of_an_iteration_once() -> None:
