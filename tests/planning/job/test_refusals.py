@@ -322,3 +322,18 @@ def test_a_job_is_refused_with_the_names_of_its_flags(words: str, said: str) -> 
 def test_a_loop_is_refused_with_the_names_of_fields() -> None:
     with pytest.raises(UserError, match="host_memory=3GiB works only with offloading.*, or give offload=all"):
         ZeroBubbleConfig("zb-h1", host_memory="3GiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "needs whole layers that are recomputed; got recompute_granularity=None"),
+        ({"recompute_granularity": "selective"}, "got recompute_granularity='selective'"),
+        ({"recompute_granularity": "full", "fp8": "e4m3"}, "TransformerEngine's own checkpoint runs in B"),
+    ],
+)
+def test_early_recomputation_needs_whole_layers(options: dict[str, str], words: str) -> None:
+    early = RunOptions(Setup(Named("zb-h1"), early_recompute=True))
+    check_options(SimpleNamespace(recompute_granularity="full"), early)
+    with pytest.raises(UserError, match=words):
+        check_options(SimpleNamespace(**options), early)

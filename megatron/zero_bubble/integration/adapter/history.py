@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.core.costs.memory import MOST_SUMMED_AS_THEY_ARE
+from megatron.zero_bubble.integration.adapter.kept import KeptOfSlices
 
 
 class _History:
@@ -27,21 +28,12 @@ class _History:
         self.buffers = tuple(rows.new_empty((length, *rows.shape[1:])) for rows in like)
         self.gradients: tuple[torch.Tensor, ...] = ()
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from (*self.buffers, *self.gradients)
 
-class Histories:
-    """The keys and values of all microbatches on this rank whose backward is not complete.
 
-    Attributes:
-        in_forward: whether an F pass runs. A backward within it, of gradients that a loss asks for, leaves the
-            gradients of earlier slices alone.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], dict[int, _History]] = {}
-        self.in_forward = False
-
-    def __len__(self) -> int:
-        return len(self._kept)
+class Histories(KeptOfSlices[int, _History]):
+    """The keys and values of all microbatches on this rank whose backward is not complete."""
 
     def extend(
         self,
@@ -69,26 +61,6 @@ class Histories:
 
     def get(self, of: tuple[int, int], layer: int) -> _History:
         return self._kept[of][layer]
-
-    def drop_layer(self, of: tuple[int, int], layer: int) -> None:
-        del self._kept[of][layer]
-        if not self._kept[of]:
-            del self._kept[of]
-
-    def drop(self, of: tuple[int, int]) -> None:
-        """Free the histories of all layers, if there are any."""
-        self._kept.pop(of, None)
-
-    def clear(self) -> None:
-        """Free everything, for example after an iteration that failed."""
-        self._kept.clear()
-
-    def tensors(self, stage: int | None = None, microbatch: int | None = None) -> Iterator[torch.Tensor]:
-        """All buffers and gradients, or those of a stage or of a microbatch."""
-        for (of_stage, of_microbatch), layers in self._kept.items():
-            if stage in (None, of_stage) and microbatch in (None, of_microbatch):
-                for history in layers.values():
-                    yield from (*history.buffers, *history.gradients)
 
 
 class _Extend(torch.autograd.Function):

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.zero_bubble.integration.adapter.kept import KeptOfSlices
+
 
 class Place(NamedTuple):
     """Where a state is: in a layer that runs a slice.
@@ -50,21 +52,13 @@ class _OfLayer:
         self.left: dict[int, torch.Tensor] = {}
         self.gradients: dict[int, torch.Tensor | None] = {}
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.left.values()
+        yield from (gradient for gradient in self.gradients.values() if gradient is not None)
 
-class States:
-    """The states of all microbatches on this rank whose backward is not complete.
 
-    Attributes:
-        in_forward: whether an F pass runs. A backward within it, of gradients that a loss asks for, does not reach
-            other slices.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], dict[tuple[int, str], _OfLayer]] = {}
-        self.in_forward = False
-
-    def __len__(self) -> int:
-        return len(self._kept)
+class States(KeptOfSlices[tuple[int, str], _OfLayer]):
+    """The states of all microbatches on this rank whose backward is not complete."""
 
     def begun(self, at: Place, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The state that the slice before ``at`` has left; the first slice has none before it.
@@ -96,25 +90,7 @@ class States:
         own.left.pop(at.slice, None)
         own.gradients.pop(at.slice, None)
         if at.slice == 0:
-            del self._kept[at.of][at.layer]
-            if not self._kept[at.of]:
-                del self._kept[at.of]
-
-    def drop(self, of: tuple[int, int]) -> None:
-        """Free the states of all layers, if there are any."""
-        self._kept.pop(of, None)
-
-    def clear(self) -> None:
-        """Free everything, for example after an iteration that failed."""
-        self._kept.clear()
-
-    def tensors(self, stage: int | None = None, microbatch: int | None = None) -> Iterator[torch.Tensor]:
-        """All states and gradients, or those of a stage or of a microbatch."""
-        for (of_stage, of_microbatch), layers in self._kept.items():
-            if stage in (None, of_stage) and microbatch in (None, of_microbatch):
-                for own in layers.values():
-                    yield from own.left.values()
-                    yield from (gradient for gradient in own.gradients.values() if gradient is not None)
+            self.drop_layer(at.of, at.layer)
 
 
 class _Begin(torch.autograd.Function):
