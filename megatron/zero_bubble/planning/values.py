@@ -32,7 +32,6 @@ ROWS = tuple(row for row in (*DECISIONS, LAYOUT) if row.path)
 """The decisions that make up the setup of a job."""
 PLAN_ROWS = tuple(row for row in (*ROWS, *OF_PLANS) if row.plan is not None)
 """Those for which ``plan`` has a flag."""
-_ALL = (*ROWS, *OF_PLANS)
 _OF_SEVERAL = ("order", "cuts", "step")
 """The fields of a setup that decisions make together."""
 _SECTIONS: dict[str, type[Any]] = {
@@ -126,7 +125,7 @@ def placed(values: Mapping[str, Any], spelled: Spell, of_plan: bool = False) -> 
         "exact": bool(known.get("exact")) or values.get("fuse_wgrad") is False,
         **{top: _section(top, known, spelled, misplaced) for top in _SECTIONS},
     }
-    rows = (row for row in _ALL if row.name in known and row.path.partition(".")[0] not in made)
+    rows = (row for row in (*ROWS, *OF_PLANS) if row.name in known and row.path.partition(".")[0] not in made)
     return Setup(**made, **{row.path: known[row.name] for row in rows}), tuple(misplaced)
 
 
@@ -202,7 +201,7 @@ def _order(values: Mapping[str, Any], spelled: Spell, misplaced: list[UserError]
     of_file = name is not None and ("schedule_file" in values or is_file(name))
     kind: type[Any] = Given if of_file else Searched if name == ZB_AUTO else Named
     leaves = {"file": name} if kind is Given else {"name": name} if kind is Named else {}
-    for row in _ALL:
+    for row in (*ROWS, *OF_PLANS):
         top, _, leaf = row.path.partition(".")
         if top != "order" or row.name in _NEITHER or row.name not in values:
             continue
