@@ -1,4 +1,4 @@
-"""Steps taken ahead of validation equal those of the synchronous optimizer bit for bit, over fifty iterations.
+"""Steps taken ahead of validation equal those of the synchronous optimizer bit for bit, over many iterations.
 
 Compared are losses, norms, loss scales, weights and optimizer states. Faults corrupt the gradient of a layer norm's
 weight in one microbatch on one rank in chosen iterations. An evaluation after every tenth iteration makes a step final
@@ -26,6 +26,8 @@ from tests.integration.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP1
 
 MODES = ["", "--zero-bubble-post-validation"]
 STEPS = 50
+FEW = 22
+"""The iterations of rows that run by default: two evaluations, and a fault before and after one."""
 DISTRIBUTED = f"--use-distributed-optimizer --overlap-grad-reduce {BUCKETS}"
 LATE_BETAS = "--adam-beta2 0.999"
 SPIKE = 1e6
@@ -43,10 +45,13 @@ class Row:
     options: str
     faults: list[Fault]
     expected: set[str] = field(default_factory=lambda: {"ahead", "repeated"})
+    steps: int = STEPS
 
 
 LAST_OF_TWO = [Fault(10, 1, 0, SPIKE), Fault(21, 1, 2, SPIKE), Fault(22, 1, 1, SPIKE), Fault(40, 0, 1, SPIKE)]
 OVERFLOWS = [Fault(10, 1, 0, math.nan), Fault(20, 1, 1, math.inf), Fault(21, 1, 1, math.inf), Fault(31, 0, 2, math.nan)]
+SOON = [replace(fault, iteration=at) for fault, at in zip(LAST_OF_TWO, (5, 11, 12, 18), strict=True)]
+OVERFLOWS_SOON = [replace(fault, iteration=at) for fault, at in zip(OVERFLOWS, (10, 14, 15, 19), strict=True)]
 
 SCALED = f"{LOOSE} {FP16} --loss-scale-window 7"
 SCALE_CHANGES = {"ahead", "repeated", "skipped"}
@@ -60,9 +65,20 @@ ROWS = {
     ),
     "zb-h2, fp32, spikes": Row(Layout(2), 3, "zb-h2", f"{LOOSE} {UNTIED}", LAST_OF_TWO),
     "zb-v, bf16, late betas, spikes, dropout": Row(
-        Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} --bf16 {LATE_BETAS} {DROPOUT}", LAST_OF_TWO
+        Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} --bf16 {LATE_BETAS} {DROPOUT}", SOON, steps=FEW
     ),
-    "zb-h2, fp16 with loss scale, NaN and Inf, tied": Row(Layout(2), 3, "zb-h2", SCALED, OVERFLOWS, SCALE_CHANGES),
+    "zb-h2, fp16 with loss scale, NaN and Inf, tied": Row(
+        Layout(2), 3, "zb-h2", SCALED, OVERFLOWS_SOON, SCALE_CHANGES, FEW
+    ),
+    "dp=2, distributed optimizer, overlapped parameter gather, zb-h1, fp16": Row(
+        Layout(2, data=2),
+        3,
+        "zb-h1",
+        f"{LOOSE} {FP16} {DISTRIBUTED} --overlap-param-gather",
+        OVERFLOWS_SOON[:3],
+        SCALE_CHANGES,
+        steps=17,
+    ),
     "late receives, zb-v, fp32, spikes": Row(
         Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} --zero-bubble-post-receives late", LAST_OF_TWO
     ),
@@ -90,7 +106,7 @@ ROWS = {
         {"ahead", "repeated", "skipped"},
     ),
 }
-QUICK = [name for name in ROWS if name.startswith(("zb-v", "zb-h2, fp16", "dp=2"))]
+QUICK = [name for name, row in ROWS.items() if row.steps < STEPS]
 
 MORE = {
     "vocabulary parallelism, algorithm 1, zb-h2, p=3, fp16, Inf, tied": Row(
@@ -160,9 +176,9 @@ MORE = {
 }  # fmt: skip
 
 
-def counts_of(ranks: RankPool, row: Row, daring: bool = True, steps: int = STEPS) -> Counter[str]:
+def counts_of(ranks: RankPool, row: Row, daring: bool = True) -> Counter[str]:
     """Compare both modes; return the counts of the kinds of steps, summed over the ranks."""
-    layout = row.layout
+    layout, steps = row.layout, row.steps
     schedule = f"--zero-bubble-schedule {row.schedule}" if row.schedule else ""
     flags = f"{layout.flags(row.num_microbatches, row.options)} {schedule} --train-iters {steps} --eval-interval 10"
     results = ranks.run(layout.num_ranks, train_with_faults, flags, MODES, row.faults, daring, timeout=240)
@@ -185,14 +201,14 @@ def test_same_bits_in_more_jobs(ranks: RankPool, name: str) -> None:
 
 def test_norms_just_above_and_below_the_clip_threshold(ranks: RankPool) -> None:
     """The largest norm equals the threshold and is not clipped; with a threshold smaller by one bit, it is."""
-    layout, faults, steps = Layout(2), [Fault(12, 1, 1, 1e4)], 16
+    layout, faults, steps = Layout(2), [Fault(5, 1, 1, 1e4)], 7
     flags = f"{layout.flags(3, LOOSE)} --zero-bubble-schedule zb-h2 --train-iters {steps} --eval-interval 10"
     first, _ = ranks.run(2, train_with_faults, flags, [""], faults, timeout=120)
     norms = [float.fromhex(norm) for norm in first[0].grad_norms]
-    assert norms.index(max(norms)) == 11, norms
+    assert norms.index(max(norms)) == 4, norms
     clip = max(norms) + 1e-6  # Megatron clips if threshold / (norm + 1e-6) is below 1
     allowed, clipped = (
-        counts_of(ranks, Row(layout, 3, "zb-h2", f"--clip-grad {limit!r}", faults), steps=steps)
+        counts_of(ranks, Row(layout, 3, "zb-h2", f"--clip-grad {limit!r}", faults, steps=steps))
         for limit in (clip, math.nextafter(clip, 0))
     )
     assert (allowed["repeated"], clipped["repeated"]) == (0, 1), (allowed, clipped)
@@ -212,9 +228,9 @@ def test_same_bits_with_a_plan_for_twice_the_memory(ranks: RankPool, tmp_path: P
 
 def test_steps_that_will_be_clipped_are_synchronous(ranks: RankPool) -> None:
     """With norms above the threshold no step is taken ahead; with norms well below it, all but the first are."""
-    row, steps = ROWS["zb-h2, fp32, spikes"], 15
+    steps = 9
     clipped, free = (
-        counts_of(ranks, replace(row, options=f"--clip-grad {clip} {UNTIED}", faults=[]), daring=False, steps=steps)
+        counts_of(ranks, Row(Layout(2), 3, "zb-h2", f"--clip-grad {clip} {UNTIED}", [], steps=steps), daring=False)
         for clip in (0.1, 100)
     )
     assert clipped == {"synchronous": 2 * steps}
@@ -223,21 +239,21 @@ def test_steps_that_will_be_clipped_are_synchronous(ranks: RankPool) -> None:
 
 def test_spikes_do_not_end_steps_ahead(ranks: RankPool) -> None:
     """A single large norm makes the next one uncertain, but few steps are synchronous."""
-    counts = counts_of(ranks, ROWS["zb-h2, fp32, spikes"], daring=False)
-    assert counts["synchronous"] <= 2 * 10 and counts["repeated"] >= 3, counts
+    counts = counts_of(ranks, replace(ROWS["zb-h2, fp32, spikes"], faults=SOON, steps=FEW), daring=False)
+    assert counts["synchronous"] <= 2 * 5 and counts["repeated"] >= 3, counts
 
 
 def test_without_clipping_no_step_is_repeated(ranks: RankPool) -> None:
     """Without clipping, a spike does not invalidate a step."""
-    row, steps = Row(Layout(2), 3, "zb-h2", f"--clip-grad 0 {UNTIED}", LAST_OF_TWO[:3]), 25
-    assert counts_of(ranks, row, steps=steps) == {"ahead": 2 * steps}
+    row = Row(Layout(2), 3, "zb-h2", f"--clip-grad 0 {UNTIED}", SOON[:3], steps=14)
+    assert counts_of(ranks, row) == {"ahead": 2 * row.steps}
 
 
 def test_inverse_rollback_is_equal_up_to_rounding(ranks: RankPool) -> None:
     row = ROWS["zb-h2, fp32, spikes"]
-    flags = f"{row.layout.flags(3, row.options)} --zero-bubble-schedule zb-h2 --train-iters {STEPS}"
+    flags = f"{row.layout.flags(3, row.options)} --zero-bubble-schedule zb-h2 --train-iters {FEW}"
     modes = [MODES[1], f"{MODES[1]} --zero-bubble-rollback inverse"]
-    for exact, inverse in ranks.run(2, train_with_faults, flags, modes, row.faults, True, timeout=120):
+    for exact, inverse in ranks.run(2, train_with_faults, flags, modes, SOON, True, timeout=120):
         assert inverse.counts["ahead"] >= 10, inverse.counts
         expected, found = ([float.fromhex(norm) for norm in one.grad_norms] for one in (exact, inverse))
         assert found == pytest.approx(expected, rel=1e-3) and found != expected

@@ -21,7 +21,6 @@ from tests.helpers.graphed_engine import graphs_on_cpu
 from tests.helpers.layer_graphs import KIND
 from tests.helpers.megatron_lm import Checkout, checkouts
 from tests.helpers.parity import (
-    STEPS,
     Layout,
     Outcome,
     _splits,
@@ -163,7 +162,7 @@ class Row:
     layout: Layout = TWO
     has_w: bool = True
     num_microbatches: int = 4
-    steps: int = STEPS
+    steps: int = 3
     spike: int = 0
     edit: Callable[[Any], object] = lambda _: None
 

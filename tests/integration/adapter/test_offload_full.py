@@ -16,8 +16,8 @@ ROWS = {
     "zb-v, p=4, bf16": ("zb-v", Layout(4, num_layers=8), 8, "--bf16"),
     "zb-v, p=4, selective recompute": ("zb-v", Layout(4, num_layers=8), 8, "--recompute-granularity selective"),
     "interleaved, p=4, bf16": ("interleaved-1f1b", Layout(4, num_layers=8), 8, f"--bf16 {CHUNKS}"),
-    "zb-h1, tp=2, sequence parallel": ("zb-h1", Layout(2, tensor=2), 6, "--sequence-parallel"),
-    "zb-h1, dp=2, distributed optimizer, both overlaps": ("zb-h1", Layout(2, data=2), 6, f"--bf16 {DISTRIBUTED}"),
+    "zb-h1, tp=2, sequence parallel": ("zb-h1", Layout(2, tensor=2), 4, "--sequence-parallel"),
+    "zb-h1, dp=2, distributed optimizer, both overlaps": ("zb-h1", Layout(2, data=2), 4, f"--bf16 {DISTRIBUTED}"),
     "zb-h1, experts": ("zb-h1", Layout(2), 6, EXPERTS),
 }
 QUICK = ("zb-h1, tp=2, sequence parallel", "zb-h1, dp=2, distributed optimizer, both overlaps")

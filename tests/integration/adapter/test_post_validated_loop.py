@@ -66,10 +66,10 @@ def train(log: Log, save: Callable[[Any], None]) -> Any:
     return optimizer
 
 
-def train_ahead(log: Log, save: Callable[[Any], None], pipeline: Any) -> Any:
+def train_ahead(log: Log, save: Callable[[Any], None], pipeline: Any, iterations: int = ITERATIONS) -> Any:
     model, optimizer, scheduler, data = setup()
     optimizer = pipeline.post_validated(optimizer, model)
-    for iteration in range(ITERATIONS):
+    for iteration in range(iterations):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -213,7 +213,7 @@ def left_after_revert(rank: int) -> list[tuple[int, int, int]]:
             if steps:
                 ahead = steps_ahead(pipeline, steps)
             else:
-                train_ahead([], lambda state: None, pipeline)
+                train_ahead([], lambda state: None, pipeline, 3)
             megatron.zero_bubble.revert()
             if steps == 2:
                 ahead.settle()

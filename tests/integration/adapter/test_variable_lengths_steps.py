@@ -14,7 +14,7 @@ from tests.helpers.ranks import RankPool
 from tests.loops.models import destroy_groups, digests
 from tests.loops.varied import STAGES, batches, build, passes, shapes_of
 
-ITERATIONS, FAULTS = 14, (5, 6, 11)
+ITERATIONS, FAULTS = 9, (3, 4, 7)
 COUNTS = (4, 5, 3)
 SPIKE, NAN = 1e9, math.nan
 WAYS = ("stock", "synchronous", "ahead")
