@@ -14,8 +14,13 @@ from tests.helpers.ranks import RankPool
 TESTS = Path(__file__).parent
 
 # No deadline: a busy machine would exceed it. Derandomized: a failing example fails on every machine.
-settings.register_profile("pipeline", deadline=None, derandomize=True, database=None, max_examples=60)
-settings.load_profile("pipeline")
+settings.register_profile("full", deadline=None, derandomize=True, database=None, max_examples=60)
+settings.register_profile("some", settings.get_profile("full"), max_examples=30)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without the tests of the full matrix, draw half as many examples."""
+    settings.load_profile("some" if config.getoption("markexpr") == "not full" else "full")
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ from megatron.zero_bubble.planning.setup import (
 )
 from megatron.zero_bubble.planning.values import ROWS
 
-CASES = settings(max_examples=300, deadline=None, database=None)
+CASES = settings(max_examples=5 * settings().max_examples, deadline=None, database=None)
 Flags = list[str]
 
 

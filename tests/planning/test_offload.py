@@ -221,7 +221,7 @@ def test_offloading_needs_the_time_of_a_copy() -> None:
         plan_offload(timeline, replace(costs, host_ms=()), memory)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=settings().max_examples // 3)
 @given(
     st.sampled_from(["1f1b", "zb-h2", "gis", "pipe-offload"]),
     st.integers(2, 6),
