@@ -33,7 +33,7 @@ import pretrain.schedule  # noqa: F401
 # Shuffling upstream's 100,000 mock documents, cut into tests' short samples, takes each rank seconds.
 megatron.core.datasets.gpt_dataset.MockGPTLowLevelDataset.size = 1000
 
-# The writers of a checkpoint report to a process that upstream starts anew, which takes each rank seconds of imports.
+# The writers of a checkpoint report to a process that upstream starts, which takes each rank seconds of imports.
 _upstreams = filesystem_async.mp
 _forking = {**vars(_upstreams), "get_context": lambda _kind: _upstreams.get_context("fork")}
 filesystem_async.mp = SimpleNamespace(**_forking)

@@ -51,21 +51,40 @@ def test_unsupported_builds_are_rejected() -> None:
 HEADERS = ("cublasLt.h", "cuda_runtime_api.h", "crt/host_defines.h", "nv/target")
 
 
+EXTENSIONS = """
+from setuptools import Extension as CppExtension
+from setuptools.command.build_ext import build_ext
+class BuildExtension(build_ext):
+    with_options = classmethod(lambda command, **_: command)
+"""
+"""What ``setup.py`` uses of ``torch.utils.cpp_extension`` before it builds."""
+
+
 class Pretended:
     """An environment in which torch seems to be built for CUDA, with the given headers and a compiler that may fail.
 
     What the compiler writes does not load. It logs its arguments.
+
+    Args:
+        builds: whether more is done than to report what would be built, for which a stand-in of torch suffices.
     """
 
-    def __init__(self, folder: Path, version: str = "13.0") -> None:
+    def __init__(self, folder: Path, version: str = "13.0", builds: bool = False) -> None:
         self.folder = folder
         self.log = folder / "log"
         site = folder / "site"
         site.mkdir()
-        where = str(site / "torch" / "__init__.py")
-        (site / "sitecustomize.py").write_text(
-            f"import torch\ntorch.version.cuda = {version!r}\ntorch.__file__ = {where!r}\n"
-        )
+        if builds:
+            where = str(site / "torch" / "__init__.py")
+            (site / "sitecustomize.py").write_text(
+                f"import torch\ntorch.version.cuda = {version!r}\ntorch.__file__ = {where!r}\n"
+            )
+        else:
+            utils = site / "torch" / "utils"
+            utils.mkdir(parents=True)
+            (site / "torch" / "__init__.py").write_text(f"class version:\n    cuda = {version!r}\n")
+            (utils / "__init__.py").touch()
+            (utils / "cpp_extension.py").write_text(EXTENSIONS)
         compiler = folder / "g++"
         compiler.write_text(
             textwrap.dedent(
@@ -150,7 +169,7 @@ def test_headers_of_a_fitting_toolkit_complete_those_of_the_wheels(
     ids=["a source that does not compile", "a library that does not load"],
 )
 def test_ops_for_the_cpu_are_built_if_those_for_cuda_fail(tmp_path: Path, broken: str, why: str) -> None:
-    pretended = Pretended(tmp_path)
+    pretended = Pretended(tmp_path, builds=True)
     pretended.add("site/nvidia/cu13/include", *HEADERS)
     result, links = pretended.build(BROKEN=broken)
     assert not result.returncode, result.stderr
@@ -160,7 +179,7 @@ def test_ops_for_the_cpu_are_built_if_those_for_cuda_fail(tmp_path: Path, broken
 
 
 def test_failure_is_an_error_if_cuda_was_asked_for(tmp_path: Path) -> None:
-    pretended = Pretended(tmp_path)
+    pretended = Pretended(tmp_path, builds=True)
     pretended.add("site/nvidia/cu13/include", *HEADERS)
     result, links = pretended.build(ZB_BUILD="cuda")
     assert result.returncode and "what was built does not load" in result.stderr
