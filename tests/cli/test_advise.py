@@ -21,6 +21,7 @@ from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.change import NUMBERS
 from tests.cli.test_joint_search import random_pipeline
 from tests.helpers.recipes import COMMON, RECIPES
+from tests.helpers.rows import some
 from tests.helpers.small_recipes import SMALL as SMALL_JOBS
 
 Capture = pytest.CaptureFixture[str]
@@ -86,9 +87,10 @@ def job_of(name: str) -> tuple[list[str], tuple[str, ...]]:
     return shlex.split(f"{COMMON} {recipe.flags}"), ("--nodes", str(recipe.nodes), "--gpu", recipe.gpu)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if "256 B300" in name else ()) for name in RECIPES]
-)
+BY_DEFAULT = "28.3B of the Zero Bubble paper, 32 A100", "DeepSeek-V3, 4 microbatches", "Qwen3-235B, 256 H100"
+
+
+@pytest.mark.parametrize("name", some(RECIPES, *BY_DEFAULT))
 def test_published_recipes_with_even_passes(capsys: Capture, tmp_path: Path, name: str) -> None:
     """The bubble is the published one, and a change pays where it is large."""
     flags, own = job_of(name)
@@ -196,6 +198,7 @@ def test_text_says_what_to_add_and_what_to_leave_out(capsys: Capture) -> None:
     assert "if all F, B, W or transfers take 20% more or less)" in last
 
 
+@pytest.mark.usefixtures("short_searches")
 def test_weights_are_sharded_for_memory(capsys: Capture) -> None:
     """Wide layers on few tokens: weights take most of the memory."""
     sizes = "--num-layers 32 --hidden-size 8192 --num-attention-heads 64 --seq-length 1024 --global-batch-size 64"
@@ -276,7 +279,10 @@ def test_a_pasted_command_counts_as_the_flags_of_its_script(capsys: Capture) -> 
 
 @pytest.mark.parametrize(
     "launcher",
-    ["torchrun --nnodes 2 --nproc-per-node=2", "srun -N 2 --ntasks-per-node=2 python -m torch.distributed.run"],
+    [
+        pytest.param("torchrun --nnodes 2 --nproc-per-node=2", marks=pytest.mark.full),
+        "srun -N 2 --ntasks-per-node=2 python -m torch.distributed.run",
+    ],
 )
 def test_a_pasted_launcher_says_how_many_nodes_there_are(capsys: Capture, launcher: str) -> None:
     assert main(["advise", "--quick", "--nodes", "2", "--gpus-per-node", "2", "--", *SMALL]) == 0

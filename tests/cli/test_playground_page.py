@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
 
 WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
+pytestmark = pytest.mark.usefixtures("short_searches")  # also those of the server, which is in this process
 Capture = pytest.CaptureFixture[str]
 KEYS = {"p": "num-ranks", "m": "num-microbatches", "F": "forward-ms", "B": "backward-ms", "W": "wgrad-ms"}
 KEYS |= {"comm": "comm-ms"}

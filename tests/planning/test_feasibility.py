@@ -83,8 +83,14 @@ def test_an_order_that_needs_several_queues_is_planned_within_less_memory() -> N
     assert proved.makespan_ms < 1.1 * refused.makespan_ms
 
 
-@pytest.mark.parametrize(("placement", "chunks"), PLACEMENTS)
-@pytest.mark.parametrize("slices", [WHOLE, Slices.even(2)])
+@pytest.mark.parametrize(
+    ("placement", "chunks", "slices"),
+    [
+        pytest.param(*placed, slices, marks=pytest.mark.full if placed[1] in (3, 4) and len(slices) > 1 else ())
+        for placed in PLACEMENTS
+        for slices in (WHOLE, Slices.even(2))
+    ],
+)
 def test_first_schedules_run_with_one_queue(placement: Any, chunks: int | None, slices: Slices) -> None:
     """For every size of a batch that grows, early and late, Megatron's own included."""
     for ranks in (2, 3) if len(slices) > 1 else (2, 3, 4):

@@ -134,7 +134,8 @@ def test_variables_of_the_shell_count(folder: Path, monkeypatch: pytest.MonkeyPa
     assert recipe.flags[recipe.flags.index("--global-batch-size") + 1] == "24"
 
 
-def test_nothing_is_started_or_written(tmp_path: Path) -> None:
+def test_nothing_is_started_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "_SECONDS", 2)
     (tmp_path / "harm.sh").write_text(HARM)
     (tmp_path / "kept.txt").write_text("kept")
     (recipe,) = recipes_in(str(tmp_path))

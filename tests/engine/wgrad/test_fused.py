@@ -103,10 +103,11 @@ def train_noting(rank: int, flags: str, schedules: Sequence[str | None]) -> tupl
 def test_reduction_starts_before_the_last_w(ranks: RankPool, options: str) -> None:
     """With three W passes left, the first reduction starts before the second of them."""
     flags = Layout(2, data=2, num_layers=4).flags(6, f"{OVERLAP} --untie-embeddings-and-output-weights {options}")
+    flags += " --train-iters 2"
     schedules = [None, "zb-h2"]
     results = ranks.run(4, train_noting, flags, schedules, timeout=200)
     if not options:
-        assert_same_bits([outcomes for outcomes, _ in results], schedules)
+        assert_same_bits([outcomes for outcomes, _ in results], schedules, 2)
     linears = 2 * 4  # qkv, proj, fc1, fc2 of two layers
     left = results[0][1]
     # A bucket without linears is reduced in the last backward, with all three W passes left.

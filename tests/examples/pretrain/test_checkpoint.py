@@ -37,7 +37,7 @@ PIPELINE = f"{DROPOUT} --pipeline-model-parallel-size 2"
     ],
 )
 def test_resumed_run_equals_uninterrupted_run_bit_for_bit(ranks: RankPool, tmp_path: Path, flags: str) -> None:
-    flags = f"{DROPOUT} {flags}"
+    flags = f"{DROPOUT} {flags} --global-batch-size 8"
     whole = losses(train(ranks, 2, flags, tmp_path / "whole"))
     cut = losses(train(ranks, 2, f"{flags} --save {tmp_path}/saved --exit-interval 3", tmp_path / "cut"))
     resumed = losses(train(ranks, 2, f"{flags} --load {tmp_path}/saved", tmp_path / "resumed"))

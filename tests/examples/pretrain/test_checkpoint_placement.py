@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import losses, train
 
-MODEL = "--mock-data --num-layers 8 --attention-dropout 0 --hidden-dropout 0"
+MODEL = "--mock-data --num-layers 8 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 8"
 LINEAR = f"{MODEL} --pipeline-model-parallel-size 4"
 VEE = f"{MODEL} --pipeline-model-parallel-size 2 --zero-bubble-schedule zb-v"
 LOOPED = f"{MODEL} --pipeline-model-parallel-size 2 --zero-bubble-schedule interleaved-1f1b"

@@ -15,7 +15,7 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
 from tests.helpers.training import losses, train
 
-MODEL = "--mock-data --num-layers 4 --attention-dropout 0 --hidden-dropout 0"
+MODEL = "--mock-data --num-layers 4 --attention-dropout 0 --hidden-dropout 0 --global-batch-size 6"
 STOCK = f"{MODEL} --pipeline-model-parallel-size 2"
 DIVIDED = f"{MODEL} --pipeline-model-parallel-size 4 --zero-bubble-schedule zb-h1 --zero-bubble-vocabulary-parallel 2"
 VEE = f"{MODEL} --pipeline-model-parallel-size 2 --zero-bubble-schedule zb-v --zero-bubble-vocabulary-parallel 1"
@@ -26,7 +26,7 @@ DISTRIBUTED = "--use-distributed-optimizer"
 @pytest.mark.parametrize(
     ("first", "second", "options"),
     [
-        ((2, STOCK), (4, DIVIDED), UNTIED),
+        pytest.param((2, STOCK), (4, DIVIDED), UNTIED, marks=pytest.mark.full),
         pytest.param((4, DIVIDED), (2, STOCK), "", marks=pytest.mark.full),
         pytest.param((2, VEE), (2, STOCK), f"{UNTIED} {DISTRIBUTED}", marks=pytest.mark.full),
         pytest.param((4, DIVIDED), (2, VEE), DISTRIBUTED, marks=pytest.mark.full),

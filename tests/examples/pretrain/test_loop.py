@@ -8,6 +8,7 @@ from corpus import write_documents
 
 from megatron.zero_bubble.__main__ import main
 from tests.helpers.ranks import RankPool
+from tests.helpers.rows import some
 from tests.helpers.training import SMALL, losses, run, train
 
 EXPERTS = "--num-experts 4 --swiglu --disable-bias-linear"
@@ -18,7 +19,8 @@ def test_two_pipeline_ranks_learn_a_text(ranks: RankPool, tmp_path: Path) -> Non
     """The loss falls from that of random guessing among 257 ids, ln 257 = 5.55, to less than half of it."""
     write_documents(str(tmp_path / "text"), [b"the quick brown fox jumps over the lazy dog. " * 20] * 20)
     data = f"--data-path {tmp_path}/text --split 90,5,5 --eval-iters 1"
-    flags = f"{data} --pipeline-model-parallel-size 2 --train-iters 30 --lr 1e-2 --position-embedding-type rope"
+    flags = f"{data} --pipeline-model-parallel-size 2 --train-iters 30 --lr 1e-2"
+    flags += " --position-embedding-type rope"
     lines = train(ranks, 2, flags, tmp_path / "metrics")
     seen = losses(lines)
     assert list(seen) == list(range(1, 31))
@@ -33,6 +35,7 @@ def test_two_pipeline_ranks_learn_a_text(ranks: RankPool, tmp_path: Path) -> Non
 def test_log_bubble_reports_bubbles_and_changes_no_result(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
     """Evaluations do not count as iterations; with post-validation, counts of steps are reported as well."""
     flags = f"--mock-data --pipeline-model-parallel-size 2 {schedule} --train-iters 7 --log-interval 3"
+    flags += " --global-batch-size 8"
     seen = train(ranks, 2, f"{flags} --zero-bubble-log-bubble --eval-iters 1 --eval-interval 3", tmp_path / "seen")
     assert losses(seen) == losses(train(ranks, 2, flags, tmp_path / "plain"))
     bubbles = [line for line in seen if line["kind"] == "bubble"]
@@ -122,7 +125,10 @@ def test_start_and_dry_run_say_that_the_all_to_all_is_not_hidden(
         assert (f"\n{sentence}\n" in capsys.readouterr().out) == is_said, flags
 
 
-@pytest.mark.parametrize("flags", ["", "--zero-bubble-schedule zb-h1 --zero-bubble-post-validation"])
+AHEAD = "--zero-bubble-schedule zb-h1 --zero-bubble-post-validation"
+
+
+@pytest.mark.parametrize("flags", some(["", AHEAD], AHEAD))
 def test_first_iteration_is_logged_with_any_log_interval(ranks: RankPool, flags: str) -> None:
     """With post-validation, the first iteration is logged once its step is final."""
     job = f"{SMALL} --mock-data --pipeline-model-parallel-size 2 --log-interval 100 {flags}"

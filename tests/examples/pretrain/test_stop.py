@@ -112,6 +112,7 @@ def test_signalled_run_saves_and_exits_with_0(tmp_path: Path) -> None:
     """One rank receives the signal in iteration 2; the run ends after iteration 3 and can be resumed."""
     step = "megatron.core.optimizer.optimizer:ChainedOptimizer.step"
     flags = f"{SMALL} --mock-data --pipeline-model-parallel-size 2 --train-iters 1000 --save {tmp_path}/saved"
+    flags += " --global-batch-size 4"
     words = [*flags.split(), "--metrics-file", str(tmp_path / "metrics")]
     ended = run_training(2, words, tmp_path, Death(0, step, call=2, number=signal.SIGTERM))
     assert [rank.exit_code for rank in ended] == [0, 0], ended

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.ranks import RankPool
+from tests.helpers.rows import some
 from tests.integration.adapter.test_foreign_loop import SEQUENCE, build_chunks, named, samples
 
 LENGTHS, MICROBATCHES = (8, 5, 6), 6
@@ -96,7 +97,10 @@ def both(rank: int, schedule: str, num_chunks: int) -> tuple[Any, Any]:
         megatron.zero_bubble.revert()
 
 
-@pytest.mark.parametrize(("schedule", "num_chunks"), [("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)])
+RUNS = [("zb-h1", 1), ("interleaved-1f1b", 2), ("zb-v", 2)]
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), some(RUNS, *RUNS[::2]))
 def test_a_loop_like_bridges_keeps_its_results(ranks: RankPool, schedule: str, num_chunks: int) -> None:
     """With two stages per rank, they equal those of stock 1F1B with one, from the same weights."""
     first, last = ranks.run(2, both, schedule, num_chunks)

@@ -32,7 +32,7 @@ from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, Outcome, assert_same_bits
 from tests.helpers.ranks import RankFailure, RankPool
 from tests.helpers.rows import some
-from tests.integration.adapter.test_auto import STEPS, waiting_for_plans
+from tests.integration.adapter.test_auto import FEW_STEPS, waiting_for_plans
 
 ALL, HALF = "--zero-bubble-offload all", "--zero-bubble-offload 50%"
 LARGE = "--seq-length 64 --max-position-embeddings 64 --hidden-size 32"
@@ -118,9 +118,9 @@ ROLLED_BACK = ("zb-h1", "zb-v", "interleaved-1f1b", "gis", "gis-h", "pipe-offloa
 def test_same_bits_when_the_schedule_is_switched(ranks: RankPool) -> None:
     """The schedules of zb-auto move other microbatches, before and after the switch."""
     layout, runs = Layout(2, num_layers=4), [None, f"zb-auto {ALL}"]
-    flags = layout.flags(5, f"{LARGE} --train-iters {STEPS}")
+    flags = layout.flags(5, f"{LARGE} --train-iters {FEW_STEPS}")
     results = ranks.run(2, train_and_wait_for_the_plan, flags, runs, timeout=200)
-    assert_same_bits([[outcome for outcome, _ in of_rank] for of_rank, _ in results], runs, STEPS)
+    assert_same_bits([[outcome for outcome, _ in of_rank] for of_rank, _ in results], runs, FEW_STEPS)
     assert set(results[0][1]) == {"switched to the planned schedule: zb-auto, 1 slices"}
     assert results[0][0][1][1] > 0, "nothing was on the host"
 

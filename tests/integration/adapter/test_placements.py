@@ -90,7 +90,12 @@ def test_a_wave_equals_stock(ranks: RankPool, name: str) -> None:
         pytest.param(
             Layout(2, num_layers=8), 4, f"--num-virtual-stages-per-pipeline-rank 4 {UNTIED}", marks=pytest.mark.full
         ),
-        (Layout(2, data=2, num_layers=4), 2, f"{TWO} --overlap-grad-reduce {BUCKETS} --calculate-per-token-loss"),
+        pytest.param(
+            Layout(2, data=2, num_layers=4),
+            2,
+            f"{TWO} --overlap-grad-reduce {BUCKETS} --calculate-per-token-loss",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_interleaved_schedules_equal_megatrons(
@@ -121,7 +126,7 @@ def train_gathering_in_the_step(rank: int, flags: str, schedules: Sequence[str |
         model.build_optimizer = build_optimizer
 
 
-@pytest.mark.parametrize("aligned", ["", "--no-align-param-gather"])
+@pytest.mark.parametrize("aligned", some(["", "--no-align-param-gather"], "--no-align-param-gather"))
 def test_weights_gathered_in_the_optimizer_step_equal_megatrons(ranks: RankPool, aligned: str) -> None:
     """In the order of Megatron's chunks, and on a V, whose second chunk is the first of the ranks in the next step."""
     layout = Layout(2, data=2, num_layers=4)
@@ -157,9 +162,13 @@ def test_evaluation_collects_non_loss_data_with_every_schedule(ranks: RankPool) 
     assert not any(first)
 
 
+UNEVEN = [(5, "", "Et*3|ttL"), (7, "", "Et*4|t*3L"), (5, "--tokenizer-type NullTokenizer --vocab-size 9000", "Et*5|L")]
+"""Layers, options, and the layout."""
+
+
 @pytest.mark.parametrize(
     ("num_layers", "vocabulary", "linear"),
-    [(5, "", "Et*3|ttL"), (7, "", "Et*4|t*3L"), (5, "--tokenizer-type NullTokenizer --vocab-size 9000", "Et*5|L")],
+    some(UNEVEN, *UNEVEN[::2]),
 )
 def test_uneven_layers_get_the_layout_with_the_least_work(
     ranks: RankPool, num_layers: int, vocabulary: str, linear: str

@@ -134,7 +134,7 @@ UNSHARDED = {
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=() if row in ("fp32", "bf16, untied", "uneven layout") else full) for row in ROWS]
+    "row", [pytest.param(row, marks=() if row in ("bf16, untied", "uneven layout") else full) for row in ROWS]
 )
 def test_one_unit_has_the_bits_of_plain_data_parallelism(ranks: RankPool, row: str) -> None:
     """Losses, gradient norms, weights and states of five clipped steps; evaluations between them see whole weights."""

@@ -56,7 +56,7 @@ def check(found: list[list[Difference]], losses: float = 1e-6, worst: float = 2e
             assert difference.losses <= losses and difference.worst <= worst and difference.whole <= whole, found
 
 
-@pytest.mark.parametrize("name", some(ROWS, *list(ROWS)[1:4], *list(ROWS)[5:7]))
+@pytest.mark.parametrize("name", some(ROWS, *list(ROWS)[1:4], list(ROWS)[5]))
 def test_gradients_equal_those_of_whole_sequences(ranks: RankPool, name: str) -> None:
     layout, num_microbatches, options, schedules = ROWS[name]
     check(ranks.run(layout.num_ranks, differences, layout.flags(num_microbatches, options), schedules, timeout=120))
