@@ -9,6 +9,7 @@ torch.distributed.pipelining, and the table has the measured over the planned ti
     bash scripts/bench.sh emulated_compute --clock virtual
     bash scripts/bench.sh emulated_compute --clock wall [--num-ranks 8] [--num-microbatches 16] [--pass-ms 50]
     bash scripts/bench.sh emulated_compute --clock wall --num-microbatches 8 --measure-transfers --num-chunks 4
+    bash scripts/bench.sh emulated_compute --clock wall --pass-ms 50 100 50 --recompute-ms 50
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ OURS = (
     *("1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"),
     *("seq-1f1b", "seq-zb-h1"),
 )
+RECOMPUTING = ("1f1b", "zb-h1", "zb-v")
 OURS_ON_LOOPS = ("interleaved-1f1b", "gis", "zb-interleaved")
 VIRTUAL_RANKS = (2, 4, 8)
 VIRTUAL_LIMIT_MS = 0.01
@@ -88,6 +90,13 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--num-chunks", type=int, help="compare only schedules with so many stages per rank, and zb-v (wall)"
+    )
+    parser.add_argument(
+        "--recompute-ms",
+        type=float,
+        default=0.0,
+        help="part of the time of B that computes activations again; only schedules with that in B, and in a pass of "
+        "its own, are compared (wall)",
     )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -149,7 +158,8 @@ def _wall(options: argparse.Namespace) -> dict[str, Any]:
     forward_ms, backward_ms, wgrad_ms = options.pass_ms if len(options.pass_ms) == 3 else options.pass_ms * 3
     transfer_ms = transfer_time_ms(options.kib) if options.measure_transfers else 0.0
     sizes = options.num_ranks, options.num_microbatches
-    emulation = Emulation(*sizes, forward_ms, backward_ms, wgrad_ms, options.kib, transfer_ms)
+    of_passes = forward_ms, backward_ms, wgrad_ms
+    emulation = Emulation(*sizes, *of_passes, options.kib, transfer_ms, options.recompute_ms)
     contestants = _contestants(emulation, dist.get_rank(), options.num_chunks)
     times = ranks.interleaved({name: timed(c.run) for name, c in contestants.items()}, options.rounds)
     variants = {
@@ -189,6 +199,7 @@ def _contestants(emulation: Emulation, rank: int, num_chunks: int | None) -> dic
     from bench import peers
     from megatron.zero_bubble import build
     from megatron.zero_bubble.core.plan import lower
+    from megatron.zero_bubble.core.search.recompute import with_recomputation
     from megatron.zero_bubble.engine.runtime.groups import Directions
     from megatron.zero_bubble.engine.runtime.transport import Transport
     from tests.helpers.emulate.execute import execute
@@ -204,6 +215,10 @@ def _contestants(emulation: Emulation, rank: int, num_chunks: int | None) -> dic
         transport.open(plan.channels)
         return peers.Contestant(schedule, costs, lambda: execute(plan, stage, transport))
 
+    if emulation.recompute_ms:
+        made = {name: build(name, **sizes) for name in RECOMPUTING}
+        apart = {f"{name} with R": with_recomputation(schedule) for name, schedule in made.items()}
+        return {STOCK: peers.stock(emulation)} | {name: ours(schedule) for name, schedule in (made | apart).items()}
     if num_chunks is not None:
         return {
             STOCK_INTERLEAVED: peers.stock(emulation, num_chunks),

@@ -34,9 +34,13 @@ class Emulation:
     wgrad_ms: float
     kib: int
     transfer_ms: float = 0.0
+    recompute_ms: float = 0.0
 
     def costs(self, placement: Placement) -> PassCosts:
-        return PassCosts.uniform(placement, self.forward_ms, self.backward_ms, self.wgrad_ms, self.transfer_ms)
+        times = self.forward_ms, self.backward_ms, self.wgrad_ms
+        own = PassCosts.uniform(placement, *times, self.transfer_ms)
+        again = self.recompute_ms * placement.num_ranks / placement.num_stages
+        return replace(own, recompute_ms=(again,) * placement.num_stages)
 
     @property
     def message_shape(self) -> tuple[int, int, int]:

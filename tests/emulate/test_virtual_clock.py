@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch.distributed as dist
 
@@ -9,6 +11,7 @@ from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedul
 from megatron.zero_bubble.core.analysis.period import iterations, period_ms
 from megatron.zero_bubble.core.schedules import SCHEDULES
 from megatron.zero_bubble.core.search import zb_auto
+from megatron.zero_bubble.core.search.recompute import with_recomputation
 from megatron.zero_bubble.engine.runtime.groups import Directions
 from megatron.zero_bubble.engine.runtime.transport import Transport
 from tests.helpers.emulate.execute import (
@@ -69,6 +72,18 @@ def test_every_schedule_runs_as_planned_with_vocabulary(ranks: RankPool, num_ran
         name for name, recipe in SCHEDULES.items() if not recipe.sliced
     }
     assert all(any(p.kind is Kind.T for p in schedule.passes()) for schedule, _ in cases)
+    assert_executed_as_planned(ranks, cases)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches"), some([(2, 4), (4, 8), (8, 16)], (2, 4)))
+def test_recomputation_runs_as_planned(ranks: RankPool, num_ranks: int, num_microbatches: int) -> None:
+    """On all stages, and on the first ones only."""
+    cases = []
+    for name in ("1f1b", "zb-h1", "zb-v", "zb-interleaved"):
+        schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        costs = PassCosts.uniform(schedule.placement, 10.0, 19.0, 9.0, 0.5)
+        costs = replace(costs, recompute_ms=costs.forward_ms)
+        cases += [(with_recomputation(schedule, stages), costs) for stages in (None, range(num_ranks // 2))]
     assert_executed_as_planned(ranks, cases)
 
 

@@ -29,7 +29,7 @@ class VirtualStage:
 
     def __init__(self, schedule: Schedule, costs: PassCosts, clock: VirtualClock, num_elements: int = 1) -> None:
         self._schedule = schedule
-        self._costs = occupied(costs, schedule.placement)
+        self._costs = occupied(costs.recomputing(schedule.recomputed), schedule.placement)
         self._clock = clock
         self._num_elements = num_elements
 
@@ -61,7 +61,7 @@ class SleepingStage:
     def __init__(self, schedule: Schedule, costs: PassCosts, shape: tuple[int, ...]) -> None:
         ends, flow = schedule.slices.in_tokens(shape[0]), schedule.flow
         self._tensors = [torch.zeros(end - start, *shape[1:]) for start, end in pairwise((0, *ends))]
-        took = occupied(costs, schedule.placement)
+        took = occupied(costs.recomputing(schedule.recomputed), schedule.placement)
         # Computed in advance, so that a pass of any length adds as little as possible to its time.
         self._passes = {
             work: (took.duration(work, schedule.slices) / 1e3, [self._tensors[work.slice]] * len(flow.outputs(work)))
