@@ -324,6 +324,21 @@ def test_other_sizes_may_change(capsys: Capture) -> None:
     check_rows(capsys, found, flags, "--gpus-per-node", "4")
 
 
+@pytest.mark.full
+def test_only_some_layers_may_be_computed_again(capsys: Capture) -> None:
+    """As many as the memory asks for: never longer than all of them, or none where that fits."""
+    flags = [*SMALL, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    own, best = ("--gpus-per-node", "4", "--quick", "--may-change", "recompute"), []
+    for memory in ("3.2GiB", "3.6GiB", "80GiB"):
+        found = advice(capsys, flags, *own, "--gpu-memory", memory)
+        alone = advice(capsys, flags, *own[:3], "--gpu-memory", memory)
+        best.append(min(found["advice"], key=lambda row: row["makespan_ms"]))
+        assert best[-1]["makespan_ms"] <= min(row["makespan_ms"] for row in alone["advice"])
+        check_rows(capsys, found, flags, *own[:2])
+    print([(row["name"], row["makespan_ms"], row["memory_bytes"] / 2**30) for row in best])
+    assert best[0]["name"].startswith("recomputation of ") and best[-1]["name"].startswith("no recomputation")
+
+
 def test_flags_to_leave_out_are_listed_once() -> None:
     for change in random_pipeline(1)[0].changes():
         assert len(set(change.drops)) == len(change.drops), change.name

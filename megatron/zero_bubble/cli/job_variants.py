@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.errors import UserError
+from megatron.zero_bubble.core.formats.layout import job_layers
 from megatron.zero_bubble.planning.change import ORDER, ROUNDED, SAME
 
 VARIANTS = ("micro-batch-size", "recompute", "pipeline")
 """What may change."""
+_PARTS = 4
+"""Quarters of the layers of a stage are tried."""
 _RECOMPUTE = (
     "--recompute-granularity",
     "--recompute-method",
@@ -56,12 +59,21 @@ def chosen_variants(text: str | None, args: Any, costs: str | None) -> Iterator[
     if "recompute" in names and args.recompute_granularity is not None:
         if args.recompute_granularity == "full":
             yield SizeVariant("selective recomputation", ("--recompute-granularity", "selective"), _RECOMPUTE)
+            yield from _counts(args)
         yield SizeVariant("no recomputation", (), _RECOMPUTE)
     if "pipeline" in names:
         drops = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
         for each in _sizes("--pipeline-model-parallel-size", "pipeline", args.pipeline_model_parallel_size, ORDER):
             if each.flags[1] != "1":
                 yield each._replace(drops=(*drops, "--pipeline-model-parallel-layout"))
+
+
+def _counts(args: Any) -> Iterator[SizeVariant]:
+    """Some layers of every stage, the first ones, which Megatron computes again by the method of blocks."""
+    most = max(job_layers(args))
+    for count in sorted({most * part // _PARTS for part in range(1, _PARTS)} - {0, most}):
+        flags = "--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", str(count)
+        yield SizeVariant(f"recomputation of {count} layers per stage", flags)
 
 
 def _sizes(flag: str, name: str, size: int, numbers: str) -> Iterator[SizeVariant]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement
 from megatron.zero_bubble.core.costs.devices import DEVICES
 from megatron.zero_bubble.core.costs.estimate import estimate, layer_costs
+from megatron.zero_bubble.core.costs.expert_layers import Experts
 from megatron.zero_bubble.core.costs.layers import LayerCosts, LayerFigures, of_stages
 from megatron.zero_bubble.core.costs.model import Model
 from megatron.zero_bubble.core.errors import UserError
@@ -43,8 +46,6 @@ def test_layouts_of_other_layers_are_rejected(layout: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("placement", [Placement.linear(3), Placement.vee(3)])
 def test_estimates_per_layer_equal_estimates_per_stage(recompute: str, placement: Placement) -> None:
-    from dataclasses import replace
-
     counts = (3, 2, 1) if placement.num_stages == 3 else (1, 1, 2, 2, 2, 1)
     model = replace(SHAPES, layers=counts, recompute=recompute)
     costs, memory = layer_costs(model, DEVICES["h100"]).on(counts)
@@ -54,6 +55,26 @@ def test_estimates_per_layer_equal_estimates_per_stage(recompute: str, placement
     for name in ("activation", "wgrad", "history"):
         assert getattr(memory, name) == pytest.approx(getattr(kept, name), rel=1e-9), name
     assert (costs.comm_ms, memory.recomputed) == (expected.comm_ms, kept.recomputed)
+
+
+@pytest.mark.parametrize("kinds", ["dense", "experts"])
+@pytest.mark.parametrize("again", range(4))
+def test_layers_that_are_not_computed_again_are_as_without_recomputation(again: int, kinds: str) -> None:
+    experts = None if kinds == "dense" else Experts(8, 2, 1024, 0, 4)
+    whole, kept = (
+        layer_costs(replace(SHAPES, experts=experts, recompute=how), DEVICES["h100"]) for how in ("full", "none")
+    )
+    model = replace(SHAPES, experts=experts, recompute="full", again=again)
+    found = layer_costs(model, DEVICES["h100"]).on((3, 3))
+    mixed = whole.layers[:again] + kept.layers[again:3]
+    parts = whole.experts[:again] + kept.experts[again:3]
+    expected = replace(whole, layers=mixed * 2, experts=parts * 2).on((3, 3))
+    for own, wanted in zip(found, expected, strict=True):
+        for name, value in vars(wanted).items():
+            if isinstance(value, tuple) and name != "experts":
+                assert getattr(own, name) == pytest.approx(value, rel=1e-9), name
+    sent = ([part.all_to_all for part in costs.experts] for costs in (found[0], expected[0]))
+    assert next(sent) == pytest.approx(next(sent))
 
 
 def test_parts_are_derived_from_stages() -> None:

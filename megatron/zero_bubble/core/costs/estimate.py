@@ -62,6 +62,7 @@ def layer_costs(model: Model, device: Device) -> LayerCosts:
         if any(own.layers for own in experts.values())
         else (),
         contention=CONTENTION if model.experts is not None and model.experts.parallel > 1 else 1.0,
+        again=model.again if model.recompute == "full" else None,
     )
 
 

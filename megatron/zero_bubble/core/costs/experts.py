@@ -55,6 +55,11 @@ class ExpertParts(NamedTuple):
         """The time of F, B and W, one after the other."""
         return sum(self[1:])
 
+    def sending_once(self) -> ExpertParts:
+        """The parts of layers whose B does not repeat F."""
+        own = max(0.0, self.experts_grad - self.experts)
+        return self._replace(combine_grad=self.combine, experts_grad=own, dispatch_grad=self.dispatch)
+
     def per_layer(self, contention: float = 1.0) -> ExpertParts:
         """The times of one of its layers, in which computation takes longer by ``contention``."""
         count = self.num_layers

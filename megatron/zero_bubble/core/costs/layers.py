@@ -69,6 +69,20 @@ class LayerFigures:
         """Time of F, B and W together, in ms."""
         return self.forward_ms + self.backward_ms + self.wgrad_ms
 
+    def kept(self) -> LayerFigures:
+        """The same layer with activations that are kept, not computed again."""
+        backward = self.backward_ms - self.recompute_ms
+        again = self.forward_attention * self.forward_ms if self.recompute_ms else 0.0
+        attention = self.backward_attention * self.backward_ms - again
+        return replace(
+            self,
+            backward_ms=backward,
+            recompute_ms=0.0,
+            activation=self.activation + self.rebuilt,
+            rebuilt=0.0,
+            backward_attention=min(1.0, max(0.0, attention / backward)) if backward else 0.0,
+        )
+
     def plus(self, *others: LayerFigures) -> LayerFigures:
         """Those of this part and others, as one part."""
         amounts = [_amounts(part) for part in (self, *others)]
@@ -85,6 +99,8 @@ class LayerCosts:
     Attributes:
         layers: one part per layer, and one for all layers of multi-token prediction, which follow.
         predictions: the layers of multi-token prediction that the last part stands for; 0 for none.
+        again: the first layers of every stage that are computed again, where their figures say that they may be; others
+            keep their activations, as multi-token prediction does; None for all layers.
         input_memory: memory of a stage's input, which a stage keeps at least, in the unit of ``activation``; 0 if
             unknown.
         recomputed: as in ``PassMemory``.
@@ -110,6 +126,7 @@ class LayerCosts:
     vocabulary: VocabularyCosts | None = None
     logits: tuple[float, ...] = ()
     predictions: int = 0
+    again: int | None = None
 
     @property
     def num_layers(self) -> int:
@@ -142,7 +159,8 @@ class LayerCosts:
 
     def rank_work_ms(self, placement: Placement, layout: Sequence[int]) -> tuple[float, ...]:
         """Time of F, B and W of one microbatch in ms, per rank."""
-        per_stage = [fsum(part) for part in self._parts_of(layout, "work_ms")]
+        own = self if self.again is None else self._keeping(layout, self.again)
+        per_stage = [fsum(part) for part in own._parts_of(layout, "work_ms")]
         return tuple(fsum(per_stage[s] for s in placement.stages_of(rank)) for rank in range(placement.num_ranks))
 
     def on(self, layout: Sequence[int]) -> tuple[PassCosts, PassMemory]:
@@ -155,6 +173,8 @@ class LayerCosts:
             raise UserError(
                 f"the layers per stage must add up to {self.num_layers}; got {', '.join(map(str, layout))}; change them"
             )
+        if self.again is not None:
+            return self._keeping(layout, self.again).on(layout)
         passes = PassCosts(**self._terms_on(layout, "passes"), **self.shared, vocabulary=self.vocabulary)
         if self.experts:
             passes = passes.with_experts(tuple(self._experts_on(layout)), self.contention)
@@ -162,6 +182,18 @@ class LayerCosts:
         memory = self._terms_on(layout, "memory")
         memory["activation"] = tuple(max(least, amount) for amount in memory["activation"])
         return passes, PassMemory(**memory, recomputed=self.recomputed, logits=self.logits)
+
+    def _keeping(self, layout: Sequence[int], again: int) -> LayerCosts:
+        """The same for one layout, with the figures of layers that keep their activations."""
+        layers, experts = list(self.layers), list(self.experts)
+        for start, end in pairwise(accumulate(layout, initial=0)):
+            for number in range(start, end):
+                is_prediction = self.predictions and number == self.num_layers - 1
+                if number >= start + again or is_prediction:
+                    if experts and layers[number].recompute_ms:
+                        experts[number] = experts[number].sending_once()
+                    layers[number] = layers[number].kept()
+        return replace(self, layers=tuple(layers), experts=tuple(experts), again=None)
 
     @property
     def shared(self) -> dict[str, Any]:

@@ -60,7 +60,8 @@ class Model:
     weight gradients in B, and the ``captured`` ones are inside CUDA graphs, which keep their memory.
     With ``adapters``, only these are trained; of the first ``frozen`` layers and the embedding, nothing is.
     In a share ``windowed`` of the layers, a token attends to at most ``window`` tokens. With hyper-connections, layers
-    hand on ``streams`` hidden states per token.
+    hand on ``streams`` hidden states per token. Full recomputation is of the first ``again`` layers of every stage, by
+    default of all.
     """
 
     layers: tuple[int, ...]
@@ -75,6 +76,7 @@ class Model:
     gated: bool = False
     flash: bool = True
     recompute: Recompute = "none"
+    again: int | None = None
     tensor_parallel: int = 1
     sequence_parallel: bool = False
     context_parallel: int = 1

@@ -75,6 +75,7 @@ def _without_experts(args: Any, layers: tuple[int, ...], flash: bool = True) -> 
         gated=args.swiglu,
         flash=flash and backend not in ("unfused", "local"),
         recompute=_recompute(args),
+        again=args.recompute_num_layers if getattr(args, "recompute_method", None) == "block" else None,
         tensor_parallel=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
         overlaps_tensor=bool(getattr(args, "tp_comm_overlap", False)),

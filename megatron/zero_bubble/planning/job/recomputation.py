@@ -26,7 +26,7 @@ def remark(args: Any, source: ScheduleSource | None, num_microbatches: int) -> s
     """Return the sentence; None if the job does not recompute whole layers, or needs no more memory than 1F1B.
 
     The amounts are estimated for equally many layers per stage, and leave out embedding and logits. They are omitted
-    for layers that are not estimated, and where only some layers of a stage are recomputed.
+    for layers that are not estimated.
 
     Args:
         args: the checked flags of the job, in our loop or in Megatron-LM.
@@ -39,23 +39,17 @@ def remark(args: Any, source: ScheduleSource | None, num_microbatches: int) -> s
     if all(p.kind is not W for p in schedule.passes()):
         return None
     keeps = "more activations than 1F1B"
-    if _is_estimated(args, schedule):
+    if not unestimated_kinds(args):
         ours, theirs = _of_layers(args, schedule), _of_layers(args, _1f1b(schedule))
         if within(ours, theirs):
             return None
         keeps = f"an estimated {format_bytes(ours)} of activations in the layers of a rank, 1F1B {format_bytes(theirs)}"
+    again = "R" if schedule.recomputed else "B"
     return (
-        f"with --recompute-granularity full, {schedule.name} keeps {keeps}, because B computes whole layers again and "
-        "what their weight gradients need stays until W; use --zero-bubble-schedule zb-auto, which fuses B with W "
-        "where W does not fit into --zero-bubble-memory-limit, or --recompute-granularity selective"
+        f"with --recompute-granularity full, {schedule.name} keeps {keeps}, because {again} computes whole layers "
+        "again and what their weight gradients need stays until W; use --zero-bubble-schedule zb-auto, which fuses B "
+        "with W where W does not fit into --zero-bubble-memory-limit, or --recompute-granularity selective"
     )
-
-
-def _is_estimated(args: Any, schedule: Schedule) -> bool:
-    if unestimated_kinds(args):
-        return False
-    most = max(even(schedule.placement, args.num_layers))
-    return args.recompute_method == "uniform" or int(args.recompute_num_layers or 0) >= most
 
 
 def _of_layers(args: Any, schedule: Schedule) -> float:
