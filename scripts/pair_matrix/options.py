@@ -75,7 +75,7 @@ OPTIONS: dict[str, tuple[Value, ...]] = {
         Value("whole"),
         Value("1", schedule=_vocabulary("1")),
         Value("2", schedule=_vocabulary("2")),
-        Value("2-recomputed", schedule=_vocabulary("2", "--zero-bubble-recompute-logits")),
+        Value("2-recomputed", schedule=_vocabulary("2", "--zero-bubble-recompute logits")),
     ),
     "recompute": (
         Value("none"),
@@ -83,6 +83,7 @@ OPTIONS: dict[str, tuple[Value, ...]] = {
         Value("mlp", f"{SELECTIVE} --recompute-modules mlp --disable-bias-linear"),
         Value("full", f"{WHOLE_LAYERS} uniform"),
         Value("block", f"{WHOLE_LAYERS} block"),
+        Value("early", f"{WHOLE_LAYERS} uniform", variant="--zero-bubble-recompute early"),
     ),
     "offload": (
         Value("none"),

@@ -44,9 +44,10 @@ VALUES = {
     "unit-microbatches": "2", "whole-stages": "1", "num-slices": "2", "slice-ends": "16,32", "attention-share": "0.1",
     "vocabulary-parallel": "2", "placement": "vee", "memory-limit": "1p", "costs": "x", "rollback": "inverse",
     "num-chunks": "2", "trace": "x", "record-costs": "x", "trace-iterations": "50-60", "nccl-collective-ctas": "4",
+    "recompute": "early",
 }  # fmt: skip
 """Values of our own flags that are not switches."""
-_JOBS = {"num-chunks": "--zero-bubble-schedule zb-auto"}
+_JOBS = {"num-chunks": "--zero-bubble-schedule zb-auto", "recompute": "--zero-bubble-schedule plan.json"}
 """The job of options that have an effect with every other schedule."""
 _SUBJECTS = {
     "stages on a V or in a wave": V,
@@ -67,7 +68,7 @@ _CHOICES = {
     exclusions.COLLECTIVES: ("--zero-bubble-shard-weights", ""),
     exclusions.POST_VALIDATION: ("--zero-bubble-post-validation", ""),
     exclusions.PAIRS: ("--zero-bubble-overlap-experts", "--pairs"),
-    exclusions.EARLY: ("", "--early-recompute"),
+    exclusions.EARLY: ("--zero-bubble-recompute early", "--early-recompute"),
     exclusions.RECORDED_COSTS: ("--zero-bubble-record-costs x", ""),
     exclusions.BALANCE: ("--zero-bubble-balance-microbatches", ""),
     exclusions.LENGTHS: ("--zero-bubble-balance-microbatches", ""),
@@ -103,8 +104,8 @@ def jobs_of_effects(under_launcher: bool) -> list[tuple[Effect, str]]:
         only_here = "stock Megatron can be observed" in rule.why
         if only_here if under_launcher else only_there:
             continue
-        job = "" if "got none" in rule.why or only_here else H1
-        job = f"{H1} --zero-bubble-trace x" if "{last}" in rule.why else _JOBS.get(option.flag, job)
+        job = "" if "got none" in rule.why or only_here else _JOBS.get(option.flag, H1)
+        job = f"{H1} --zero-bubble-trace x" if "{last}" in rule.why else job
         found.append((rule, f"{job} --zero-bubble-{option.flag} {VALUES.get(option.flag, '')}".strip()))
     return found
 

@@ -94,8 +94,10 @@ OF_JOBS = words(
         flag(zb("slices"), st.one_of(COUNTS, ENDS)),
     ),
     refined(
-        always(zb("vocabulary-parallel"), st.sampled_from(("1", "2"))), flag(zb("recompute-logits"))
+        always(zb("vocabulary-parallel"), st.sampled_from(("1", "2"))),
+        st.one_of(flag(zb("recompute-logits")), flag(zb("recompute"), st.sampled_from(("logits", "early,logits")))),
     ),
+    st.one_of(always(zb("recompute")), flag(zb("recompute"), st.just("early"))),
     refined(always(zb("offload"), SHARES), flag(zb("host-memory"), SIZES)),
     refined(
         always(zb("shard-weights")),
@@ -122,6 +124,7 @@ OF_PLANS = words(
     refined(always("--shard-weights"), flag("--whole-stages", st.one_of(COUNTS, st.just("auto")))),
     flag("--layout", st.sampled_from(("even", "auto"))),
     flag("--pairs"),
+    flag("--early-recompute"),
     flag("--num-ranks", COUNTS),
 )
 
@@ -207,7 +210,7 @@ def test_every_decision_has_a_place() -> None:
 @pytest.mark.parametrize(
     ("medium", "words", "said"),
     [
-        ("job", ["--zero-bubble-recompute-logits"], "--zero-bubble-recompute-logits works only with --zero-bubble-voc"),
+        ("job", ["--zero-bubble-recompute-logits"], "--zero-bubble-recompute logits works only with --zero-bubble-voc"),
         ("plan", ["--recompute-logits"], "--recompute-logits works only with --vocabulary; give both"),
         ("env", {"ZERO_BUBBLE_EXACT": "yes"}, r"ZERO_BUBBLE_EXACT must be 1 \(on\) or 0"),
         ("json", {"num_chunk": 2}, "a setup decides schedule, .*; got num_chunk"),

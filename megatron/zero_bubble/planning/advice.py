@@ -26,6 +26,7 @@ from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.few import extended, two_numbers
 from megatron.zero_bubble.planning.plans import quick_bound
 from megatron.zero_bubble.planning.question import Question
+from megatron.zero_bubble.planning.recompute import without_recomputation
 from megatron.zero_bubble.planning.score import DroppedVariant
 from megatron.zero_bubble.planning.setup import Setup
 from megatron.zero_bubble.planning.worth import Advice, Barred
@@ -221,6 +222,7 @@ class Adviser:
 
     def _bound(self, change: Change) -> float:
         question = change.question
+        again = question.setup.early_recompute
         costs = question.costs
         passes, _ = costs.on(change.placement)
         work = math.fsum((*passes.forward_ms, *passes.backward_ms, *passes.wgrad_ms))
@@ -230,6 +232,7 @@ class Adviser:
         mean = costs.num_microbatches * work / costs.num_ranks
         if question.by_cost or question.setup.cuts:  # they divide the work otherwise
             return mean
+        costs = without_recomputation(costs) if again else costs  # no pass waits for an R
         return max(mean, quick_bound(costs, Workload(change.placement, costs.num_microbatches), Goal(self.objective)))
 
     def _to_beat(self, change: Change) -> float:

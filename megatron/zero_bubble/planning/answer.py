@@ -103,7 +103,13 @@ def _found(question: Question, ask: Ask) -> tuple[Best[Offer], float | None]:
             left = [
                 DroppedVariant(found.offer.schedule.name, refused) if each is found.offer else each for each in left
             ]
-        if not peaks or question.setup.inserts or asked.limit is None or not question.is_search:
+        if (
+            not peaks
+            or question.setup.vocabulary
+            or question.setup.pairs
+            or asked.limit is None
+            or not question.is_search
+        ):
             if reason:
                 raise PlanError(reason)
             raise UserError(next(each.reason for each in left if isinstance(each, DroppedVariant)))

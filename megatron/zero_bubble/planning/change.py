@@ -76,7 +76,7 @@ class Change:
         """The passes of the plans that it searches among, by which the work of a search is counted."""
         question = self.question
         searches = 1 if question.offloading is None else len(question.offloading.limits)
-        plans = searches * (_INSERTED if question.setup.vocabulary else 1)
+        plans = searches * (_INSERTED if question.setup.vocabulary else 1) * (1 + question.setup.early_recompute)
         cuts = question.setup.cuts
         parts = 1 if cuts is None else cuts.num_parts
         return plans * 3 * self.placement.num_stages * question.costs.num_microbatches * parts

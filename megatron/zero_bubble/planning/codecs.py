@@ -89,7 +89,8 @@ def parse(given: Sequence[str] | str | Mapping[str, Any], as_: Medium = "job") -
         return parse([word for flag, value in flags for word in _words(f"--{flag}", value or True)], "plan")
     if isinstance(given, Mapping):
         if as_ == "json":
-            words = [word for name, value in given.items() for word in _words(_flag(_row(name)), value)]
+            made = ((_row(name), value) for name, value in given.items())
+            words = [word for row, value in made for word in _words(_flag(row), row.worded(value))]
         else:
             words = [word for row in (*ROWS, _BALANCE) for word in words_of_variable(row, given.get(variable(row), ""))]
         return parse(words)
@@ -147,6 +148,7 @@ def speller(as_: Medium | None = None) -> Spell:
         if row is None or as_ in (None, "json"):
             return in_fields(name, value)
         if as_ == "env":
+            value = row.worded(value)
             return f"{variable(_row(row.within) if row.within else row)}={1 if value is True else shown(value)}"
         return row.shown(value, _flag(row))
 
@@ -186,11 +188,13 @@ def _of_job(setup: Setup) -> dict[str, Any]:
     values = values_of(setup)
     for row in DECISIONS:
         if row.within and row.name in values:
-            value = values.pop(row.name)
+            value = row.worded(values.pop(row.name))
             if row.path == "messages.collective_ctas":
                 value = setup.messages.ctas, value
+            if row.word and row.within in values:
+                value = f"{_row(row.within).word},{value}"
             values[row.within] = value
-    return values
+    return {name: _row(name).worded(value) for name, value in values.items()}
 
 
 def _flag(row: Decision, as_: Medium = "job") -> str:

@@ -74,6 +74,7 @@ class Decision:
         by_auto: whether ``auto`` decides it, so that its flag contradicts a schedule that is decided.
         within: the name of the decision whose flag makes this one too, in place of its own flag, which is retired.
         split: maps the value of a flag that makes several decisions to their values, by name.
+        word: the value with which a flag that makes several decisions makes this one, a switch.
     """
 
     flag: str
@@ -89,6 +90,7 @@ class Decision:
     by_auto: bool = False
     within: str = ""
     split: Callable[[str | None], dict[str, Any]] | None = None
+    word: str = ""
 
     def __post_init__(self) -> None:
         if self.field is None:
@@ -117,7 +119,7 @@ class Decision:
     @property
     def is_in_plan(self) -> bool:
         """Whether a run takes it from the plan itself, so that its flag need not be set."""
-        return self.path.partition(".")[0] in ("order", "cuts", "offload")
+        return self.path.partition(".")[0] in ("order", "cuts", "offload", "early_recompute")
 
     @property
     def text(self) -> str:
@@ -139,6 +141,10 @@ class Decision:
         """Whether the flag may be without a value."""
         return self.values in (SWITCH, NEGATABLE) or (self.split is not None and isinstance(self.values, tuple))
 
+    def worded(self, value: object) -> object:
+        """The value of its flag: of a switch, the word for it, if it has one."""
+        return self.word if self.word and value is True else value
+
     def shown(self, value: object, flag: str) -> str:
         """The flag as a user gives it, with the value.
 
@@ -147,6 +153,7 @@ class Decision:
         """
         if value is False:
             return f"--no-zero-bubble-{self.flag}"
+        value = self.worded(value)
         is_text = type(value) in (str, int, float) or (isinstance(value, tuple) and all(type(v) is int for v in value))
         plain = is_text and (value or isinstance(value, float))
         return flag + (f" {shown(value)}" if plain else "")

@@ -23,8 +23,17 @@ from megatron.zero_bubble.planning.decision import (
     unit_microbatches,
 )
 from megatron.zero_bubble.planning.observations import OBSERVATIONS
-from megatron.zero_bubble.planning.retired import RETIRED
+from megatron.zero_bubble.planning.retired import LOGITS, RETIRED
 from megatron.zero_bubble.planning.setup import DEFAULT_CUTS, DEFAULT_LIMIT, LEAST_TOKENS
+
+EARLY = "early"
+"""What ``--zero-bubble-recompute`` has for a pass that computes whole layers again."""
+
+
+def _again(text: str | None) -> dict[str, Any]:
+    """Split what is computed again."""
+    words = (text or EARLY).split(",")
+    return {name: True for word, name in ((EARLY, "recompute"), (LOGITS, "recompute_logits")) if word in words}
 
 
 def _cut(text: str | None) -> dict[str, Any]:
@@ -181,20 +190,29 @@ DECISIONS = (
         path="cuts.places",
     ),
     Decision(
-        "recompute-logits",
+        "recompute",
         "advanced",
-        SWITCH,
-        "with --zero-bubble-vocabulary-parallel: compute the logits again, in blocks of tokens, for the weight "
-        "gradient of the output layer, instead of keeping their softmax, 4 bytes per token and entry of the rank's "
-        "part of the vocabulary",
-        path="vocabulary.recompute_logits",
+        (EARLY, LOGITS, f"{EARLY},{LOGITS}"),
+        "compute again in a pass of its own, ahead of the backward, the layers of --recompute-granularity full, while "
+        "their gradient is under way, and keep their activations until then (early, also without a value); with "
+        "--zero-bubble-vocabulary-parallel, compute the logits again, in blocks of tokens, for the weight gradient of "
+        "the output layer, instead of keeping their softmax, 4 bytes per token and entry of the rank's part of the "
+        "vocabulary (logits); or both (early,logits)",
+        "whole layers within their backward, or as the plan in --zero-bubble-schedule says, and no logits",
+        field="early_recompute",
+        path="early_recompute",
+        split=_again,
+        word=EARLY,
         plan=PlanFlag(
-            "recompute-logits",
+            "early-recompute",
             SWITCH,
             None,
-            "T computes the logits again, so that only the hidden states are kept from S to T; for estimates of "
-            "--vocabulary",
+            "with full recomputation: compute layers again in a pass of its own (R), which does not wait for the "
+            "gradient of the next stage, instead of at the start of each layer's backward; it keeps the activations of "
+            "these layers from R to B; needs --config of such a job, or costs with recompute_ms; a job runs it with "
+            "--zero-bubble-recompute early, or from the plan's file",
         ),
+        by_auto=True,
     ),
     Decision(
         "keep-faster",
@@ -342,22 +360,6 @@ LAYOUT = Decision(
 )
 """The decision for which a job has a flag of Megatron's own."""
 OF_PLANS = (
-    Decision(
-        "early-recompute",
-        "advanced",
-        SWITCH,
-        "recomputation of whole layers as a pass of its own",
-        path="early_recompute",
-        plan=PlanFlag(
-            "early-recompute",
-            SWITCH,
-            None,
-            "with full recomputation: compute layers again in a pass of its own (R), which does not wait for the "
-            "gradient of the next stage, instead of at the start of each layer's backward; it keeps the activations of "
-            "these layers from R to B; needs --config of such a job, or costs with recompute_ms; a job runs it from "
-            "the plan's file",
-        ),
-    ),
     Decision(
         "equal-passes",
         "advanced",

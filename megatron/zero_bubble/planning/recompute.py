@@ -37,9 +37,12 @@ def recomputing(question: Question, make: Callable[[Question], Iterator[Schedule
     costs, limit = question.costs, question.limit
     if limit is not None and question.is_search:
         limit -= max(costs.of_ranks[1].rebuilt) / _stages_per_rank(question)
+    made: list[Schedule] = []
     for own in (costs, without_recomputation(costs)):
         for schedule in make(replace(question, costs=own, limit=limit)):
-            yield with_recomputation(schedule, recomputing_stages(costs, schedule.placement))
+            if schedule not in made:
+                made.append(schedule)
+                yield with_recomputation(schedule, recomputing_stages(costs, schedule.placement))
 
 
 def _stages_per_rank(question: Question) -> int:

@@ -5,10 +5,28 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.planning.decision import NEGATABLE, Decision, PlanFlag, token_counts
+from megatron.zero_bubble.planning.decision import NEGATABLE, SWITCH, Decision, PlanFlag, token_counts
 from megatron.zero_bubble.planning.setup import DEFAULT_CUTS
 
+LOGITS = "logits"
+"""What ``--zero-bubble-recompute`` has for logits that are computed again."""
 RETIRED = (
+    Decision(
+        "recompute-logits",
+        "retired",
+        SWITCH,
+        "give --zero-bubble-recompute logits",
+        path="vocabulary.recompute_logits",
+        plan=PlanFlag(
+            "recompute-logits",
+            SWITCH,
+            None,
+            "T computes the logits again, so that only the hidden states are kept from S to T; for estimates of "
+            "--vocabulary",
+        ),
+        within="early_recompute",
+        word=LOGITS,
+    ),
     Decision(
         "rollback",
         "retired",

@@ -19,6 +19,7 @@ from megatron.zero_bubble.core.ir import Kind, Pass, Placement, Schedule
 from megatron.zero_bubble.core.plan.offload import Move
 from megatron.zero_bubble.core.schedules import build, recipe
 from megatron.zero_bubble.core.search.placements import PlacementName, placements
+from megatron.zero_bubble.core.search.recompute import with_recomputation
 from megatron.zero_bubble.planning.cuts import cuts_of, cutting, search_equal
 from megatron.zero_bubble.planning.experts import build_hiding
 from megatron.zero_bubble.planning.feasibility import LESS_MEMORY, ONE_QUEUE, Feasibility
@@ -83,10 +84,12 @@ class ScheduleSource:
         if isinstance(order, Given):
             assert order.plan is not None, "the file has been read"
             return cls.of_plan(order.file, order.plan)
-        if isinstance(order, Searched):
-            return _begun_with(setup, order, num_ranks, fused)
         assert order is not None, "Megatron's own schedule has no source"
-        return _named(setup, order, num_ranks, costs)
+        if isinstance(order, Searched):
+            own = _begun_with(setup, order, num_ranks, fused)
+        else:
+            own = _named(setup, order, num_ranks, costs)
+        return replace(own, make=_recomputing(own.make)) if setup.early_recompute else own
 
     @classmethod
     def of_plan(cls, path: str, plan: PlanFile) -> ScheduleSource:
@@ -162,6 +165,11 @@ def _inserting(make: Callable[[int], Schedule], setup: Setup) -> Callable[[int],
     if (algorithm := setup.algorithm) is None:
         return make
     return functools.cache(lambda count: inserted_evenly(make(count), algorithm))
+
+
+def _recomputing(make: Callable[[int], Schedule]) -> Callable[[int], Schedule]:
+    """What makes the schedules with an R before every backward; one of a stage without layers has nothing to do."""
+    return functools.cache(lambda count: with_recomputation(make(count)))
 
 
 def fused_but_last(schedule: Schedule) -> Schedule:

@@ -100,7 +100,7 @@ def test_hooks_see_the_rounded_gradient_of_a_microbatch_in_the_default_mode(rank
         assert of_own == of_stock
 
 
-@pytest.mark.parametrize("options", ["", "--zero-bubble-recompute-logits"])
+@pytest.mark.parametrize("options", ["", "--zero-bubble-recompute logits"])
 def test_hooks_of_a_divided_vocabulary_see_the_gradient_of_a_microbatch(ranks: RankPool, options: str) -> None:
     """T computes it in blocks of tokens, if it computes the logits again."""
     schedules = [f"zb-h1 --zero-bubble-vocabulary-parallel 1 {options}"]

@@ -49,7 +49,8 @@ def waiting_for_plans() -> Iterator[list[str]]:
         schedule, text = result(self)
         if schedule is not None:
             fused = ", fused backwards" if any(p.kind is Kind.BW for p in schedule.passes()) else ""
-            text = f"{text}: {schedule.name}, {schedule.num_slices} slices{fused}"
+            early = ", with R" if schedule.recomputed else ""
+            text = f"{text}: {schedule.name}, {schedule.num_slices} slices{fused}{early}"
         said.append(text)
         return schedule, text
 
@@ -113,7 +114,8 @@ def test_plans_on_loops_and_waves_change_no_bit(ranks: RankPool, name: str) -> N
     assert set(results[0][1]) == {"switched to the planned schedule: zb-auto, 1 slices"}
 
 
-@pytest.mark.parametrize("options", ["--zero-bubble-memory-limit 1.01p", pytest.param(ON_A_V, marks=pytest.mark.full)])
+@pytest.mark.full  # by default, test_recompute.py has such a plan with R
+@pytest.mark.parametrize("options", ["--zero-bubble-memory-limit 1.01p", ON_A_V])
 def test_plans_with_fused_backwards_change_no_bit(ranks: RankPool, options: str) -> None:
     """With full recomputation, W needs many times what F has saved, so the plan fuses backwards."""
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -153,7 +155,7 @@ def test_schedules_of_slices_are_searched_for(ranks: RankPool, cuts: str) -> Non
     ("options", "first"),
     [
         ("2 --zero-bubble-memory-limit 1.5p", None),
-        pytest.param(f"1 {ON_A_V} --zero-bubble-recompute-logits", "zb-v", marks=pytest.mark.full),
+        pytest.param(f"1 {ON_A_V} --zero-bubble-recompute logits", "zb-v", marks=pytest.mark.full),
         pytest.param("2 --zero-bubble-placement loop", "zb-interleaved", marks=pytest.mark.full),
         pytest.param(f"1 {IN_A_WAVE}", f"zb-auto {IN_A_WAVE}", marks=pytest.mark.full),
     ],

@@ -13,12 +13,15 @@ from megatron.zero_bubble.core.search.recompute import with_recomputation
 from tests.helpers.parity import Layout, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
 from tests.helpers.rows import some
+from tests.integration.adapter.test_auto import STEPS as SWITCHED
+from tests.integration.adapter.test_auto import train_and_wait_for_the_plan
 
 UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PAIRS_OF_LAYERS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
 DROPOUT = "--attention-dropout 0.2 --hidden-dropout 0.2"
 EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.01 --swiglu --disable-bias-linear"
+EARLY = "--zero-bubble-recompute early"
 LINE = ("1f1b", "zb-h1")
 
 ROWS = {
@@ -58,17 +61,43 @@ def planned(folder: Path, name: str, num_ranks: int, num_microbatches: int) -> s
 
 @pytest.mark.parametrize("name", some(ROWS, "dropout", "two stages per rank"))
 def test_same_bits_as_stock(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    layout, num_microbatches, options, schedules = ROWS[name]
-    runs = [None, *(planned(tmp_path, schedule, layout.pipeline, num_microbatches) for schedule in schedules)]
+    """By the flag, and by the file of a plan."""
+    layout, num_microbatches, options, (first, *others) = ROWS[name]
+    plans = (planned(tmp_path, schedule, layout.pipeline, num_microbatches) for schedule in others)
+    runs = [None, f"{first} {EARLY}", *plans]
     results = ranks.run(layout.num_ranks, train, layout.flags(num_microbatches, options), runs, timeout=200)
     assert_same_bits(results, runs)
 
 
 @pytest.mark.parametrize("options", ["--calculate-per-token-loss", pytest.param("--bf16", marks=pytest.mark.full)])
 def test_same_weights_as_stock_on_a_v(ranks: RankPool, tmp_path: Path, options: str) -> None:
-    layout, runs = Layout(2, num_layers=4), [None, *(planned(tmp_path, name, 2, 4) for name in ("zb-v", "v-half"))]
+    layout, runs = Layout(2, num_layers=4), [None, f"zb-v {EARLY}", planned(tmp_path, "v-half", 2, 4)]
     results = ranks.run(2, train, layout.flags(4, f"{UNIFORM} {options}"), runs, timeout=200)
     assert_same_model(results, runs, layout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [UNIFORM, PAIRS_OF_LAYERS, BLOCK])
+def test_dropout_on_a_v_is_that_of_backwards_which_recompute(ranks: RankPool, options: str) -> None:
+    """Stock has another order of forwards, in which the stages of a rank draw other masks."""
+    runs = ["zb-v", f"zb-v {EARLY}"]
+    results = ranks.run(2, train, Layout(2, num_layers=8).flags(4, f"{options} {DROPOUT}"), runs, timeout=200)
+    assert_same_bits(results, runs)
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"), some([(UNIFORM, "1p"), (BLOCK, "1p"), (UNIFORM, "1.01p")], (UNIFORM, "1.01p"))
+)
+def test_plans_of_a_run_compute_again_early(ranks: RankPool, options: str, limit: str) -> None:
+    """``zb-auto`` measures R, and plans with it."""
+    layout, runs = Layout(2, num_layers=4), [None, f"zb-auto {EARLY} --zero-bubble-memory-limit {limit}"]
+    flags = layout.flags(5, f"--train-iters {SWITCHED} {options} {DROPOUT}")
+    results = ranks.run(2, train_and_wait_for_the_plan, flags, runs, timeout=120)
+    assert_same_bits([outcomes for outcomes, _ in results], runs, SWITCHED)
+    plans = results[0][1]
+    assert plans and all("switched to the planned schedule" in said and ", with R" in said for said in plans)
+    if limit == "1.01p":
+        assert all("fused backwards" in said for said in plans), "W needs many times what F has saved"
 
 
 def gradients_of_checkpoints(_rank: int, early: bool) -> tuple[list[str], list[str]]:

@@ -37,7 +37,7 @@ FEW = [*divided("1f1b")[:1], *divided("zb-h1")[1:]]
 """Each algorithm once, and backwards that are whole and split."""
 PADDING = "--make-vocab-size-divisible-by 1 --vocab-size 36"
 """37 tokens, and 38 with two tensor-parallel ranks: no multiple of any number of ranks in the rows."""
-AGAIN = "--zero-bubble-recompute-logits"
+AGAIN = "--zero-bubble-recompute logits"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DISTRIBUTED = f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {BUCKETS}"
 

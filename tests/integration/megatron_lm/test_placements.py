@@ -85,16 +85,22 @@ def test_logs_equal_stock_on_a_v_with_the_layout_of_deepseek(checkout: Checkout,
 
 
 def on_a_v_after(
-    checkout: Checkout, num_ranks: int, flags: str, folder: Path, line: str = "", vee: str = ""
+    checkout: Checkout,
+    num_ranks: int,
+    flags: str,
+    folder: Path,
+    line: str = "",
+    vee: str = "",
+    more: tuple[str, ...] = (),
 ) -> tuple[Log, Log]:
     """Continue a stock checkpoint under zb-v and in stock.
 
     Args:
-        line, vee: more flags of the stock jobs, and of the job on a V.
+        line, vee: more flags of the stock jobs, and of the job on a V; ``more`` are flags of this package.
     """
     stock(checkout, num_ranks, f"{flags} {line} {_MOVING}", tuple(until(2, folder)))
     load = ("--load", str(folder))
-    own = pretrain_gpt(checkout, num_ranks, f"{flags} {vee} {_MOVING}", "zb-v", load)
+    own = pretrain_gpt(checkout, num_ranks, f"{flags} {vee} {_MOVING}", "zb-v", (*load, *more))
     return own, stock(checkout, num_ranks, f"{flags} {line} {_MOVING}", load)
 
 

@@ -97,7 +97,7 @@ def test_recorded_costs_make_a_plan_that_runs(
         *job,
         "zb-h1",
         (
-            *("--zero-bubble-vocabulary-parallel", "2", "--zero-bubble-recompute-logits"),
+            *("--zero-bubble-vocabulary-parallel", "2", "--zero-bubble-recompute", "logits"),
             *("--zero-bubble-trace", str(tmp_path), "--zero-bubble-record-costs", costs, "--zero-bubble-log-bubble"),
         ),
     )
@@ -127,6 +127,6 @@ def test_search_measures_a_divided_vocabulary(checkout: Checkout) -> None:
 def test_search_measures_predictions(checkout: Checkout) -> None:
     """With recomputed logits, because other options are above."""
     job = job_of(checkout, 2, DEEPSEEK)
-    own = pretrain_gpt(*job, "zb-auto", ("--zero-bubble-vocabulary-parallel", "1", "--zero-bubble-recompute-logits"))
+    own = pretrain_gpt(*job, "zb-auto", ("--zero-bubble-vocabulary-parallel", "1", "--zero-bubble-recompute", "logits"))
     near(own, stock(*job), DEEPSEEK.rounding)
     assert "zb-auto: iteration 6, zb-h1 (vocabulary 1): predicted" in own.text, own.text[-3000:]

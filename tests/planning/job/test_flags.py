@@ -36,6 +36,16 @@ FROZEN: tuple[tuple[str, dict[str, Any]], ...] = (
         "zb-h1 --zero-bubble-vocabulary-parallel 2 --zero-bubble-recompute-logits",
         {"vocabulary": 2, "recompute_logits": True},
     ),
+    ("zb-h1 --zero-bubble-recompute", {"early_recompute": True}),
+    ("zb-auto --zero-bubble-recompute early", {"early_recompute": True}),
+    (
+        "zb-h1 --zero-bubble-vocabulary-parallel 2 --zero-bubble-recompute logits",
+        {"vocabulary": 2, "recompute_logits": True},
+    ),
+    (
+        "zb-h1 --zero-bubble-vocabulary-parallel 2 --zero-bubble-recompute early,logits",
+        {"vocabulary": 2, "early_recompute": True, "recompute_logits": True},
+    ),
     ("zb-auto --zero-bubble-placement vee", {"placement": "vee"}),
     ("zb-auto --zero-bubble-placement linear", {}),
     ("zb-auto --zero-bubble-placement wave --zero-bubble-num-chunks 6", {"placement": "wave", "num_chunks": 6}),
@@ -130,7 +140,7 @@ def test_a_removed_flag_is_refused_with_the_reason(flag: str) -> None:
 def test_retired_flags_work_and_name_their_replacement() -> None:
     """So does --zero-bubble-help-all; docs/flags.md has the others only."""
     old = [row for row in DECISIONS if row.tier == "retired"]
-    assert len(old) == 7 and len(DECISIONS) - len(old) <= 26
+    assert len(old) == 8 and len(DECISIONS) - len(old) <= 26
     words = [f"--zero-bubble-{row.flag}" for row in old]
     assert [line.partition(" is ")[0] for line in retired([*words, "--no-zero-bubble-fuse-wgrad"])] == words
     (line,) = retired(["--zero-bubble-slice-ends=8,16", "--zero-bubble-exact"])
@@ -151,6 +161,7 @@ def test_retired_flags_work_and_name_their_replacement() -> None:
         ("slices 8,x", "ends of slices are numbers of tokens, such as 1536,2560,4096; got '8,x'"),
         ("slices", "expected one argument"),
         ("nccl-ctas 2,3,4", "it is one number of CTAs, or two as in 2,8; got '2,3,4'"),
+        ("recompute all", "invalid choice: 'all'"),
         ("post-validation always", "invalid choice: 'always'"),
     ],
 )

@@ -58,6 +58,7 @@ UNDER = {
     "pairs": RunOptions(Setup(pairs=True)),
 }
 """What chooses the subject of a rule."""
+PLAN = PlanFile(build("zb-h1", num_ranks=2, num_microbatches=2))
 ON_A_V = "stages on a V or in a wave"
 
 
@@ -100,7 +101,7 @@ def test_options_of_megatron(rule: OptionRule) -> None:
 def test_flags_of_a_job(
     rule: Effect | Exclusion, words: str, under_launcher: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planned, "read_plan_file", lambda _: PlanFile(build("zb-h1", num_ranks=2, num_microbatches=2)))
+    monkeypatch.setattr(planned, "read_plan_file", lambda _: PLAN)
 
     def checked() -> None:
         run, _ = parse_ours(words.split())
@@ -133,9 +134,12 @@ def configurations() -> list[Any]:
 
 
 @pytest.mark.parametrize(("rule", "own"), configurations())
-def test_fields_of_a_configuration(rule: Effect | Exclusion, own: dict[str, Any]) -> None:
+def test_fields_of_a_configuration(
+    rule: Effect | Exclusion, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planned, "read_plan_file", lambda _: PLAN)
     with pytest.raises(UserError, match=re.escape(f"; {rule.remedy(in_fields)}")) as caught:
-        ZeroBubbleConfig(**own)
+        _ = ZeroBubbleConfig(**own).setup  # a file is read then
     assert rule.why.partition("{")[0] in str(caught.value) and "--zero-bubble" not in str(caught.value).split(";")[0]
 
 

@@ -293,13 +293,14 @@ class AutoSchedule(Replanner):
         if first is not None and first.name not in SCHEDULES:
             return "nothing is needed, because it is the schedule that every such run begins with"
         if first is not None:
-            run = spell(Setup(Named(first.name, order.stages)))
+            run = spell(Setup(Named(first.name, order.stages), early_recompute=setup.early_recompute))
             return f"run {' '.join(run)}, with which the run began"
         stages = order.stages or DEFAULT_CHUNKS.get(order.of_run)
         searched = Searched(order.of_run, stages, limit or self._limit)
         slices = slices_of(setup.cuts)
         cuts = None if slices is None or len(slices) == 1 else Cuts(None, slices.ends)
-        asked = spell(Setup(searched, cuts=cuts, vocabulary=setup.vocabulary), "plan")
+        own = Setup(searched, cuts=cuts, vocabulary=setup.vocabulary, early_recompute=setup.early_recompute)
+        asked = spell(own, "plan")
         command = (
             f"zero-bubble plan --costs FILE --num-ranks {size[0]} --num-microbatches {size[1]} {' '.join(asked)} "
             f"--objective {setup.objective}"

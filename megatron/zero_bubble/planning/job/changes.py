@@ -26,6 +26,7 @@ from megatron.zero_bubble.planning.job.pattern import FLAG as PATTERN
 from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.offload import AUTO
 from megatron.zero_bubble.planning.question import Offloading, Question
+from megatron.zero_bubble.planning.recompute import WITH_R
 from megatron.zero_bubble.planning.setup import (
     BY_COST,
     Cuts,
@@ -97,7 +98,9 @@ class JobChanges:
         """Yield its own schedule, those by name, with pairs too, and searches without and with two stages per rank."""
         given = Given(schedule.name, PlanFile(schedule))
         yield Change(schedule.name, self._asking(given, self.placement, 0.0), self.setup, self.placement)
-        yield from self._named()
+        named = list(self._named())
+        yield from named
+        yield from self._recomputing(named)
         yield from self._paired()
         for change in self._searched():
             if name_of(change.placement) in ("linear", "vee"):
@@ -106,7 +109,9 @@ class JobChanges:
     def named_changes(self) -> Iterator[Change]:
         """Yield schedules by name, Megatron's own too."""
         yield from self._of_megatron()
-        yield from self._named()
+        named = list(self._named())
+        yield from named
+        yield from self._recomputing(named)
         yield from self._paired()
 
     def changes(self) -> Iterator[Change]:
@@ -114,6 +119,7 @@ class JobChanges:
         yield from self.named_changes()
         searches = list(self._searched())
         yield from searches
+        yield from self._recomputing(searches)
         yield from map(self._laid_out, (*searches, *self._paired()) if self._takes_layouts else ())
         yield from self._divided(searches)
         yield from self._sliced(searches)
@@ -168,6 +174,11 @@ class JobChanges:
             question = self._asking(Named(recipe.name, count, equal_passes=True), on)
             title = recipe.name if count is None else f"{recipe.name} x{count}"
             yield self._change(title, question, self._named_on(recipe, on), on)
+
+    def _recomputing(self, changes: list[Change]) -> Iterator[Change]:
+        """Changes with recomputation as a pass of its own, of a job that recomputes whole layers."""
+        if any(self.costs.of_ranks[0].recompute_ms):
+            yield from (_deciding(own, f"{own.name} {WITH_R}", early_recompute=True) for own in changes)
 
     def _paired(self) -> Iterator[Change]:
         """Schedules whose forwards run together with backwards, to hide the all-to-all of experts."""

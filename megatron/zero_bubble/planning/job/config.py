@@ -42,6 +42,7 @@ class ZeroBubbleConfig:
             must be given; a ``schedule`` that ends in ``.json`` or has a folder in its path is a file too. ``setup``
             has what a file decides; a field that is given and differs is refused.
         vocabulary: 1 or 2, as ``--zero-bubble-vocabulary-parallel``; None for ``off``.
+        early_recompute, recompute_logits: as ``--zero-bubble-recompute early`` and ``logits``.
         costs_file: as ``--zero-bubble-costs``.
         placement: it is needed up front, because the model is built before a plan is made.
         unit_microbatches, whole_stages: None for the default of the flag.
@@ -60,6 +61,7 @@ class ZeroBubbleConfig:
     slice_ends: tuple[int, ...] | None = None
     attention_share: float | None = None
     vocabulary: Algorithm | None = None
+    early_recompute: bool = False
     recompute_logits: bool = False
     placement: PlacementName = "linear"
     schedule_file: str | None = None

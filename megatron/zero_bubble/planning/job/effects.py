@@ -124,6 +124,7 @@ _HAS_CHUNKS = _if(
 )
 _CUT = _if(f"a schedule of slices or {ZB_AUTO}", lambda setup: setup.can_cut)
 _HAS_UNITS = _if("zero-pp or sharded units", lambda setup: setup.has_units)
+_RECOMPUTING = _if("a plan with R", lambda setup: setup.plan is not None and setup.plan.schedule.recomputed)
 _CHOSEN_UNITS = _if("zero-pp without unit_microbatches", _chooses_units)
 _OWN_LOOP = Need("scripts/pretrain_gpt.py", lambda job: not job.under_launcher)
 _OBSERVED = Need(
@@ -169,6 +170,13 @@ EFFECTS = (
         _either(f"{_BY_NAME.words}, or {_HAS_CHUNKS.words}", _BY_NAME, _HAS_CHUNKS, _FILE),
         "; got {schedule}",
         "name a schedule or placement",
+    ),
+    *_rows("early_recompute", SCHEDULE, ", into which its passes are inserted; got none", _ZB_H1),
+    *_rows(
+        "early_recompute",
+        _either("a schedule by name, zb-auto or a plan with R", _BY_NAME, _PLANS, _RECOMPUTING),
+        "; got {schedule}",
+        "plan again with `zero-bubble plan --early-recompute`",
     ),
     *_rows("vocabulary", SCHEDULE, ", into which its passes are inserted; got none", _ZB_H1),
     *_rows(

@@ -108,7 +108,8 @@ def check_options(values: Any, run: RunOptions, megatrons_own: bool = True, of_m
     if of_model and run.setup.early_recompute and (kind := getattr(values, "recompute_granularity", None)) != "full":
         raise UserError(
             f"early recomputation needs whole layers that are recomputed; got recompute_granularity={kind!r}; give "
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or a plan without R"
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or leave it out, in a "
+            "plan too"
         )
     group = getattr(values, "microbatch_group_size_per_vp_stage", None)
     # Megatron ignores the group size without virtual stages; its default is the number of pipeline ranks.

@@ -71,6 +71,6 @@ def test_recomputed_logits_leave_only_hidden_states_and_labels(ranks: RankPool) 
     """In bfloat16; the labels, 8 bytes per token, are not in the estimate. Receivers also keep those of the message."""
     layout, labels = Layout(2), 8 * LENGTH * BATCH
     estimated = divide(estimated_layers(layout), 2, Divided(2, recompute_logits=True)).logits
-    for found in measured(ranks, "zb-h1", 2, layout, "--bf16 --zero-bubble-recompute-logits"):
+    for found in measured(ranks, "zb-h1", 2, layout, "--bf16 --zero-bubble-recompute logits"):
         assert found.memory.logits == (estimated[0] + 2 * labels, estimated[1] + labels)
         assert found.measured == pytest.approx(found.planned, rel=0.05)

@@ -19,7 +19,7 @@ OURS = """
 --zero-bubble-nccl-collective-ctas --zero-bubble-nccl-ctas
 --zero-bubble-num-chunks --zero-bubble-num-slices --zero-bubble-offload --zero-bubble-overlap-experts
 --zero-bubble-placement
---zero-bubble-post-receives --zero-bubble-post-validation --zero-bubble-recompute-logits
+--zero-bubble-post-receives --zero-bubble-post-validation --zero-bubble-recompute --zero-bubble-recompute-logits
 --zero-bubble-record-costs --zero-bubble-rollback --zero-bubble-schedule --zero-bubble-schedule-file
 --zero-bubble-shard-transport --zero-bubble-shard-weights --zero-bubble-slice-ends --zero-bubble-slices
 --zero-bubble-trace
