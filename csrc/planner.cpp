@@ -1,4 +1,5 @@
-// The hot loops of the schedule search for Python: time, evaluate, compact, refill and refine rows of passes.
+// The hot loops of the schedule search for Python: time, evaluate, compact, refill and refine rows of passes, and move
+// pairs.
 //
 // Each does, operation by operation, what its namesake in megatron/zero_bubble/core/search does, so that both give the
 // same numbers to the last bit (build without fused multiply-add); the Python is the reference and says why. The types
@@ -12,11 +13,12 @@
 #include <utility>
 #include <vector>
 
+#include "planner/pairs.h"
 #include "planner/planner.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
-using zb::PackedRows, zb::Planner, zb::Problem;
+using zb::PackedRows, zb::PairPlanner, zb::Planner, zb::Problem;
 
 namespace {
 
@@ -53,4 +55,10 @@ PYBIND11_MODULE(_planner, module) {
           without_gil())
       .def("refill", &Planner::refill, "rows"_a, "eagerness"_a, "target"_a, without_gil())
       .def("refine", &Planner::refine, "rows"_a, "tries"_a, "heat"_a, "seed"_a, without_gil());
+  py::class_<PairPlanner>(module, "PairPlanner", py::is_final())
+      .def(
+          py::init<int, int, int, Codes, Figures, Figures, Figures, Figures>(), py::kw_only(), "num_stages"_a,
+          "num_microbatches"_a, "most_chunks"_a, "chunk"_a, "times"_a, "forward_hop"_a, "backward_hop"_a, "change"_a)
+      .def(
+          "improve", &PairPlanner::improve, "rows"_a, "limit"_a, "of_span"_a, "tries"_a, "seed"_a, without_gil());
 }

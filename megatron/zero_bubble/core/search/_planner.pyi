@@ -41,3 +41,21 @@ class Planner:
     ) -> PackedRows | None: ...
     def refill(self, rows: PackedRows, eagerness: Eagerness, target: float) -> PackedRows | None: ...
     def refine(self, rows: PackedRows, tries: int, heat: float, seed: int) -> tuple[float, PackedRows]: ...
+
+@final
+class PairPlanner:
+    def __init__(
+        self,
+        *,
+        num_stages: int,
+        num_microbatches: int,
+        most_chunks: int,
+        chunk: Sequence[int],
+        times: Sequence[float],
+        forward_hop: Sequence[float],
+        backward_hop: Sequence[float],
+        change: Sequence[float],
+    ) -> None: ...
+    def improve(
+        self, rows: list[list[tuple[int, int]]], limit: float, of_span: bool, tries: int, seed: int
+    ) -> tuple[float, list[list[tuple[int, int]]]]: ...

@@ -88,11 +88,11 @@ def loops(problem: Problem) -> Loops[Packed]:
 
 
 @cache
-def compiled() -> Callable[[Problem], Loops[Packed]] | None:
-    """Return the constructor of the compiled loops; None if the package was installed without them.
+def compiled_module() -> Any:
+    """Return the compiled module; None if the package was installed without it.
 
     Raises:
-        UserError: when the compiled file exists but does not load; ignoring this would silently change plans.
+        UserError: as ``compiled`` does.
     """
     if find_spec("megatron.zero_bubble.core.search._planner") is None:
         return None
@@ -104,8 +104,21 @@ def compiled() -> Callable[[Problem], Loops[Packed]] | None:
             "install this package again, or delete that file to search in Python, which takes longer",
             everywhere=False,
         ) from error
+    return planner
 
-    def columns(problem: Problem) -> planner.Problem:
+
+@cache
+def compiled() -> Callable[[Problem], Loops[Packed]] | None:
+    """Return the constructor of the compiled loops; None if the package was installed without them.
+
+    Raises:
+        UserError: when the compiled file exists but does not load; ignoring this would silently change plans.
+    """
+    planner = compiled_module()
+    if planner is None:
+        return None
+
+    def columns(problem: Problem) -> Any:
         return planner.Problem(
             num_ranks=problem.num_ranks,
             num_stages=problem.num_stages,
