@@ -12,8 +12,12 @@ import pytest
 import torch
 
 import megatron.zero_bubble
-from megatron.zero_bubble import PassCosts, build, simulate
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
+from megatron.zero_bubble.core.analysis.score import Goal
+from megatron.zero_bubble.core.costs.experts import ExpertParts
 from megatron.zero_bubble.core.formats.plan import plan_to_json
+from megatron.zero_bubble.core.ir.passes import BW, B, F, W
+from megatron.zero_bubble.core.search.pairs import pairs_auto
 from tests.helpers.weights import draw_by_name
 
 SEQUENCE, VOCABULARY = 8, 32
@@ -49,6 +53,19 @@ def plan_files(folder: Path, pipeline: int, num_microbatches: int) -> list[str]:
         file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1, 1, 1))))
         files.append(str(file))
     return files
+
+
+def searched_plan_file(folder: Path, pipeline: int, num_microbatches: int) -> str:
+    """The file of a searched order on a loop, in which some weight gradients are apart from their backwards."""
+    on = Placement.interleaved(pipeline, 2)
+    parts = ExpertParts(1, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 3.0, 2.0, 2.0)
+    costs = PassCosts.uniform(on, 18.0, 18.0, 8.0).with_experts((parts,) * on.num_stages)
+    figures, goal = (costs, PassMemory.uniform(on)), Goal(limit=4.0 * pipeline)
+    schedule = pairs_auto(lambda _: figures, [on], num_microbatches, goal, effort=0.02)
+    assert schedule.pairs and {p.kind for p in schedule.passes()} == {F, B, W, BW}
+    file = folder / "searched.json"
+    file.write_text(plan_to_json(simulate(schedule, costs)))
+    return str(file)
 
 
 def differences(names: Sequence[str], results: Sequence[Sequence[Result]]) -> list[str]:

@@ -47,8 +47,11 @@ VALUES = {
     "recompute": "early",
 }  # fmt: skip
 """Values of our own flags that are not switches."""
-_JOBS = {"num-chunks": "--zero-bubble-schedule zb-auto", "recompute": "--zero-bubble-schedule plan.json"}
-"""The job of options that have an effect with every other schedule."""
+_JOBS = {
+    **dict.fromkeys(("num-chunks", "overlap-experts"), "--zero-bubble-schedule zb-auto"),
+    "recompute": "--zero-bubble-schedule plan.json",
+}
+"""The job of options that have an effect with other schedules."""
 _SUBJECTS = {
     "stages on a V or in a wave": V,
     "post-validation": f"{H1} --zero-bubble-post-validation",

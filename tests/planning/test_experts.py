@@ -13,7 +13,7 @@ from unittest.mock import ANY
 import pytest
 
 from bench.experts import COSTS, SCALES, costs_file
-from megatron.zero_bubble import simulate
+from megatron.zero_bubble import Schedule, simulate
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
 from megatron.zero_bubble.core.formats.plan import plan_from_json
@@ -31,6 +31,7 @@ from megatron.zero_bubble.planning.experts import contenders, verdict
 from megatron.zero_bubble.planning.feasibility import Feasibility
 from megatron.zero_bubble.planning.figures import measured
 from megatron.zero_bubble.planning.job.changes import JobChanges
+from megatron.zero_bubble.planning.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.planning.job.options import check_options, flag_of
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.ranges import RANGES
@@ -188,7 +189,6 @@ def test_the_plan_file_has_what_overlaps(
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--schedule zb-auto", "pairs and zb-auto exclude each other, because its search does not order pairs"),
         ("--schedule seq-1f1b", "pairs and sequence slices exclude each other"),
         ("--schedule zero-pp --shard-weights", "pairs and sharded units exclude each other"),
         ("--schedule-file plan.json", "--pairs does not apply to a schedule file"),
@@ -240,3 +240,22 @@ def test_estimate_of_a_model_has_pairs(tmp_path: Path, capsys: pytest.CaptureFix
     file.write_text(f"{shapes}{experts}num-layers: 16\nexpert-model-parallel-size: 0\n")
     assert main(plan) == 2
     assert "--expert-model-parallel-size must be 1 or more; got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["loop --num-chunks 2", "vee"])
+def test_a_search_for_pairs_is_not_longer_than_the_schedules_by_name(
+    where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(flags: str) -> tuple[float, Schedule]:
+        assert main(f"plan {flags} --pairs {FLAGS} --memory-limit 2p --format json".split()) == 0
+        text = capsys.readouterr().out
+        return json.loads(text)["makespan_ms"], plan_from_json(text).schedule
+
+    ms, found = planned(f"--schedule zb-auto --placement {where}")
+    named, _ = planned("--schedule dualpipe-v" if where == "vee" else "--schedule interleaved-1f1b --num-chunks 2")
+    assert found.name == "zb-auto with pairs" and found.pairs and ms < named
+
+
+def test_a_run_refuses_to_search_for_pairs() -> None:
+    with pytest.raises(UserError, match="overlap_experts works only with a schedule by name or from a file"):
+        _ = ZeroBubbleConfig("zb-auto", placement="vee", overlap_experts=True).setup

@@ -20,7 +20,7 @@ from megatron.zero_bubble.planning.job.arguments.parser import misspelt
 from megatron.zero_bubble.planning.job.pattern import FLAG as PATTERN
 from megatron.zero_bubble.planning.job.pattern import pattern_in
 from megatron.zero_bubble.planning.remedies import Remedied
-from megatron.zero_bubble.planning.setup import Setup
+from megatron.zero_bubble.planning.setup import Given, Setup
 from megatron.zero_bubble.planning.uncertainty import SHARE
 from megatron.zero_bubble.planning.worth import Advice, Barred
 
@@ -256,6 +256,8 @@ def _table(found: Advice, own: Setup, argv: Sequence[str]) -> Iterator[str]:
         words = words_of_row(row, own, argv)
         yield ""
         yield f"{number:<3}add {shlex.join(words.add)}"
+        if isinstance(row.setup.order, Given):
+            yield f"   the file: ask again with --write {row.setup.order.file} --row {number}"
         if row.environment:
             yield f"   start it with {' '.join(row.environment)}"
         if words.leave_out:
@@ -385,6 +387,8 @@ def _verdict(
     if best is not fastest:
         bound = f" It is simpler than {fastest.change.name}, which is {fastest.gain - best.gain:.1%} shorter.{bound}"
     words = shlex.join(words_of_row(best, own, argv).add)
+    if isinstance(best.setup.order, Given):
+        words += f", the file that --write {best.setup.order.file} writes,"
     return (
         f"Add {words}{start}: {-best.gain:+.1%} of the time of the passes{varied}{more}. Its numbers are "
         f"{NUMBERS[best.change.numbers]}.{bound}"

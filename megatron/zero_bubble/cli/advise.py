@@ -100,6 +100,7 @@ def add_advise(verb: argparse.ArgumentParser) -> None:
         tries=True,
         drops_overlaps=True,
         remedies=False,
+        files=True,
     )
 
 
@@ -178,6 +179,7 @@ def advised(
         (own.replicas, bandwidth_to_replicas(own.groups, device_of(options))),
         own.parsed.setup,
         pattern_of(own.parsed.args),
+        options.files,
     )
     worth = WORTH if options.costs else WORTH_ESTIMATED
 

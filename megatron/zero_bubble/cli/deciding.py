@@ -46,7 +46,7 @@ from megatron.zero_bubble.planning.idle import idle_of
 from megatron.zero_bubble.planning.job.arguments.tokenizer import known_vocab_size
 from megatron.zero_bubble.planning.job.facts import facts_of, job_facts
 from megatron.zero_bubble.planning.job.flags import as_given, given_in, retired
-from megatron.zero_bubble.planning.setup import AUTO_LIMIT, Named, Searched, Setup
+from megatron.zero_bubble.planning.setup import AUTO_LIMIT, Given, Named, Searched, Setup
 
 AUTO = "auto"
 _SCHEDULE = "--zero-bubble-schedule"
@@ -252,8 +252,10 @@ def _decision(
 
 def _ways(row: AdviceRow, limit: str | None) -> Iterator[Setup]:
     """The setup of a row with the order of passes that is planned during the run, where it can be, then as it is. Pairs
-    and sharded units have an order of their own.
+    and sharded units have an order of their own; what runs only from a file, which a job does not have, is left out.
     """
+    if isinstance(row.setup.order, Given):
+        return
     setup, on = row.setup, row.change.placement
     name = name_of(on)
     has_own_order = row.plan.schedule.overlaps or row.change.question.has_units
@@ -313,6 +315,7 @@ def _advice(
         "environment": environment,
         "tries": False,
         "drops_overlaps": False,
+        "files": False,
     }
 
     def ask(file: Path | None) -> Advised:

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.core.errors import Refusal, UserError, attempted
+from megatron.zero_bubble.core.formats.plan import PlanFile
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.integration.megatron_lm import checks
 from megatron.zero_bubble.integration.megatron_lm.batches import (
@@ -102,7 +103,7 @@ class ParsedJob:
 
         args = with_megatron_flags(self.args, adds, drops)
         set_layout(args, setup.layout)
-        return _checked(args, values_of(setup) | other_options(self.given), self)
+        return _checked(args, values_of(setup) | other_options(self.given), self, setup.plan)
 
     def refused(self, setup: Setup, adds: Sequence[str], drops: Sequence[str]) -> Refusal | None:
         """Return why the changed job would be refused; None if it would run."""
@@ -145,12 +146,18 @@ def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -
     return parsed_megatron_job(argv, world_size, node_size).checked()
 
 
-def _checked(args: argparse.Namespace, given: Mapping[str, Any], job: ParsedJob) -> MegatronJob:
-    """Check flags, in the order of a run."""
+def _checked(
+    args: argparse.Namespace, given: Mapping[str, Any], job: ParsedJob, plan: PlanFile | None = None
+) -> MegatronJob:
+    """Check flags, in the order of a run.
+
+    Args:
+        plan: the content of the schedule file, if it is known.
+    """
     from megatron.zero_bubble.planning.job.arguments.checks import check_model, check_sizes
 
     world_size, node_size = job.world_size, job.node_size
-    args.run = run_of(given, as_given)
+    args.run = run_of(given, as_given, plan)
     checks.check_format(args.run, args.yaml_cfg)
     check_job(Job(args.run, under_launcher=True, train_iters=last_iteration(args)))
     if (pattern := pattern_of(args)) is not None:

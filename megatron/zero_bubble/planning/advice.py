@@ -230,7 +230,7 @@ class Adviser:
             sent = math.fsum(parts.all_to_all for parts in passes.experts)
             work = max(work - sent, sent)
         mean = costs.num_microbatches * work / costs.num_ranks
-        if question.by_cost or question.setup.cuts:  # they divide the work otherwise
+        if question.by_cost or question.setup.cuts or question.setup.pairs:  # they divide the work otherwise
             return mean
         costs = without_recomputation(costs) if again else costs  # no pass waits for an R
         return max(mean, quick_bound(costs, Workload(change.placement, costs.num_microbatches), Goal(self.objective)))

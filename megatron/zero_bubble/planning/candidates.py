@@ -211,6 +211,8 @@ class Comparison:
                 end = WITH_PAIRS if recipe.has_pairs else WITH_OVERLAP
                 for way in self._named(recipe, costs):
                     yield way.row(f" {end}", pairs=True)
+        for way in self._searches(costs) if costs.has_all_to_alls else ():
+            yield way.row(f" {WITH_PAIRS}", pairs=True)
 
     def sharded(self, costs: Figures, replicas: Replicas) -> Iterator[Candidate]:
         """Yield the schedules of whole sequences with several stages per rank, with sharded units."""

@@ -16,7 +16,7 @@ from megatron.zero_bubble.core.plan.shard import check_chunks
 from megatron.zero_bubble.core.schedules import recipe
 from megatron.zero_bubble.core.search.placements import label_of
 from megatron.zero_bubble.planning.cuts import cutting, search, with_candidates
-from megatron.zero_bubble.planning.experts import hidden
+from megatron.zero_bubble.planning.experts import hidden, searched_pairs
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.layouts import lay_out
@@ -249,6 +249,9 @@ def _made(question: Question, variant: Variant, choices: Sequence[Placement]) ->
     else:
         if variant.algorithm is not None and cuts is None:
             yield from searched(variant, choices, question.goal, question.effort)
+            return
+        if question.setup.pairs:
+            yield searched_pairs(costs, choices, question.goal, question.effort)
             return
         if question.known:
             yield from known_schedules(costs, choices, question.objective)

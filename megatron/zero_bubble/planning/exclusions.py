@@ -171,7 +171,6 @@ EXCLUSIONS = (
     Exclusion(LENGTHS, SLICES, "sequences are cut at the same tokens in all microbatches", _TO_ONE_LENGTH),
     Exclusion(LENGTHS, VOCABULARY, "its collectives have the rows of one length", _TO_ONE_LENGTH),
     Exclusion(LENGTHS, MEASURED_OFFLOAD, _ONE_LENGTH, _BY_SHARE),
-    Exclusion(PAIRS, PLANS, "its search does not order pairs", "give a schedule with pairs, such as dualpipe-v"),
     Exclusion(PAIRS, SLICES, "the all-to-alls of experts are known for whole sequences"),
     Exclusion(PAIRS, VOCABULARY, "the passes of the vocabulary would be part of pairs"),
     Exclusion(PAIRS, SHARDS, "their collectives would compete with the all-to-alls of experts"),

@@ -8,13 +8,15 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.core.analysis.score import length_ms
+from megatron.zero_bubble.core.analysis.score import Goal, length_ms
 from megatron.zero_bubble.core.analysis.timeline import Metric
 from megatron.zero_bubble.core.costs.units import format_bytes
-from megatron.zero_bubble.core.ir import Schedule
+from megatron.zero_bubble.core.ir import Placement, Schedule
+from megatron.zero_bubble.core.ir.sizes import check_size
 from megatron.zero_bubble.core.plan.timelines import timeline_of
-from megatron.zero_bubble.core.schedules import build, recipe
+from megatron.zero_bubble.core.schedules import SCHEDULES, build, recipe
 from megatron.zero_bubble.core.schedules.alone import fuse_alone, split_alone
+from megatron.zero_bubble.core.search.pairs import pairs_auto
 from megatron.zero_bubble.core.search.placements import name_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import peak_memory
@@ -50,6 +52,26 @@ def hidden(costs: Figures, order: Named, named: Callable[[Named], Schedule], ada
         yield from dict.fromkeys((fuse_alone(own), own))
 
 
+def searched_pairs(costs: Figures, choices: Sequence[Placement], goal: Goal, effort: float = 1.0) -> Schedule:
+    """Search for a schedule with pairs on the best of these placements; it is not longer than those by name there that
+    are within the limit.
+    """
+    check_size(costs.num_ranks, costs.num_microbatches, max(on.num_stages for on in choices) // costs.num_ranks)
+    known = [schedule for on in choices for schedule in _paired_on(costs, on)]
+    found = pairs_auto(costs.on, choices, costs.num_microbatches, goal, known, effort)
+    return replace(found, name=f"{found.name} {WITH_PAIRS}")
+
+
+def _paired_on(costs: Figures, on: Placement) -> Iterator[Schedule]:
+    """The schedules by name with pairs on a placement."""
+    chunks = on.num_stages // on.num_ranks
+    for known in SCHEDULES.values():
+        count = chunks if known.shape == "interleaved" and chunks > 1 else None
+        if known.has_pairs and known.placement(on.num_ranks, known.num_chunks(count)) == on:
+            own = costs.build(known.name, num_chunks=count, pairs=True)
+            yield from dict.fromkeys((own, fuse_alone(own), split_alone(own)))
+
+
 def build_hiding(name: str, **sizes: Any) -> Schedule:
     """Build a schedule by name that hides the all-to-all of experts: in pairs, or else beneath weight gradients."""
     schedule = build(name, **sizes, pairs=recipe(name).has_pairs)
@@ -60,7 +82,8 @@ def kind_of(name: str, schedule: Schedule) -> tuple[str, str]:
     """Whether a schedule has pairs, and how a sentence names it."""
     if not schedule.pairs:
         return "plain", name
-    return "pairs", combined_name(name) if name_of(schedule.placement) == "loop" else name
+    is_megatrons = name.startswith("interleaved-1f1b") and name_of(schedule.placement) == "loop"
+    return "pairs", combined_name(name) if is_megatrons else name
 
 
 class Contender(NamedTuple):

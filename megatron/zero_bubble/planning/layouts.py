@@ -95,11 +95,12 @@ def _laid_out(question: Question, rated: Question, placements: Sequence[Placemen
 
 
 def searches_drafts(question: Question) -> bool:
-    """Whether schedules of whole sequences are searched for, which takes long, and have a lower bound. A schedule for
-    equal passes is no draft of one whose passes of the vocabulary are inserted after it was refitted.
+    """Whether schedules of whole sequences are searched for, which takes long, and have a lower bound, as those with
+    pairs do not. A schedule for equal passes is no draft of one whose passes of the vocabulary are inserted after it
+    was refitted.
     """
     fits = question.adapts and not question.setup.inserts
-    return question.setup.cuts is None and (question.is_search or fits)
+    return question.setup.cuts is None and not question.setup.pairs and (question.is_search or fits)
 
 
 def _draft(question: Question) -> Question:

@@ -20,7 +20,14 @@ from megatron.zero_bubble.planning.job.options import check_options
 from megatron.zero_bubble.planning.job.stages import place_stages
 from megatron.zero_bubble.planning.run_options import RunOptions
 from megatron.zero_bubble.planning.setup import Cuts, Setup, Shards
-from tests.helpers.expert_models import PLAIN_V, differences, plan_files, references, train_with_experts
+from tests.helpers.expert_models import (
+    PLAIN_V,
+    differences,
+    plan_files,
+    references,
+    searched_plan_file,
+    train_with_experts,
+)
 from tests.helpers.expert_probes import (
     deferred,
     nodes_of_fused_backwards,
@@ -30,6 +37,7 @@ from tests.helpers.expert_probes import (
     sends,
 )
 from tests.helpers.ranks import RankPool
+from tests.helpers.rows import some
 
 ROWS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "m=4": (2, 4, {}),
@@ -56,6 +64,18 @@ def test_same_bits_as_stock(ranks: RankPool, tmp_path: Path, row: str) -> None:
     pipeline, num_microbatches, options = ROWS[row]
     names = [*references(options), *plan_files(tmp_path, pipeline, num_microbatches), PLAIN_V]
     job = names, num_microbatches, pipeline, options, 3 if row == "m=4" else 5
+    assert differences(names, ranks.run(2 * pipeline, train_with_experts, *job, timeout=300)) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "num_microbatches"), some([("m=4", 6), ("multi-token prediction", 5), ("four ranks", 12)], ("m=4", 6))
+)
+def test_a_searched_order_has_the_bits_of_stock(
+    ranks: RankPool, tmp_path: Path, row: str, num_microbatches: int
+) -> None:
+    pipeline, _, options = ROWS[row]
+    names = [*references(options), searched_plan_file(tmp_path, pipeline, num_microbatches)]
+    job = names, num_microbatches, pipeline, options, 3
     assert differences(names, ranks.run(2 * pipeline, train_with_experts, *job, timeout=300)) == []
 
 

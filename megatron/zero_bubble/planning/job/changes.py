@@ -25,6 +25,7 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.job.pattern import FLAG as PATTERN
 from megatron.zero_bubble.planning.layout_plan import LayoutPlan
 from megatron.zero_bubble.planning.offload import AUTO
+from megatron.zero_bubble.planning.plan_file import decided
 from megatron.zero_bubble.planning.question import Offloading, Question
 from megatron.zero_bubble.planning.recompute import WITH_R
 from megatron.zero_bubble.planning.setup import (
@@ -64,6 +65,10 @@ _MOST_STAGES = 4
 _MOST_SLICED_STAGES = 2
 """Most stages per rank on which slices are searched for."""
 _GIB = 2**30
+_MOST_PAIRED = 4
+"""Most microbatches per rank with which an order of pairs is searched for."""
+PLAN_FILE = "plan.json"
+"""The file from which a job runs a plan that is known only by its order."""
 STOCK = Setup()
 """A job without this package."""
 
@@ -82,6 +87,7 @@ class JobChanges:
         effort: of searches, relative to the default.
         setup: what the job runs now.
         pattern: the layers of a hybrid model.
+        files: whether the job can run a plan file, which somebody has to write first.
     """
 
     placement: Placement
@@ -93,6 +99,7 @@ class JobChanges:
     replicas: tuple[int, float] = (1, math.inf)
     setup: Setup = STOCK
     pattern: Pattern | None = None
+    files: bool = True
 
     def quick_changes(self, schedule: Schedule) -> Iterator[Change]:
         """Yield its own schedule, those by name, with pairs too, and searches without and with two stages per rank."""
@@ -120,7 +127,9 @@ class JobChanges:
         searches = list(self._searched())
         yield from searches
         yield from self._recomputing(searches)
-        yield from map(self._laid_out, (*searches, *self._paired()) if self._takes_layouts else ())
+        paired = list(self._searched_pairs())
+        yield from paired
+        yield from map(self._laid_out, (*searches, *self._paired(), *paired) if self._takes_layouts else ())
         yield from self._divided(searches)
         yield from self._sliced(searches)
         if self.costs.in_bytes:
@@ -187,6 +196,16 @@ class JobChanges:
         for recipe in SCHEDULES.values():
             for own in self._of_recipe(recipe) if recipe.has_pairs and recipe.shape != "linear" else ():
                 yield _deciding(own, f"{own.name} with pairs", pairs=True)
+
+    def _searched_pairs(self) -> Iterator[Change]:
+        """The same on their stages in an order that is searched for, which a job runs from a file. With many
+        microbatches, the known orders are nearly as short.
+        """
+        are_few = self.costs.num_microbatches <= _MOST_PAIRED * self.costs.num_ranks
+        for own in self._paired() if self.files and are_few else ():
+            on = own.placement
+            question = self._asking(Searched.on(on), on).deciding(pairs=True)
+            yield replace(own, name=f"{ZB_AUTO} {label_of(on)} with pairs", question=question, of_plan=_from_file)
 
     def _searched(self) -> Iterator[Change]:
         for on in self._placements:
@@ -344,6 +363,11 @@ def _deciding(change: Change, name: str, **decisions: Any) -> Change:
     """A change that also decides something else, which its job and its question have alike."""
     question, setup = change.question.deciding(**decisions), replace(change.setup, **decisions)
     return replace(change, name=name, question=question, setup=setup)
+
+
+def _from_file(setup: Setup, plan: Answer) -> Setup:
+    """With the order of a file that has the plan."""
+    return replace(setup, order=Given(PLAN_FILE, decided(plan)), pairs=False)
 
 
 def _sharded(setup: Setup, plan: Answer) -> Setup:

@@ -132,6 +132,7 @@ _OBSERVED = Need(
     lambda job: job.run.has_schedule or job.shows_stock_passes,
 )
 _RECORDED = Need("--zero-bubble-trace or --zero-bubble-record-costs", lambda job: job.run.observations.records)
+_KNOWN_ORDER = _if("a schedule by name or from a file", lambda setup: not isinstance(setup.order, Searched))
 _RUN = Need("iterations of the run", _in_the_run)
 _ZB_H1 = "give --zero-bubble-schedule zb-h1"
 _SEQ_ZB_H1 = "give <schedule=seq-zb-h1>"
@@ -190,6 +191,12 @@ EFFECTS = (
         _either(f"{ZB_AUTO}, or {_CHOSEN_UNITS.words}", _PLANS, _CHOSEN_UNITS),
         ", because every other schedule has a fixed peak; got {schedule}",
         "choose one of the two",
+    ),
+    *_rows(
+        "overlap_experts",
+        _KNOWN_ORDER,
+        ", because a run of {schedule} measures passes that run alone",
+        "give the file that zero-bubble plan --schedule zb-auto --pairs --format json writes",
     ),
     *_rows("keep_faster", _PLANS, ", which changes schedules during the run; got {schedule}", "choose zb-auto"),
     *_rows("costs_file", _CHOSEN_UNITS, ", whose units it chooses; got {schedule}", "choose zero-pp"),
