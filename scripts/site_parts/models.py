@@ -45,6 +45,7 @@ _JOBS, _MEGATRON, _ADAPTER = "tests/jobs/table.py", "tests/integration/megatron_
 _FLAGSHIPS = f"{_MEGATRON}/test_flagships.py"
 _PAIRED = (EQUAL, f"{_FLAGSHIPS}::test_pairs_equal_stock")
 _DIVIDED = (NEAR, f"{_FLAGSHIPS}::test_shards_of_the_vocabulary_are_near_stock")
+_CUT = (NEAR, f"{_FLAGSHIPS}::test_slices_are_near_stock")
 _OTHER_SLICES, _OTHER_VOCABULARY = "sequence slices need a GPTModel or", "vocabulary parallelism needs a GPTModel"
 _ONE_STAGE = "several stages per rank need a script"
 _ALL = tuple(CHOICES)
@@ -133,6 +134,7 @@ MODELS = {
             "vocabulary": _DIVIDED,
             "pairs": _PAIRED,
             "slices": (NEAR, f"{_ADAPTER}/test_slices_hybrid.py::gated delta nets, attention, experts"),
+            "shards": (EQUAL, f"{_FLAGSHIPS}::test_sharded_units_equal_stock"),
         },
     ),
     "GPT-OSS": Model(
@@ -141,6 +143,7 @@ MODELS = {
         trained={
             "order": (EQUAL, f"{_JOBS}::megatron-lm gpt-oss"),
             "V": (EQUAL, f"{_JOBS}::megatron-lm gpt-oss"),
+            "slices": _CUT,
             "vocabulary": _DIVIDED,
             "pairs": _PAIRED,
             "shards": (EQUAL, f"{_MEGATRON}/test_shards_models.py::GPT-OSS"),
@@ -176,6 +179,7 @@ MODELS = {
         trained={
             "order": (EQUAL, f"{_JOBS}::verl deepseek-671b"),
             "V": (EQUAL, f"{_JOBS}::moe-modelzoo kimi-k2"),
+            "slices": _CUT,
             "vocabulary": (NEAR, f"{_ADAPTER}/test_vocabulary_models.py::Kimi K2: latent attention, experts"),
             "pairs": _PAIRED,
             "shards": (EQUAL, f"{_MEGATRON}/test_shards_models.py::Kimi K2"),

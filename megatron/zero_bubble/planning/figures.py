@@ -382,7 +382,7 @@ def measured(
         return (costs, kept) if read_as == placement else (costs.fit(placement), kept.fit(placement))
 
     own, (of_ranks, kept) = file.layer_costs(), file.on(Placement.linear(num_ranks))
-    division = None if own is None else Division(own.num_layers, given=file.layers_per_stage)
+    division = None if own is None else Division(own.num_layers, given=file.layers_per_stage, pattern=file.pattern)
     if own is not None:
         own = own.divided_as(of_ranks, kept)
     given = memory is not None or kept is not None

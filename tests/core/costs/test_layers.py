@@ -126,3 +126,29 @@ def test_two_stages_are_assumed_to_have_no_embedding_to_compute() -> None:
     layers = of_stages(LayerCosts((LAYER,) * 5, loss=ENDS[1]).on((3, 2))[0], None, (3, 2))
     assert (layers.embedding.work_ms, layers.loss.work_ms) == pytest.approx((0.0, ENDS[1].work_ms))
     assert layers.layers[0].work_ms == pytest.approx(LAYER.work_ms)
+
+
+SLOW = LayerFigures(6.0, 9.0, 3.0, 20.0, 5.0, 1.0, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("pattern", ["M|MM*|M**|*", "MM|M*M|MMM|*", "|M*|MM*|M"])
+def test_layers_of_a_hybrid_model_are_derived_by_letter(pattern: str) -> None:
+    stages = pattern.split("|")
+    kinds, layout = "".join(stages), tuple(map(len, stages))
+    whole = LayerCosts(tuple({"M": LAYER, "*": SLOW}[kind] for kind in kinds), *ENDS, 0.3)
+    costs, memory = whole.on(layout)
+    found = of_stages(costs, memory, layout, kinds=kinds)
+    for part, expected in zip(
+        (*found.layers, found.embedding, found.loss), (*whole.layers, whole.embedding, whole.loss), strict=True
+    ):
+        for name, value in vars(expected).items():
+            assert getattr(part, name) == pytest.approx(value, rel=1e-4, abs=1e-4), name
+    again, kept = found.on(layout)
+    assert again.forward_ms == pytest.approx(costs.forward_ms) and kept.activation == pytest.approx(memory.activation)
+
+
+def test_letters_that_no_stage_tells_apart_take_equally_long() -> None:
+    costs, memory = LayerCosts((LAYER, SLOW) * 4, *ENDS).on((2, 2, 2, 2))
+    found = of_stages(costs, memory, (2, 2, 2, 2), kinds="M*" * 4)
+    mean = (LAYER.forward_ms + SLOW.forward_ms) / 2
+    assert [layer.forward_ms for layer in found.layers[2:4]] == pytest.approx([mean, mean])

@@ -72,6 +72,20 @@ def test_recorded_stages_give_layers() -> None:
     assert parse(per_stage).layer_costs() is None
 
 
+def test_recorded_stages_of_a_hybrid_model_give_layers_by_letter() -> None:
+    per_stage = {
+        "forward_ms": [4.5, 8.0, 7.0, 9.0],
+        "backward_ms": [4.0, 6.0, 6.0, 8.0],
+        "wgrad_ms": [2.0, 3.0, 3.0, 4.0],
+    }
+    file = parse({**per_stage, "layers_per_stage": ["MM", "M*M", "MM*M", "*"]})
+    layers = file.layer_costs()
+    assert layers is not None and layers.num_layers == 10 and file.layers_per_stage == (2, 3, 4, 1)
+    assert layers.on((2, 3, 4, 1))[0].forward_ms == pytest.approx((4.5, 8.0, 7.0, 9.0))
+    assert file.pattern is not None and file.pattern.cut((3, 7)) == "MMM|*MMM*M*"
+    assert parse({**per_stage, "layers_per_stage": [2, 3, 4, 1]}).pattern is None
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -116,8 +130,9 @@ def test_invalid_parts_are_rejected(part: dict[str, object], message: str) -> No
     [
         ({"forward_ms": 2}, r"with layers_per_stage, forward_ms must be a list with one number for each of its 3"),
         ({"wgrad_ms": [1, 2]}, "with layers_per_stage, wgrad_ms must be a list with one number for each of its 3"),
-        ({"layers_per_stage": 3}, r"number of layers of every stage, each 0 or above, as in \[3, 4, 3\]; got 3"),
-        ({"layers_per_stage": [1, -1, 1]}, r"each 0 or above, as in \[3, 4, 3\]; got \[1, -1, 1\]"),
+        ({"layers_per_stage": 3}, r"number of layers of every stage, each 0 or above, as in \[3, 4, 3\], or .*; got 3"),
+        ({"layers_per_stage": [1, -1, 1]}, r"each 0 or above, as in \[3, 4, 3\], or .*; got \[1, -1, 1\]"),
+        ({"layers_per_stage": [1, "M", 1]}, r'letters of a hybrid model, as in \["M-M\*", "M-ME"\]; got \[1, "M", 1\]'),
         ({"layers_per_stage": [1, 0, 1]}, "layers_per_stage must give layers to a stage between the first"),
         (
             {"layers_per_stage": [1, 10**12, 1]},

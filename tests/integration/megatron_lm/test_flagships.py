@@ -17,6 +17,7 @@ from tests.helpers.megatron_lm import VARIABLE, Checkout, Log, checkouts, pretra
 from tests.integration.megatron_lm.test_models import DEEPSEEK, at_least, pretrain_vlm
 from tests.integration.megatron_lm.test_parity import UNTIED, near, same, until
 from tests.integration.megatron_lm.test_shards import UNITS
+from tests.integration.megatron_lm.test_slices import CUTS
 
 CHECKOUTS = checkouts()
 pytestmark = [
@@ -110,6 +111,25 @@ def test_shards_of_the_vocabulary_are_near_stock(
     own = model.run(*job, schedule, ("--zero-bubble-vocabulary-parallel", algorithm))
     near(own, model.stock(*job), 2e-2)
     assert own.weights != model.stock(*job).weights
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("checkout", "model"), rows("GPT-OSS", "Kimi K2"))
+@pytest.mark.parametrize("schedule", CUTS)
+def test_slices_are_near_stock(checkout: Checkout, model: Flagship, schedule: str) -> None:
+    job = checkout, 2, stages(model.flags, 2)
+    own = model.run(*job, schedule, CUTS[schedule])
+    near(own, model.stock(*job), 2e-2)
+    assert own.weights != model.stock(*job).weights
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("checkout", "model"), rows("Qwen3.5"))
+def test_sharded_units_equal_stock(checkout: Checkout, model: Flagship) -> None:
+    """One unit of all microbatches, so that gradients are reduced once, as in stock."""
+    more = "--use-distributed-optimizer --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 12"
+    job = checkout, 4, f"{stages(model.flags, 2)} --expert-model-parallel-size 2 {more}"
+    same(model.run(*job, "zero-pp", UNITS), model.stock(*job))
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.core.formats.costs import read_costs_file
 from tests.helpers.hybrid_jobs import pretrain_hybrid, stock_hybrid
 from tests.helpers.megatron_lm import VARIABLE, Checkout, Log, checkouts
 from tests.integration.megatron_lm.test_models import of_the_dev_branch
@@ -163,6 +164,20 @@ def test_a_v_equals_stock(checkout: Checkout, name: str, predicted: str, tmp_pat
     same(pretrain_hybrid(*on_a_v, "zb-v", load), stock_hybrid(*job, load))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("checkout", DIVIDES, ids=str)
+def test_recorded_costs_tell_the_letters_apart(checkout: Checkout, tmp_path: Path) -> None:
+    pattern = "*-|M|-|M*"
+    job = checkout, 2, pattern, f"{PIPELINE} {ROWS['mamba'][1]}"
+    recorded = pretrain_hybrid(*job, "zb-interleaved", ("--zero-bubble-record-costs", str(tmp_path / "costs.json")))
+    assert recorded.exit_codes == (0, 0), recorded.text[-4000:]
+    file = read_costs_file(tmp_path / "costs.json")
+    layers = file.layer_costs()
+    assert layers is not None and "|".join(file.letters) == pattern
+    scan, mlp = (layer.activation for layer in layers.layers[2:4])
+    assert scan > 5 * mlp, "a Mamba layer keeps more than an MLP"
+
+
 @pytest.mark.parametrize("checkout", DIVIDES, ids=str)
 def test_checkpoint_of_a_v_continues_in_stock(checkout: Checkout, tmp_path: Path) -> None:
     """Stock, with two stages, continues from the checkpoint of a V with four as from its own."""
@@ -251,8 +266,10 @@ def test_divided_vocabulary_on_a_v_is_near_stock(checkout: Checkout, name: str, 
     assert "exiting program at iteration 4" in saved.text, saved.text[-4000:]
     end = pretrain_hybrid(*job, None, ("--load", str(middle)))
     assert end.exit_codes == (0,) * ranks, end.text[-4000:]
-    assert len(losses := _losses(end)) == 4
-    assert losses == pytest.approx(_losses(expected)[-4:], rel=1e-5)
+    losses, wanted = _losses(end), _losses(expected)[-4:]
+    assert len(losses) == 4
+    del losses[1], wanted[1]  # which Megatron prints as the mean of the first two iterations of a run, since 0.19
+    assert losses == pytest.approx(wanted, rel=1e-5)
 
 
 def _losses(log: Log) -> list[float]:

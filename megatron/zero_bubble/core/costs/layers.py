@@ -10,6 +10,7 @@ from math import fsum
 from typing import Any
 
 from megatron.zero_bubble.core.costs.experts import NO_EXPERTS, ExpertParts
+from megatron.zero_bubble.core.costs.kinds import of_kinds
 from megatron.zero_bubble.core.costs.memory import PassMemory
 from megatron.zero_bubble.core.costs.passes import PassCosts
 from megatron.zero_bubble.core.costs.terms import MEMORY, OF_LAYER, SHARED, Owner
@@ -24,6 +25,8 @@ _NEARLY_NOTHING = 1e-3
 """Activation of a stage that keeps nothing known, relative to the largest layer."""
 _ROUNDING = 1e-6
 """Relative excess of a part over its stage that rounded figures may have."""
+_EXPERTS = "E"
+"""The letter of a layer with experts in a hybrid model."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,7 @@ class LayerCosts:
         return tuple(map(fsum, self._parts_of(layout, name))) if any(self._columns[name]) else (0.0,) * len(layout)
 
 
-def stages_of_layers(layout: Sequence[int]) -> tuple[int, ...]:
+def stages_of_layers(layout: Sequence[int | str]) -> tuple[int, ...]:
     """The stages that have nothing but layers, from which the costs of a layer are taken; of two stages, the first."""
     last = len(layout) - 1
     return tuple(s for s in (range(1, last) if last > 1 else range(last)) if layout[s])
@@ -246,13 +249,18 @@ def of_stages(
     layout: Sequence[int],
     embedding: LayerFigures | None = None,
     loss: LayerFigures | None = None,
+    kinds: str = "",
 ) -> LayerCosts:
     """Derive the parts of a model from figures of its stages; with ``layout``, they give the same figures again.
 
-    The layers of a stage share its figures equally. Where ``embedding`` or ``loss`` is unknown, the layers of its stage
-    are as the mean of those between the first and the last stage, and it is what the stage takes beyond them. Of only
-    two stages, the first is then assumed to take nothing beyond its layers. Without memory figures, all layers keep the
-    same.
+    The layers of a stage share its figures equally, or in proportion to what layers of their kinds take on all stages
+    (``of_kinds``). Where ``embedding`` or ``loss`` is unknown, the layers of its stage are as those between the first
+    and the last stage, and it is what the stage takes beyond them. Of only two stages, the first is then assumed to
+    take nothing beyond its layers. Without memory figures, all layers keep the same.
+
+    Args:
+        kinds: a letter per layer, in model order; empty if all layers are alike. Only those with the letter E have
+            experts, if there are any.
 
     Raises:
         UserError: when the layout is for another number of stages, no stage gives the time of a layer, or ``embedding``
@@ -276,22 +284,43 @@ def of_stages(
             if name in figures:
                 _check_fits("loss" if stage else "embedding", name, amount, figures[name][stage])
                 figures[name][stage] = max(0.0, figures[name][stage] - amount)
-    mean = {name: fsum(of[s] for s in known) / sum(layout[s] for s in known) for name, of in figures.items()}
+    letters = kinds or "t" * sum(layout)
+    stages = [letters[start:end] for start, end in pairwise(accumulate(layout, initial=0))]
+    usual: dict[str, dict[str, float]] = {}
+    for name, of in figures.items():
+        amount = fsum(of[s] for s in known) / sum(layout[s] for s in known)
+        found = of_kinds([of[s] for s in known], [stages[s] for s in known])
+        usual[name] = {kind: found.get(kind, amount) for kind in set(letters)}
 
-    def layer(stage: int) -> LayerFigures:
-        of_stage = {name: of[stage] / layout[stage] for name, of in figures.items()}
+    def layer(stage: int, kind: str) -> LayerFigures:
+        of_stage = {name: _part_of(of[stage], usual[name], kind, stages[stage]) for name, of in figures.items()}
         if stage in (0, last) and stage not in given:  # of an end that takes less than its layers, all is theirs
-            of_stage = {name: min(mean[name], own) for name, own in of_stage.items()}
+            of_stage = {name: min(usual[name][kind], own) for name, own in of_stage.items()}
         return _part(of_stage if memory is not None else of_stage | dict.fromkeys(MEMORY, 1.0))
 
     def beyond(stage: int) -> LayerFigures:
-        left = {name: max(0.0, of[stage] - layout[stage] * mean[name]) for name, of in figures.items()}
+        sums = {name: fsum(own[kind] for kind in stages[stage]) for name, own in usual.items()}
+        left = {name: max(0.0, figures[name][stage] - own) for name, own in sums.items()}
         return given[stage] if stage in given else _part(left)
 
-    layers = tuple(layer(stage) for stage, count in enumerate(layout) for _ in range(count))
-    experts = tuple(own.divided(count) for own, count in zip(costs.experts, layout, strict=False) for _ in range(count))
+    layers = tuple(layer(stage, kind) for stage, of_stage in enumerate(stages) for kind in of_stage)
+    experts = tuple(_experts_of(costs.experts, stages))
     shared = {name: getattr(costs, name) for name in (*SHARED, "links")}
     return LayerCosts(layers, beyond(0), beyond(last), **shared, experts=experts, contention=costs.contention)
+
+
+def _part_of(amount: float, usual: Mapping[str, float], kind: str, stage: str) -> float:
+    """What a layer takes of the amount of its stage."""
+    whole = fsum(usual[each] for each in stage)
+    return amount * usual[kind] / whole if whole else amount / len(stage)
+
+
+def _experts_of(experts: Sequence[ExpertParts], stages: Sequence[str]) -> Iterator[ExpertParts]:
+    for of_stage, own in zip(stages, experts, strict=False):
+        with_experts = of_stage.count(_EXPERTS) or len(of_stage)
+        for kind in of_stage:
+            has = kind == _EXPERTS or _EXPERTS not in of_stage
+            yield own.divided(with_experts) if has else NO_EXPERTS
 
 
 def _check_fits(end: str, name: str, amount: float, of_stage: float) -> None:

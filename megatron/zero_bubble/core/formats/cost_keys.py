@@ -59,11 +59,13 @@ COST_KEYS = (
     ),
     CostKey(
         "layers_per_stage",
-        "list of integers",
+        "list of integers, or of letters",
         "the other form, which a run records: the layers that each stage of the lists had. The layers of a stage "
-        "share its figures equally. Those of the first and of the last stage are as the mean of the stages between; "
-        "what these two take beyond their layers is the embedding's, and the output layer's. A file of only two stages "
-        "cannot tell the embedding from layers: it is assumed to take no time, and `plan` and `compare` say so",
+        'share its figures equally; in a hybrid model (`["M-M*", "M-ME"]`), as layers of their letters do on all '
+        "stages together, as far as these tell letters apart. Those of the first and of the last stage are as the "
+        "mean of the stages between; what these two take beyond their layers is the embedding's, and the output "
+        "layer's. A file of only two stages cannot tell the embedding from layers: it is assumed to take no time, "
+        "and `plan` and `compare` say so",
         "layers",
     ),
     *(

@@ -35,8 +35,10 @@ from megatron.zero_bubble.core.formats.cost_figures import (
 from megatron.zero_bubble.core.formats.cost_keys import COST_KEYS
 from megatron.zero_bubble.core.formats.experts import ExpertFigures, experts_content, experts_from
 from megatron.zero_bubble.core.formats.facts import KEY_FACTS, Facts, facts_from
-from megatron.zero_bubble.core.formats.files import json_object, list_of, naming, read_file, read_key
+from megatron.zero_bubble.core.formats.files import is_text, json_object, list_of, naming, read_file, read_key
 from megatron.zero_bubble.core.formats.layers import ENDS, LAYERS, PARTS, ends_content, ends_from, layers_from
+from megatron.zero_bubble.core.formats.pattern import FLAG as PATTERN
+from megatron.zero_bubble.core.formats.pattern import Pattern
 from megatron.zero_bubble.core.ir import Placement
 from megatron.zero_bubble.core.ir.sizes import check_layers
 from megatron.zero_bubble.core.search.cut import even
@@ -54,18 +56,22 @@ def costs_to_json(
     costs: PassCosts,
     memory: PassMemory | None = None,
     tokens: SequenceTokens | None = None,
-    layers_per_stage: Sequence[int] = (),
+    layers_per_stage: Sequence[int | str] = (),
     facts: Facts | None = None,
 ) -> str:
     """Write a costs file with one figure per stage; ``CostsFile.parse`` reads it back unchanged.
 
     Figures that need not be there are left out where they are all 0, and the layers per stage if they are unknown. With
     these, the parts ``embedding`` and ``loss`` are derived by ``of_stages``.
+
+    Args:
+        layers_per_stage: their number, or the letters of those of a hybrid model.
     """
     content = costs_content(costs, memory) | written("tokens", tokens) | experts_content(costs)
     if layers_per_stage:
         content[_LAYOUT] = list(layers_per_stage)
-        content |= ends_content(of_stages(costs, memory, layers_per_stage))
+        layout, letters = _counted(layers_per_stage)
+        content |= ends_content(of_stages(costs, memory, layout, kinds="".join(letters)))
     if facts:
         content[KEY_FACTS] = dict(facts)
     return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items()) + "\n}\n"
@@ -81,6 +87,8 @@ class CostsFile:
         path: path of the file, for error messages.
         layers: costs per layer, if the file has them instead of figures of passes.
         layers_per_stage: the layout of the lists per stage; empty if unknown.
+        letters: those of the layers of a hybrid model, on each stage of this layout, or all in one text with
+            ``layers``; empty for other models.
         ends: the embedding and the output layer with the loss, as far as known besides the lists.
         experts: the all-to-alls of experts and their computation; None if the file has none.
         facts: those of the job that was measured; empty for files written by hand.
@@ -91,6 +99,7 @@ class CostsFile:
     path: str | Path | None = None
     layers: LayerCosts | None = None
     layers_per_stage: tuple[int, ...] = ()
+    letters: tuple[str, ...] = ()
     ends: Mapping[str, LayerFigures] = field(default_factory=dict)
     experts: ExpertFigures | None = None
     facts: Facts = field(default_factory=dict)
@@ -100,6 +109,11 @@ class CostsFile:
         """Tokens of a sequence, and the fewest of a slice; None if the file does not have them."""
         own = figures_on(self.figures, "tokens", Placement.linear(1))
         return SequenceTokens(**own) if own else None
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """The layers of a hybrid model; None for other models."""
+        return Pattern(PATTERN, "|".join(self.letters), self.letters, ()) if self.letters else None
 
     @property
     def embedding_is_known(self) -> bool:
@@ -152,10 +166,12 @@ class CostsFile:
         figures, links, facts = figures_from(content, *OF), _links(content.get(LINKS, [])), facts_from(content)
         if is_per_layer:
             shared = {key: figures[key] for key in SHARED if key in figures}
-            return cls(figures, links, layers=layers_from(content, {**shared, LINKS: links}), facts=facts)
+            layers, letters = layers_from(content, {**shared, LINKS: links}), content[LAYERS]
+            of_hybrid = (letters,) if isinstance(letters, str) else ()
+            return cls(figures, links, layers=layers, letters=of_hybrid, facts=facts)
         refuse_no_time(*(figures[name] for name in TIMES))
-        layout, ends, experts = _layout(content), ends_from(content), experts_from(content)
-        return cls(figures, links, layers_per_stage=layout, ends=ends, experts=experts, facts=facts)
+        (layout, letters), ends, experts = _layout(content), ends_from(content), experts_from(content)
+        return cls(figures, links, layers_per_stage=layout, letters=letters, ends=ends, experts=experts, facts=facts)
 
     def check_links(self, num_ranks: int) -> None:
         """Check that the links are those of a pipeline with this number of ranks.
@@ -181,7 +197,8 @@ class CostsFile:
         of_stages_only = {key: figure for key, figure in self.figures.items() if not BY_KEY[key].of_ranks}
         with self._naming():
             on = replace(self, figures=of_stages_only, path=None).on(Placement.linear(len(self.layers_per_stage)))
-            return of_stages(*on, self.layers_per_stage, *(self.ends.get(end) for end in ENDS))
+            embedding, loss = (self.ends.get(end) for end in ENDS)
+            return of_stages(*on, self.layers_per_stage, embedding, loss, "".join(self.letters))
 
     def on(self, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
         """Return the costs of the stages of ``placement``, and their memory if the file has any.
@@ -230,19 +247,34 @@ def read_costs_file(path: str | Path) -> CostsFile:
     return replace(read_file(path, _WHAT, CostsFile.parse), path=path)
 
 
-def _layout(content: dict[str, Any]) -> tuple[int, ...]:
+def _layout(content: dict[str, Any]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The number of layers of every stage, and their letters in a hybrid model; both empty if unknown."""
     if _LAYOUT not in content:
-        return ()
-    form = "a list with the number of layers of every stage, each 0 or above, as in [3, 4, 3]"
-    counts = read_key(content, _LAYOUT, form, list_of(lambda count: type(count) is int and count >= 0))
+        return (), ()
+    form = (
+        "a list with the number of layers of every stage, each 0 or above, as in [3, 4, 3], or with the letters of a "
+        'hybrid model, as in ["M-M*", "M-ME"]'
+    )
+    listed = read_key(content, _LAYOUT, form, _is_layout)
     for name in TIMES:
-        if not isinstance(content[name], list) or len(content[name]) != len(counts):
+        if not isinstance(content[name], list) or len(content[name]) != len(listed):
             raise UserError(
-                f"with layers_per_stage, {name} must be a list with one number for each of its {len(counts)} stages; "
+                f"with layers_per_stage, {name} must be a list with one number for each of its {len(listed)} stages; "
                 f"got {content[name]!r:.40}"
             )
-    check_layers(_LAYOUT, sum(counts))
-    return tuple(counts)
+    layout, letters = _counted(listed)
+    check_layers(_LAYOUT, sum(layout))
+    return layout, letters
+
+
+def _is_layout(value: object) -> bool:
+    return list_of(lambda count: type(count) is int and count >= 0)(value) or list_of(is_text)(value)
+
+
+def _counted(listed: Sequence[int | str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The number of layers of every stage, and their letters if ``listed`` has these."""
+    letters = tuple(each for each in listed if isinstance(each, str))
+    return tuple(len(each) if isinstance(each, str) else each for each in listed), letters
 
 
 def _links(rows: object) -> dict[tuple[int, int], float]:

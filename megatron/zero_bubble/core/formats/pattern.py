@@ -10,6 +10,9 @@ from megatron.zero_bubble.core.formats.layout import layout_text
 from megatron.zero_bubble.core.formats.layout_string import FLAG as LAYOUT_FLAG
 from megatron.zero_bubble.core.formats.layout_string import layout_layers
 
+FLAG = "--hybrid-layer-pattern"
+"""The flag of a pattern, since megatron-core 0.17."""
+
 
 @dataclass(frozen=True)
 class Pattern:

@@ -143,7 +143,7 @@ class Tracer(IterationObserver):
             for iteration, marks in recorded
         }
         memory = self._whole(pipeline.memory.gather(group)) if pipeline is not None and traces else None
-        layers: tuple[int, ...] = ()
+        layers: tuple[int, ...] | tuple[str, ...] = ()
         if traces and costs_file:
             placement = next(iter(traces.values())).timeline.schedule.placement
             layers = gather_layers(self._chunks, placement, group)

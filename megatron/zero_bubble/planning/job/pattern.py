@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.zero_bubble.core.formats.layout_string import read_hybrid
-from megatron.zero_bubble.core.formats.pattern import Pattern
+from megatron.zero_bubble.core.formats.pattern import FLAG, Pattern
 
-FLAG, OLD_FLAG = "--hybrid-layer-pattern", "--hybrid-override-pattern"
+OLD_FLAG = "--hybrid-override-pattern"
 
 
 def pattern_of(args: Any) -> Pattern | None:
