@@ -13,10 +13,12 @@ from megatron.zero_bubble.core.analysis.simulate import simulate
 from megatron.zero_bubble.core.costs import PassCosts, PassMemory
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Kind, Placement, Schedule
+from megatron.zero_bubble.core.schedules import build
 from megatron.zero_bubble.core.search.recompute import with_recomputation
 from megatron.zero_bubble.planning.answer import answer
 from megatron.zero_bubble.planning.feasibility import ANY_RUN
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.job.runnable import check_trainable
 from megatron.zero_bubble.planning.question import asked, of_run
 from megatron.zero_bubble.planning.setup import Named, Searched, Setup
 from megatron.zero_bubble.planning.source import ScheduleSource
@@ -70,6 +72,10 @@ def test_every_backward_of_a_job_has_one(order: Named | Searched) -> None:
     backwards = [p for p in schedule.passes() if p.kind in (Kind.B, Kind.BW)]
     assert schedule.recomputed == {(p.stage, p.microbatch, p.slice) for p in backwards}
     assert not ScheduleSource.of(Setup(order), 4).make(8).recomputed
+
+
+def test_slices_are_computed_again_in_the_order_of_their_backwards() -> None:
+    check_trainable(with_recomputation(build("seq-zb-h1", num_ranks=2, num_microbatches=3)))
 
 
 def test_a_run_plans_with_what_it_has_measured() -> None:

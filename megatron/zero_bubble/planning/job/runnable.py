@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatron.zero_bubble.core.errors import UserError
 from megatron.zero_bubble.core.ir import Kind, Placement, Schedule
 
-_IN_ORDER = tuple(kind for kind in Kind if kind not in (Kind.B, Kind.W, Kind.BW))
-"""The kinds of passes that a stage runs in the order of the data."""
+_IN_ORDER = tuple(kind for kind in Kind if kind not in (Kind.B, Kind.W, Kind.BW, Kind.R))
+"""The kinds of passes that a stage runs in the order of the data; R runs in that of the backwards."""
 
 
 def is_megatrons_own(placement: Placement) -> bool:
