@@ -87,7 +87,6 @@ def loops(problem: Problem) -> Loops[Packed]:
     return make(problem)
 
 
-@cache
 def compiled_module() -> Any:
     """Return the compiled module; None if the package was installed without it.
 
