@@ -38,6 +38,7 @@ def emulated(script: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=ranks.environment(), capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.full
 def test_products_take_the_time_of_their_operations(tmp_path: Path) -> None:
     """Two million operations take 100 ms, and twice that backward; the results are those of the processor."""
     script = tmp_path / "script.py"

@@ -65,9 +65,10 @@ def climb(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("limits", "num_ranks"),
-    [(["1/2", "1"], ["8", "16"]), pytest.param(["1/3", "1/2", "3/4", "1"], ["8", "16", "32"], marks=pytest.mark.full)],
+    [(["1/2", "1"], ["8", "16"]), (["1/3", "1/2", "3/4", "1"], ["8", "16", "32"])],
 )
 def test_the_search_is_steady_for_one_profile(tmp_path: Path, limits: list[str], num_ranks: list[str]) -> None:
     sizes = ["--num-ranks", *num_ranks, "--multiples", "4", "--limits", *limits]

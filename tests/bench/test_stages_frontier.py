@@ -8,6 +8,7 @@ from bench import stages_frontier
 from bench.stages_frontier import Setting, bubbles, draw_all, panels
 
 
+@pytest.mark.full
 def test_more_memory_never_means_a_larger_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages_frontier, "P", 2)
     monkeypatch.setattr(stages_frontier, "LIMITS", (0.5, 1.0, 2.0))

@@ -272,6 +272,7 @@ def test_the_job_as_it_is_is_printed_before_planning(capsys: Capture, monkeypatc
     assert ("It is simpler than" in verdict) is (f"--zero-bubble-schedule {first}" not in verdict)
 
 
+@pytest.mark.full
 def test_effort_is_counted_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and what is left out are the same on a slower machine; a smaller number searches for less."""
     pipeline, today = random_pipeline(0)

@@ -154,6 +154,7 @@ def test_slider_updates_the_table_to_plans_figures(page: WebDriver, capsys: Capt
     assert "W=8.5" in page.current_url and "objective=span" in page.current_url
 
 
+@pytest.mark.full
 def test_lengths_are_typed_and_hide_the_number_of_microbatches(page: WebDriver, capsys: Capture) -> None:
     page.find_element("name", "lengths").send_keys("4096,300,8000")
     settle(page)
@@ -204,6 +205,7 @@ def test_slices_add_rows_with_plans_figures(page: WebDriver, capsys: Capture) ->
     )
 
 
+@pytest.mark.full
 def test_automatic_slices_show_how_many_were_chosen(page: WebDriver, capsys: Capture) -> None:
     page.find_element("css selector", "input[name=slices][value=auto]").click()
     number = page.find_element("id", "number-a")
@@ -224,6 +226,7 @@ def test_automatic_slices_show_how_many_were_chosen(page: WebDriver, capsys: Cap
     )
 
 
+@pytest.mark.full
 def test_vocabulary_adds_its_passes_on_all_ranks(page: WebDriver, capsys: Capture) -> None:
     before = {name_of(line): shown(line) for line in lines(page)}
     kinds = "return [...new Set(drawn[0].rows[arguments[0]].map(({kind}) => kind))].sort().join(' ')"
@@ -336,6 +339,7 @@ def test_selected_pass_is_brought_into_view(page: WebDriver) -> None:
     page.execute_script("view.show(0, 1)")
 
 
+@pytest.mark.full
 def test_64_ranks_are_planned_one_by_one_and_drawn_when_in_view(driver: WebDriver, address: str) -> None:
     driver.get("about:blank")
     driver.get(f"{address}#{urlencode(SMALL | {'p': '64', 'm': '6', 'placement': 'linear'})}")

@@ -46,6 +46,7 @@ def test_report_tells_of_an_unknown_megatron_core() -> None:
     assert to_do == "- megatron-core names (seams): fix what the error names"
 
 
+@pytest.mark.full
 def test_report_does_not_miss_what_only_transformer_engine_has() -> None:
     """In 0.13, its own module has the function that captures graphs; later, megatron-core's has it, too."""
     before = (
@@ -65,6 +66,7 @@ def test_report_works_without_torch() -> None:
     assert to_do == ["To do:", "- training: to train, run pip install 'megatron-zero-bubble[train]'"]
 
 
+@pytest.mark.full
 def test_report_says_what_to_do_without_compiled_parts() -> None:
     loops = "megatron.zero_bubble.core.search._planner"
     before = (

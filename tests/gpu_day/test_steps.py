@@ -49,6 +49,7 @@ def keywords(selection: list[str]) -> list[str]:
     return selection[selection.index("-k") + 1].split(" and ") if "-k" in selection else []
 
 
+@pytest.mark.full
 def test_selections_select_tests() -> None:
     """``-k`` and paths of every step, compared with the names of the collected tests."""
     command = [

@@ -37,6 +37,7 @@ def test_jobs_are_equal_to_stock_as_promised(ranks: RankPool, number: int) -> No
     check(first_rows()[number], ranks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", NOT_EQUAL_ONCE)
 def test_jobs_that_were_not_equal_once(ranks: RankPool, text: str) -> None:
     check(row_of(text), ranks)

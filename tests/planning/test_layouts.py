@@ -25,7 +25,6 @@ from megatron.zero_bubble.planning.plans import auto, fitted
 from megatron.zero_bubble.planning.question import Question
 from megatron.zero_bubble.planning.setup import BY_COST, Named, Searched, Setup, Synchronous, Validated
 from tests.helpers.layouts import all_layouts, random_layers
-from tests.helpers.rows import some
 
 NAMES = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-1f1b", "dualpipe-v")
 LAYER, LOSS = LayerFigures(1.0, 1.1, 0.9, 4.0, 2.0), LayerFigures(2.0, 2.0, 2.0, 1.0, 1.0)
@@ -144,7 +143,8 @@ def test_without_any_schedule_the_reason_is_given() -> None:
         answer(Question(costs, setup, 1.0))
 
 
-@pytest.mark.parametrize("loss", some([0.3, 3.0, 12.0], 3.0))
+@pytest.mark.full
+@pytest.mark.parametrize("loss", [0.3, 3.0, 12.0])
 def test_searching_for_128_layers_on_32_ranks_takes_seconds(loss: float) -> None:
     """Two seconds of processor time on one core of a server; the bound here is for slower ones."""
     layers = LayerCosts((LAYER,) * 128, LayerFigures(0.1, 0.0, 0.1), LayerFigures(loss, loss, loss, 1.0), 0.1)
@@ -156,7 +156,8 @@ def test_searching_for_128_layers_on_32_ranks_takes_seconds(loss: float) -> None
     assert plan is not None and all(other.ms >= plan.best.ms * (1 - 1e-9) for other in plan.others.values())
 
 
-@pytest.mark.parametrize("name", some(["1f1b", "zb-h1", "interleaved-1f1b"], "interleaved-1f1b"))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b"])
 def test_128_layers_on_32_ranks_take_seconds(name: str) -> None:
     """Two seconds of processor time on two cores of a server; the bound here is for slower ones."""
     kinds = LayerFigures(1.0, 1.1, 0.9, 4.0, 2.0), LayerFigures(2.0, 2.3, 1.7, 5.0, 2.0)

@@ -31,7 +31,7 @@ def recipe(batch: int) -> Recipe:
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [
-        ({"seconds": 2}, "it took longer than 2 s of CPU; ask zero-bubble advise"),
+        pytest.param({"seconds": 2}, "it took longer than 2 s of CPU; ask zero-bubble advise", marks=pytest.mark.full),
         ({"gib": 0.25}, "it took more than 0.25 GiB of memory; ask zero-bubble advise"),
     ],
 )

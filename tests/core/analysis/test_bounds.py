@@ -134,6 +134,7 @@ def test_makespan_bound_includes_the_last_ranks_late_start() -> None:
     assert lower_bound(costs, memory, Workload(placement, 40), None).value_ms == pytest.approx(240)
 
 
+@pytest.mark.full
 def test_bounds_never_fall_with_less_memory() -> None:
     rng = random.Random(7)
     for _ in range(3):
@@ -203,6 +204,7 @@ def test_least_memory_counts_a_wgrad_larger_than_the_activation() -> None:
     assert least_memory(memory, Placement.vee(2), fused=True) == (5.0, 2.0)
 
 
+@pytest.mark.full
 def test_more_effort_never_lowers_the_bound() -> None:
     rng = random.Random(11)
     for _ in range(30):

@@ -21,7 +21,6 @@ from megatron.zero_bubble.core.search.extend import Extension, enough
 from megatron.zero_bubble.core.search.problem import Problem, Rows
 from megatron.zero_bubble.core.search.published import Published, v_half, v_min, zb_h
 from megatron.zero_bubble.core.search.seeds import zb_v
-from tests.helpers.rows import some
 
 RANKS, MICROBATCHES = 36, 288
 TIMES = (29.7, 29.4, 19.9, 0.53)
@@ -84,6 +83,7 @@ def test_a_rank_that_waits_in_the_repeated_part_is_noticed() -> None:
     assert not extension.never_waits(1000.0, 1000.0 + 1.001 * work)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("limit", "searched"),
     [(RANKS / 3, [108, 288]), (RANKS, [108]), (1.5 * RANKS, [288])],
@@ -132,7 +132,8 @@ def test_extended_rows_fit_in_the_same_memory_and_cost_at_least_their_work(
         assert extension.cost(longer) >= extension.least(cost) - 1e-6
 
 
-@pytest.mark.parametrize("limit", some([RANKS / 3, 0.75 * RANKS, RANKS], 0.75 * RANKS))
+@pytest.mark.full
+@pytest.mark.parametrize("limit", [RANKS / 3, 0.75 * RANKS, RANKS])
 def test_planning_as_few_loses_nothing(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     costs, memory = figures(RANKS)
 

@@ -56,6 +56,7 @@ def test_published_schedules_take_part_whatever_the_effort(
     assert simulate(found, *figures).span_ms <= known.span_ms + 1e-9
 
 
+@pytest.mark.full
 @given(
     num_ranks=st.integers(2, 24),
     num_microbatches=st.integers(1, 80),

@@ -48,6 +48,7 @@ def test_memory_beyond_that_of_1f1b_is_used_on_many_ranks(
     assert 100 * lower_bound(costs, memory, Workload(on, m), share * p).gap(timeline.span_ms) <= points
 
 
+@pytest.mark.full
 def test_many_ranks_start_from_what_was_best_on_a_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a miniature, the budget ends before the best seeds were tried, and the bubble has two more points."""
     p, on = 128, Placement.vee(128)

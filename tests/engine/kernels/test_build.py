@@ -178,6 +178,7 @@ def test_ops_for_the_cpu_are_built_if_those_for_cuda_fail(tmp_path: Path, broken
     assert "cublaslt" not in links[-1] and "torch_cuda" not in links[-1]
 
 
+@pytest.mark.full
 def test_failure_is_an_error_if_cuda_was_asked_for(tmp_path: Path) -> None:
     pretended = Pretended(tmp_path, builds=True)
     pretended.add("site/nvidia/cu13/include", *HEADERS)

@@ -179,6 +179,7 @@ def test_killed_rank_without_an_agent(tmp_path: Path) -> None:
     check_survivors(ended, 1)
 
 
+@pytest.mark.full
 def test_killed_rank_under_torchrun(tmp_path: Path) -> None:
     """The agent's SIGTERM, normally a request for a clean stop, must not suppress survivors' messages or hang them."""
     metrics, log = tmp_path / "metrics", tmp_path / "log"

@@ -64,6 +64,7 @@ def test_one_replica_has_the_losses_of_two(ranks: RankPool, tmp_path: Path) -> N
     assert two[4][0] < 0.9 * two[1][0]
 
 
+@pytest.mark.full
 def test_recorded_passes_are_compared_by_the_lengths_of_their_samples(ranks: RankPool, tmp_path: Path) -> None:
     """Costs are those of a sequence of --seq-length tokens; in the plan of the iteration, the passes of a stage take as
     long in all as they were measured.

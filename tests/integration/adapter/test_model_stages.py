@@ -43,6 +43,7 @@ def test_the_example_has_the_losses_of_stock_under_every_schedule(ranks: RankPoo
     assert last["zb-v"] == pytest.approx(last["stock"], rel=1e-6)
 
 
+@pytest.mark.full
 def test_the_example_runs_as_a_script_on_cpu_ranks() -> None:
     command = [
         sys.executable,

@@ -142,6 +142,7 @@ def test_losses_of_predictions_are_logged_on_the_last_rank(ranks: RankPool) -> N
     assert own == pytest.approx(stock, rel=1e-6)  # sums of iterations, instead of one sum over all
 
 
+@pytest.mark.full
 def test_interleaved_as_stock(ranks: RankPool) -> None:
     schedules = [None, "interleaved-1f1b"]
     flags = Layout(2, num_layers=4).flags(4, f"{ROPE} --num-virtual-stages-per-pipeline-rank 2")

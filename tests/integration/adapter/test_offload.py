@@ -115,6 +115,7 @@ def train_and_wait_for_the_plan(rank: int, flags: str, schedules: Sequence[str |
 ROLLED_BACK = ("zb-h1", "zb-v", "interleaved-1f1b", "gis", "gis-h", "pipe-offload")
 
 
+@pytest.mark.full
 def test_same_bits_when_the_schedule_is_switched(ranks: RankPool) -> None:
     """The schedules of zb-auto move other microbatches, before and after the switch."""
     layout, runs = Layout(2, num_layers=4), [None, f"zb-auto {ALL}"]

@@ -20,7 +20,7 @@ ROWS = {
     "zb-h1, dp=2, distributed optimizer, both overlaps": ("zb-h1", Layout(2, data=2), 4, f"--bf16 {DISTRIBUTED}"),
     "zb-h1, experts": ("zb-h1", Layout(2), 6, EXPERTS),
 }
-QUICK = ("zb-h1, tp=2, sequence parallel", "zb-h1, dp=2, distributed optimizer, both overlaps")
+QUICK = ("zb-h1, dp=2, distributed optimizer, both overlaps",)
 CHUNKED = ("zb-v", "interleaved-1f1b", "gis", "gis-h", "pipe-offload")
 SCHEDULES = ("1f1b", "zb-h1", "zb-h2", *CHUNKED)
 OPTIONS = {

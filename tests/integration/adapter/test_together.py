@@ -41,7 +41,7 @@ ROWS = {
     "balanced microbatches": ("zb-h1", TWO, 4, BALANCED),
     "balanced microbatches, four ranks": ("zb-v", FOUR, 8, BALANCED),
 }
-QUICK = "sharded units", "balanced microbatches"
+QUICK = ("sharded units",)
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=() if row in QUICK else full) for row in ROWS])

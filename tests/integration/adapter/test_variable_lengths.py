@@ -62,8 +62,9 @@ def test_stock_accepts_the_configuration_that_is_documented(ranks: RankPool) -> 
     assert ranks.run(2, documented, options) == [True, True]
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("schedule", [pytest.param("zb-h1", marks=pytest.mark.full), "zb-v"])
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_iterations_of_different_lengths_are_recorded(
     ranks: RankPool, tmp_path: Path, num_ranks: int, schedule: str
 ) -> None:
