@@ -8,6 +8,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import pytest
+
 SCRIPT = str(Path(__file__).parents[2] / "scripts/pretrain_gpt.py")
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = sys.modules['megatron.core'] = None; "
 
